@@ -1,0 +1,172 @@
+"""Engine arguments: what `1/model.json` may say, with vLLM's names, checked before anything is started.
+
+One frozen dataclass; an unknown or ineffective key is an error that names it. Values may be strings where vLLM's own
+tutorials write them so (`"enforce_eager": "true"`). This module does not know checkpoints, devices or the server.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cb_backend.errors import ConfigError
+
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine can be told. Defaults work on a CPU box and on one GPU."""
+
+    # What to serve
+    model: str  # local folder, GGUF file, or hub id
+    tokenizer: str | None = None  # another folder or hub id for the tokenizer; None: the model's
+    dtype: str = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
+    max_model_len: int | None = None  # tokens of prompt + output; None: the checkpoint's
+    load_format: str = "auto"  # auto | dummy (random weights, for benchmarks)
+    seed: int = 0  # of dummy weights
+    # Where
+    device: str = "auto"  # auto | cpu | cuda
+    engine_python: str | None = None  # interpreter of the engine process; None: the front end's own
+    worker_cls: str = "auto"  # "package.module:factory" of another model runner (tests, experiments)
+    attention_backend: str = "auto"  # auto | triton | torch; auto: triton on a GPU
+    # The batch
+    max_num_seqs: int = 256  # most requests running at once
+    max_num_batched_tokens: int = 2048  # most tokens computed in one step
+    enable_chunked_prefill: bool = True  # False: a prompt is computed in one step, whatever its length
+    scheduling_policy: str = "fcfs"  # fcfs | static (the baseline: a batch is filled, then runs until all have ended)
+    max_queue_size: int = 4096  # requests waiting; beyond it a request is refused as UNAVAILABLE
+    # The KV cache
+    block_size: int = 16  # tokens a block
+    kv_cache_memory_bytes: int | None = None  # None: gpu_memory_utilization of a GPU, or 1 GiB on a CPU
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None  # number of blocks, whatever the memory says
+    enable_prefix_caching: bool = True
+    # How steps are run
+    enforce_eager: bool = False  # True: no CUDA graphs
+    run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model is empty; name a checkpoint folder, a GGUF file or a hub id")
+        _require(self.dtype in DTYPES.values(), f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("attention_backend", self.attention_backend, ("auto", "triton", "torch"))
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "static"))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",
+        )
+        _require(
+            self.run_ahead is None or 0 <= self.run_ahead <= 4,
+            f"run_ahead is {self.run_ahead}; it must be between 0 and 4",
+        )
+
+
+# vLLM arguments that existing model.json files carry and that change nothing here when they have these values.
+_ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "disable_log_requests": (True, False),
+    "disable_log_stats": (True, False),
+    "enable_log_requests": (True, False),
+    "trust_remote_code": (False,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_lora": (False,),
+    "swap_space": (0,),
+    "kv_cache_dtype": ("auto",),
+    "quantization": (None,),
+    "tokenizer_mode": ("auto",),
+    "distributed_executor_backend": (None, "mp", "uni"),
+}
+
+_BOOLS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def load_engine_config(path: Path) -> EngineConfig:
+    """Read `model.json`. Raises `ConfigError` that names the key and the remedy; relative model paths stay as written."""
+    if not path.is_file():
+        raise ConfigError(f"{path.name} is missing in the model's version folder; it must at least name a model")
+    try:
+        arguments = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{path.name} must hold a JSON object, found {type(arguments).__name__}")
+    return engine_config_from_dict(arguments)
+
+
+def engine_config_from_dict(arguments: dict[str, Any]) -> EngineConfig:
+    """Check and coerce engine arguments. Raises `ConfigError` for an unknown key, a wrong type or a bad value."""
+    known = {field.name: field for field in fields(EngineConfig)}
+    values: dict[str, Any] = {}
+    for key, value in arguments.items():
+        if key in _ACCEPTED_WITHOUT_EFFECT:
+            _check_without_effect(key, value)
+        elif key in known:
+            values[key] = _coerce(key, value, str(known[key].type))
+        else:
+            close = difflib.get_close_matches(key, [*known, *_ACCEPTED_WITHOUT_EFFECT], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown engine argument {key!r} in model.json{hint}")
+    if "dtype" in values:
+        values["dtype"] = DTYPES.get(values["dtype"], values["dtype"])
+    for name, field in known.items():
+        if name not in values and field.default is MISSING:
+            raise ConfigError(f"model.json does not set {name!r}")
+    return EngineConfig(**values)
+
+
+def _check_without_effect(key: str, value: Any) -> None:
+    allowed = _ACCEPTED_WITHOUT_EFFECT[key]
+    plain = _BOOLS.get(value.lower(), value) if isinstance(value, str) else value
+    if plain not in allowed:
+        raise ConfigError(
+            f"engine argument {key!r} is {value!r}, which is not supported yet; remove it or use "
+            + " or ".join(repr(choice) for choice in allowed)
+        )
+
+
+def _coerce(key: str, value: Any, annotation: str) -> Any:
+    """Turn a JSON value into the field's type; strings that spell the value are accepted."""
+    if value is None:
+        if "None" in annotation:
+            return None
+        raise ConfigError(f"engine argument {key!r} is null; remove it to get the default")
+    kind = annotation.split(" | ")[0]
+    try:
+        if kind == "bool":
+            return value if isinstance(value, bool) else _BOOLS[value.strip().lower()]
+        if kind == "int" and not isinstance(value, bool) and int(value) == float(value):
+            return int(value)
+        if kind == "float" and not isinstance(value, bool):
+            return float(value)
+        if kind == "str" and isinstance(value, str):
+            return value
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+        pass
+    raise ConfigError(f"engine argument {key!r} must be of type {kind}, got {value!r}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(f"engine argument {message}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name} is {value!r}; use one of {', '.join(choices)}")

@@ -1,0 +1,1 @@
+"""The engine: scheduler, model runner, sampler, and the process that runs them."""

@@ -1,0 +1,1 @@
+"""One operation a file: the kernel and its torch twin."""

@@ -1,0 +1,1 @@
+"""The building blocks that every architecture shares."""

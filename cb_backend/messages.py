@@ -1,0 +1,142 @@
+"""What crosses the border between a front end and the engine process: plain typed messages, msgpack, no pickle.
+
+Arrays travel as little-endian bytes. Front ends connect to the engine's ROUTER socket; each message is one frame.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.sampling_params import SamplingParams
+
+REQUEST_ID_BITS = 40  # request_id = (front_end_id << REQUEST_ID_BITS) | counter
+
+
+def make_request_id(front_end_id: int, counter: int) -> int:
+    return front_end_id << REQUEST_ID_BITS | counter
+
+
+# ---- front end to engine ----------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First message of a front end; the engine answers with `EngineReady` once it can serve."""
+
+    front_end_id: int
+    pid: int  # the engine ends the requests of a front end whose process is gone
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True):
+    request_id: int
+    prompt_token_ids: bytes  # int32
+    params: SamplingParams  # seed is always set
+    cache_salt: bytes = b""
+
+
+class CancelRequests(msgspec.Struct, tag=True, frozen=True):
+    """End these requests; unknown or finished ids are ignored. No `StepOutput` entry is owed for them afterwards."""
+
+    request_ids: list[int]
+
+
+class Goodbye(msgspec.Struct, tag=True, frozen=True):
+    """This front end is done; its remaining requests are aborted. The engine ends with its last front end."""
+
+    front_end_id: int
+
+
+FrontEndMessage = Hello | AddRequest | CancelRequests | Goodbye
+
+
+# ---- engine to front end ----------------------------------------------------------------------------------------
+
+
+class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What a front end must know of the model that the engine serves."""
+
+    model: str  # as configured
+    tokenizer_dir: str  # folder with tokenizer.json, tokenizer_config.json
+    vocab_size: int  # ids the model accepts as input
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int  # usable blocks of the KV cache
+    max_num_seqs: int
+    dtype: str
+    device: str
+
+
+class EngineReady(msgspec.Struct, tag=True, frozen=True):
+    pid: int
+    info: ModelInfo
+
+
+class StepOutput(msgspec.Struct, tag=True, frozen=True):
+    """What one step (or several, when the engine coalesces) produced for one front end: see `outputs.EngineOutput`."""
+
+    step_id: int
+    request_ids: bytes  # int64 [num_entries]
+    token_ids: bytes  # int32 [num_entries]
+    finish_reasons: bytes  # uint8 [num_entries]
+    num_cached_tokens: dict[int, int] = {}
+
+
+class RequestFailed(msgspec.Struct, tag=True, frozen=True):
+    """The engine refuses or gives up one request; this is its end."""
+
+    request_id: int
+    code: int  # errors.ErrorCode
+    message: str
+
+
+class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """State of the engine at one moment, sent to every front end about twice a second and whenever it falls idle."""
+
+    step_id: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int  # free or evictable: no request holds them
+    num_preemptions: int  # this and the following count since the engine's start
+    num_prompt_tokens: int
+    num_cached_prompt_tokens: int
+    num_output_tokens: int
+    num_cancelled: int
+    num_evicted_blocks: int
+
+
+class EngineFailed(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot start or go on (bad checkpoint, no memory); the process ends after this message."""
+
+    message: str
+
+
+EngineMessage = EngineReady | StepOutput | RequestFailed | EngineStats | EngineFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_front_end_decoder = msgspec.msgpack.Decoder(FrontEndMessage)
+_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+
+
+def encode(message: FrontEndMessage | EngineMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_front_end_message(frame: bytes) -> FrontEndMessage:
+    """Raises `msgspec.DecodeError` for anything that is not a front end's message."""
+    return _front_end_decoder.decode(frame)
+
+
+def decode_engine_message(frame: bytes) -> EngineMessage:
+    """Raises `msgspec.DecodeError` for anything that is not an engine's message."""
+    return _engine_decoder.decode(frame)
+
+
+def token_ids_to_bytes(token_ids: NDArray[np.int32] | list[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def token_ids_from_bytes(data: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(data, dtype="<i4")

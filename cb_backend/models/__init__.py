@@ -1,0 +1,1 @@
+"""Model architectures, one a file, named by their Hugging Face `model_type`."""

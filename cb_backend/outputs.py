@@ -1,0 +1,104 @@
+"""What passes between the scheduler and the model runner in one step. All of it is frozen: the receiver reads it.
+
+A *row* is one request in one step. A *slot* is a request's fixed place in the device state for as long as it runs;
+rows name slots. A step's plan carries only what changed (joins, new blocks) beside three arrays over the rows, so a
+steady decode step costs the same host time whatever the batch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.sampling_params import SamplingParams
+
+NO_TOKEN = -1  # in sampled_token_ids: this row sampled nothing (a prefill chunk that is not the last)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRow:
+    """A request that takes a slot in this step, new or back from preemption. Filled by the scheduler."""
+
+    slot: int
+    request_id: int
+    token_ids: NDArray[np.int32]  # [num_tokens] every token known: prompt, and output from before a preemption
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]  # the whole block table so far, cached prefix included
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]  # cannot be sampled while fewer than params.min_tokens tokens are out
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """Blocks appended to a running slot's block table (rows that join carry theirs in `JoinedRow`)."""
+
+    slot: int
+    start: int  # index in the block table where block_ids begin
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The whole plan of one step. Row i runs tokens [computed[i], computed[i] + scheduled[i]) of its request.
+
+    A row's input tokens are known to the runner: from `JoinedRow.token_ids`, or sampled by it in an earlier step.
+    Decode rows (one token each, all sampling) come first, `num_decode_rows` of them.
+    """
+
+    step_id: int  # counts from 1 without gaps
+    slots: NDArray[np.int32]  # [num_rows]
+    num_computed_tokens: NDArray[np.int32]  # [num_rows] before this step
+    num_scheduled_tokens: NDArray[np.int32]  # [num_rows], each >= 1
+    is_sampling: NDArray[np.bool_]  # [num_rows] the row reaches its last known token, so it samples the next
+    num_decode_rows: int
+    joined: tuple[JoinedRow, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_scheduled_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What a step produced, in the plan's row order. Filled by the model runner."""
+
+    step_id: int
+    sampled_token_ids: NDArray[np.int32]  # [num_rows], NO_TOKEN where the row did not sample
+    is_failed: NDArray[np.bool_]  # [num_rows] the row's numbers were not finite; only that request ends
+    sampled_logprobs: NDArray[np.float32] | None = None  # [num_rows] log-probability of the sampled token
+
+
+class PendingOutput(Protocol):
+    """A step that has been launched; `result()` waits for it. Steps complete in the order of their launch."""
+
+    def result(self) -> ModelRunnerOutput: ...
+
+
+class ModelRunner(Protocol):
+    """Executes plans. The real one, and the fakes of the tests, stand behind this.
+
+    Plans must arrive in order. After `execute_model` the runner knows each sampled token without being told, so the
+    next plan may be executed before the result of this one is read (run-ahead).
+    """
+
+    def execute_model(self, plan: SchedulerOutput) -> PendingOutput: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one engine step tells the world: parallel arrays, one entry a token (or an end without a token)."""
+
+    request_ids: NDArray[np.int64]  # [num_entries]
+    token_ids: NDArray[np.int32]  # [num_entries], NO_TOKEN where a request ends without a new token
+    finish_reasons: NDArray[np.uint8]  # [num_entries] FinishReason; 0 = goes on
+    num_cached_tokens: dict[int, int] = field(default_factory=dict)  # request_id -> prompt tokens from the prefix cache

@@ -1,0 +1,79 @@
+"""One request on its way through the engine.
+
+The scheduler owns a `Request` and is the only one that changes it. A request's progress while it runs (how many
+tokens are known and computed) lives in the scheduler's slot arrays, because those are updated for the whole batch
+at once; here is what belongs to the request alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.sampling_params import SamplingParams
+
+NO_SLOT = -1
+
+
+class RequestStatus(IntEnum):
+    """Ordered: everything after RUNNING is finished."""
+
+    WAITING = 0
+    PREEMPTED = 1  # back in the waiting queue, its blocks given away; its tokens are kept
+    RUNNING = 2
+    FINISHED_STOPPED = 3  # a stop token id, or the front end found a stop string
+    FINISHED_LENGTH = 4  # max_tokens, the model's length, or the whole KV cache
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.RUNNING
+
+
+class FinishReason(IntEnum):
+    """Why a request ended, as it travels between processes; 0 = it has not."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+FINISH_REASON_OF_STATUS: dict[RequestStatus, FinishReason] = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the scheduler knows of one request beyond its slot.
+
+    `token_ids` holds prompt and output while the request has no slot (waiting or preempted); while it runs, the
+    slot's row in the scheduler's token table is the truth.
+    """
+
+    request_id: int  # unique in the engine: (front end id << 40) | counter
+    token_ids: NDArray[np.int32]  # [num_tokens] prompt, then what was generated before a preemption
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]  # params.stop_token_ids and, unless ignore_eos, the model's end-of-sequence ids
+    max_total_tokens: int  # prompt + output never exceeds this
+    cache_salt: bytes = b""  # requests share cached blocks only within one salt
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = NO_SLOT
+    block_table: list[int] = field(default_factory=list)  # block ids in token order
+    block_hashes: list[bytes] = field(default_factory=list)  # chain hash of each full block, as far as computed
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the last admission
+    num_preemptions: int = 0
+
+    @property
+    def front_end_id(self) -> int:
+        return self.request_id >> 40

@@ -1,0 +1,91 @@
+"""How one request wants its tokens chosen, and when to stop.
+
+Names and defaults are vLLM's, so that clients of `vllm_backend` keep working. This module checks values; turning
+the wire's JSON into a `SamplingParams` (coercion of strings, unknown names) is `front_end.protocol`'s work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from cb_backend.errors import InvalidRequestError
+
+# Below this temperature the distribution is numerically a single point; vLLM draws the line at the same value.
+GREEDY_TEMPERATURE = 1e-5
+MAX_TEMPERATURE = 100.0
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_SEED = 2**64 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling and stopping rules of one request. Immutable; travels to the engine as it is."""
+
+    max_tokens: int = 16  # most tokens to generate, >= 1
+    min_tokens: int = 0  # stop ids cannot be sampled, stop strings do not count, before this many tokens
+    temperature: float = 1.0  # 0 (anything below GREEDY_TEMPERATURE) = greedy, ties to the lowest id
+    top_p: float = 1.0  # smallest set of tokens whose probability reaches this; 1 = off
+    top_k: int = 0  # only the k most likely tokens; 0 or -1 = off; above the vocabulary = off
+    min_p: float = 0.0  # drop tokens below min_p * (highest probability); 0 = off
+    seed: int | None = None  # None: the front end draws one, so that a request always carries its seed
+    stop: tuple[str, ...] = ()  # stop strings, matched on text by the front end
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    ignore_eos: bool = False  # the model's own end-of-sequence ids do not stop (stop_token_ids still do)
+    include_stop_str_in_output: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError` naming the first value that is out of range."""
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens}); lower min_tokens"
+            )
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequestError("top_p must be above 0 and at most 1, got 0; for greedy use temperature=0")
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        self._check_stops(vocab_size)
+
+    def _check_stops(self, vocab_size: int) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        for text in self.stop:
+            if not text:
+                raise InvalidRequestError("stop contains an empty string; remove it")
+            if len(text.encode()) > MAX_STOP_STRING_BYTES:
+                raise InvalidRequestError(
+                    f"a stop string has {len(text.encode())} bytes; at most {MAX_STOP_STRING_BYTES} are allowed"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
+            )
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, vocab_size - 1)
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _check_float(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, got {value}")
