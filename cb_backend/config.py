@@ -99,7 +99,7 @@ _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def load_engine_config(path: Path) -> EngineConfig:
-    """Read `model.json`. Raises `ConfigError` that names the key and the remedy; relative model paths stay as written."""
+    """Read `model.json`. Raises `ConfigError` that names the key and the remedy; model paths stay as written."""
     if not path.is_file():
         raise ConfigError(f"{path.name} is missing in the model's version folder; it must at least name a model")
     try:
