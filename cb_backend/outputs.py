@@ -91,6 +91,13 @@ class ModelRunner(Protocol):
 
     def execute_model(self, plan: SchedulerOutput) -> PendingOutput: ...
 
+    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+        """What cached keys and values depend on beside the tokens before them; b"" for nearly every model.
+
+        Rotary embeddings of kind `dynamic` and `longrope` change with the prompt's length.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

@@ -1,0 +1,132 @@
+"""The engine in one process: a scheduler and a model runner, driven step by step.
+
+No I/O, no threads, no clock: requests in, `EngineOutput`s out. `engine_process` puts it behind a socket; tests and the
+offline benchmark drive it directly. Run-ahead lives here: up to `run_ahead` steps are launched before the result of
+the oldest is read, so that the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.scheduler import Scheduler
+from cb_backend.errors import ConfigError, InvalidRequestError
+from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.messages import EngineStats, ModelInfo
+from cb_backend.outputs import EngineOutput, ModelRunner, PendingOutput
+from cb_backend.request import Request
+from cb_backend.sampling_params import SamplingParams
+
+
+class RunnerFactory(Protocol):
+    """What `EngineConfig.worker_cls` names: loads the model and sizes its cache."""
+
+    def __call__(self, config: EngineConfig) -> tuple[ModelRunner, ModelInfo]: ...
+
+
+class StepFailedError(Exception):
+    """A whole step raised; `output` ends every request that was part of it. The engine can go on."""
+
+    def __init__(self, output: EngineOutput, cause: BaseException) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.output = output
+
+
+class LLMEngine:
+    """Requests in, tokens out. Not thread-safe: one owner calls everything."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, info: ModelInfo) -> None:
+        self.config = config
+        self.info = info
+        self.runner = runner
+        self.run_ahead = config.run_ahead if config.run_ahead is not None else (4 if info.device == "cuda" else 0)
+        kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
+        self.scheduler = Scheduler(config, kv, info.max_model_len)
+        self._launched: deque[tuple[int, PendingOutput]] = deque()  # (step_id, result to come), oldest first
+
+    def make_request(
+        self, request_id: int, prompt_token_ids: NDArray[np.int32], params: SamplingParams, cache_salt: bytes = b""
+    ) -> Request:
+        """Check a request against the model and complete it with what the model knows.
+
+        Raises `InvalidRequestError` for an empty prompt, ids outside the vocabulary or values out of range. The length
+        limits are the scheduler's to check.
+        """
+        if len(prompt_token_ids) == 0:
+            raise InvalidRequestError("the prompt has no tokens")
+        highest, lowest = int(prompt_token_ids.max()), int(prompt_token_ids.min())
+        if lowest < 0 or highest >= self.info.vocab_size:
+            bad = lowest if lowest < 0 else highest
+            raise InvalidRequestError(f"token id {bad} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
+        params.check(self.info.vocab_size)
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        num_prompt_tokens = len(prompt_token_ids)
+        return Request(
+            request_id=request_id,
+            token_ids=prompt_token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            params=params,
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+            max_total_tokens=min(num_prompt_tokens + params.max_tokens, self.info.max_model_len),
+            cache_salt=cache_salt + self.runner.prefix_cache_key(num_prompt_tokens),
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full."""
+        self.scheduler.add_request(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request; its blocks return once no launched step can touch them. False if it is not known."""
+        return self.scheduler.cancel(request_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._launched) or self.scheduler.has_unfinished()
+
+    def step(self) -> EngineOutput | None:
+        """Launch what can be launched, then finish the oldest step. None when there was nothing to do.
+
+        Raises `StepFailedError` when the runner raised; its output must be delivered like any other.
+        """
+        while len(self._launched) <= self.run_ahead:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            try:
+                self._launched.append((plan.step_id, self.runner.execute_model(plan)))
+            except Exception as error:
+                raise StepFailedError(self.scheduler.fail_step(plan.step_id), error) from error
+        if not self._launched:
+            return None
+        step_id, pending = self._launched.popleft()
+        try:
+            result = pending.result()
+        except Exception as error:
+            raise StepFailedError(self.scheduler.fail_step(step_id), error) from error
+        return self.scheduler.update_from_output(result)
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        self._launched.clear()
+        self.runner.close()
+
+
+def create_engine(config: EngineConfig) -> LLMEngine:
+    """Load the model and build the engine. Raises `ConfigError` with a one-line reason and remedy."""
+    name = config.worker_cls
+    if name == "auto":
+        name = "cb_backend.engine.model_runner:create_runner"
+    module_name, _, attribute = name.partition(":")
+    try:
+        factory: RunnerFactory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"worker_cls {name!r} cannot be loaded: {error}") from error
+    runner, info = factory(config)
+    return LLMEngine(config, runner, info)
