@@ -1,0 +1,65 @@
+"""The model runner's memory of who is in the batch: one row of NumPy arrays a slot, changed only by what a plan brings.
+
+Prompt tokens, block tables and sampling values are written once, when a request joins; a decode step reads them by
+slot. This module knows neither torch nor the scheduler.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput
+
+
+class InputBatch:
+    """Slot-indexed host state. Row `slot` is valid from the plan in which a request joins it."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+        # One more column than the model's length: the token sampled at the last position is recorded, never computed.
+        self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
+        self.block_tables = np.zeros((num_slots, max_blocks), np.int32)
+        self.num_prompt_tokens = np.zeros(num_slots, np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.seeds = np.zeros(num_slots, np.int64)  # bit pattern of the unsigned seed
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.stop_token_ids: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_slots
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take over what changed since the last plan."""
+        for row in plan.joined:
+            self._join(row)
+        for new in plan.new_blocks:
+            self._append_blocks(new)
+
+    def _join(self, row: JoinedRow) -> None:
+        slot, params = row.slot, row.params
+        self.token_ids[slot, : len(row.token_ids)] = row.token_ids
+        self.block_tables[slot, : len(row.block_ids)] = row.block_ids
+        self.num_prompt_tokens[slot] = row.num_prompt_tokens
+        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.seeds[slot] = np.uint64(params.seed or 0).astype(np.int64)
+        self.min_tokens[slot] = params.min_tokens
+        self.stop_token_ids[slot] = np.asarray(row.stop_token_ids, np.int64)
+
+    def _append_blocks(self, new: NewBlocks) -> None:
+        self.block_tables[new.slot, new.start : new.start + len(new.block_ids)] = new.block_ids
+
+    def slot_mapping(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Where each token's key and value go: block_id * block_size + offset. [num_tokens] each."""
+        block_ids = self.block_tables[slots, positions // self.block_size]
+        return block_ids * np.int32(self.block_size) + positions % self.block_size
+
+    def stop_ids_to_mask(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> list[tuple[int, NDArray]]:
+        """(row, ids) of the rows that are still below their min_tokens. slots, positions: [num_sampling_rows]."""
+        num_output_tokens = positions - self.num_prompt_tokens[slots]
+        rows = np.flatnonzero(num_output_tokens < self.min_tokens[slots])
+        return [(int(row), self.stop_token_ids[slots[row]]) for row in rows]
