@@ -1,0 +1,211 @@
+"""The reference model runner: one step at a time, every tensor built on the host, no graphs.
+
+It runs on a CPU and on a GPU, with either kernel backend, and is what the other ways of running a step are compared
+with. It knows the model and its cache; it does not know requests, queues or the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.input_batch import InputBatch
+from cb_backend.errors import ConfigError
+from cb_backend.kv_cache.storage import KVCacheStorage, size_kv_cache
+from cb_backend.layers.attention_metadata import AttentionMetadata
+from cb_backend.layers.ops import Ops, resolve_ops
+from cb_backend.layers.rotary import RotaryTables
+from cb_backend.messages import ModelInfo
+from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
+from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class CompletedStep:
+    """A `PendingOutput` whose result is there already."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        return self._output
+
+
+class ModelRunner:
+    """Implements `outputs.ModelRunner`. `execute_model` returns when the step is done."""
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        ops: Ops,
+        rotary: RotaryTables,
+        storage: KVCacheStorage,
+        num_slots: int,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self.ops = ops
+        self.rotary = rotary
+        self.storage = storage
+        self.device = storage.data.device
+        self.batch = InputBatch(num_slots, max_model_len, storage.data.shape[-2])
+
+    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+        return self.rotary.cache_key(num_prompt_tokens)
+
+    def close(self) -> None:
+        """Give up the cache's memory; the runner cannot be used afterwards."""
+        self.storage.layers.clear()
+        del self.storage.data
+
+    @torch.inference_mode()
+    def execute_model(self, plan: SchedulerOutput) -> CompletedStep:
+        self.batch.apply(plan)
+        token_ids, metadata = self._prepare(plan)
+        hidden = self.model(token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
+        sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
+        is_failed = np.zeros(plan.num_rows, np.bool_)
+        rows = np.flatnonzero(plan.is_sampling)
+        if len(rows):
+            last_tokens = np.cumsum(plan.num_scheduled_tokens)[rows] - 1
+            sampled[rows], is_failed[rows] = self._sample(plan, rows, hidden[self._to_device(last_tokens)])
+        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed))
+
+    def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, AttentionMetadata]:
+        """The step's input tokens [num_tokens] and where everything is."""
+        batch = self.batch
+        counts = plan.num_scheduled_tokens
+        slots = np.repeat(plan.slots, counts)  # [num_tokens]
+        starts = np.cumsum(counts) - counts  # [num_rows] index of each row's first token
+        positions = np.arange(len(slots), dtype=np.int32) + np.repeat(plan.num_computed_tokens - starts, counts)
+        positions = positions.astype(np.int32)
+        cos_sin, cos_sin_rows = self.rotary.rows(
+            self._to_device(positions), self._to_device(batch.num_prompt_tokens[slots])
+        )
+        seq_lens = (plan.num_computed_tokens + counts).astype(np.int32)
+        decode, prefill = slice(0, plan.num_decode_rows), slice(plan.num_decode_rows, None)
+        query_start_loc = np.concatenate(([0], np.cumsum(counts[prefill]))).astype(np.int32)
+        metadata = AttentionMetadata(
+            cos_sin=cos_sin,
+            cos_sin_rows=cos_sin_rows,
+            slot_mapping=self._to_device(batch.slot_mapping(slots, positions)),
+            block_tables=self._to_device(batch.block_tables),
+            num_decode_rows=plan.num_decode_rows,
+            decode_slots=self._to_device(plan.slots[decode]),
+            decode_seq_lens=self._to_device(seq_lens[decode]),
+            prefill_slots=self._to_device(plan.slots[prefill]),
+            prefill_query_start_loc=self._to_device(query_start_loc),
+            prefill_seq_lens=self._to_device(seq_lens[prefill]),
+            max_query_len=int(counts[prefill].max(initial=0)),
+        )
+        return self._to_device(batch.token_ids[slots, positions]), metadata
+
+    def _sample(
+        self, plan: SchedulerOutput, rows: NDArray[np.intp], hidden: Tensor
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Choose the next token of the given rows from their last hidden states [len(rows), hidden_size]."""
+        batch = self.batch
+        slots = plan.slots[rows]
+        positions = plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows]  # of the token to be sampled
+        logits = self.model.compute_logits(hidden)  # [len(rows), vocab_size]
+        for row, stop_ids in batch.stop_ids_to_mask(slots, positions):
+            logits[row, self._to_device(stop_ids)] = float("-inf")
+        token_ids, is_failed = self.ops.sample(
+            logits,
+            self._to_device(batch.temperature[slots]),
+            self._to_device(batch.top_k[slots]),
+            self._to_device(batch.top_p[slots]),
+            self._to_device(batch.min_p[slots]),
+            self._to_device(batch.seeds[slots]),
+            self._to_device(positions.astype(np.int64)),
+        )
+        sampled = token_ids.cpu().numpy()
+        batch.token_ids[slots, positions] = sampled
+        return sampled, is_failed.cpu().numpy()
+
+    def _to_device(self, array: NDArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes the GPU when there is one. Raises `ConfigError` when cuda is asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but no CUDA device is visible; use device 'cpu' or 'auto'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The configured length, or the checkpoint's. Raises `ConfigError` when more is asked for than the model knows."""
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} but the checkpoint's positions end at {limit}; lower it"
+        )
+    return config.max_model_len
+
+
+def create_runner(config: EngineConfig) -> tuple[ModelRunner, ModelInfo]:
+    """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy."""
+    device = resolve_device(config.device)
+    folder = resolve_checkpoint(config.model)
+    model_config = read_model_config(folder)
+    dtype = resolve_dtype(config.dtype, model_config, device)
+    max_model_len = resolve_max_model_len(config, model_config)
+    backend = config.attention_backend
+    if backend == "auto":
+        backend = "triton" if device.type == "cuda" else "torch"
+    ops = resolve_ops(backend)
+    model = load_model(
+        folder,
+        model_config,
+        ops=ops,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=_log_progress,
+    )
+    num_blocks = size_kv_cache(config, model_config, dtype, device)
+    storage = KVCacheStorage(
+        model_config.num_layers,
+        num_blocks,
+        model_config.num_kv_heads,
+        config.block_size,
+        model_config.head_dim,
+        dtype,
+        device,
+    )
+    rotary = RotaryTables(model_config.rope, model_config.head_dim, max_model_len, device)
+    runner = ModelRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
+    info = ModelInfo(
+        model=config.model,
+        tokenizer_dir=str(resolve_tokenizer(config.tokenizer, folder)),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=model_config.eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=num_blocks - 1,  # block 0 is the null block
+        max_num_seqs=config.max_num_seqs,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+    )
+    return runner, info
+
+
+def _log_progress(fraction: float) -> None:
+    if fraction in (0.25, 0.5, 0.75, 1.0):
+        print(f"loading weights: {fraction:.0%}", file=sys.stderr, flush=True)
