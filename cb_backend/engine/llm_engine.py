@@ -122,7 +122,7 @@ def create_engine(config: EngineConfig) -> LLMEngine:
     """Load the model and build the engine. Raises `ConfigError` with a one-line reason and remedy."""
     name = config.worker_cls
     if name == "auto":
-        name = "cb_backend.engine.model_runner:create_runner"
+        name = "cb_backend.engine.runner_factory:create_runner"
     module_name, _, attribute = name.partition(":")
     try:
         factory: RunnerFactory = getattr(importlib.import_module(module_name), attribute)

@@ -6,30 +6,18 @@ with. It knows the model and its cache; it does not know requests, queues or the
 
 from __future__ import annotations
 
-import logging
-import sys
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.config import EngineConfig
 from cb_backend.engine.input_batch import InputBatch
-from cb_backend.errors import ConfigError
-from cb_backend.kv_cache.storage import KVCacheStorage, size_kv_cache
+from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.attention_metadata import AttentionMetadata
-from cb_backend.layers.ops import Ops, resolve_ops
+from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
-from cb_backend.messages import ModelInfo
-from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.models.model_config import ModelConfig
-from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
 from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
-
-logger = logging.getLogger(__name__)
-
 
 class CompletedStep:
     """A `PendingOutput` whose result is there already."""
@@ -135,77 +123,3 @@ class ModelRunner:
 
     def _to_device(self, array: NDArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` takes the GPU when there is one. Raises `ConfigError` when cuda is asked for and there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' but no CUDA device is visible; use device 'cpu' or 'auto'")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    """The configured length, or the checkpoint's. Raises `ConfigError` when more is asked for than the model knows."""
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len} but the checkpoint's positions end at {limit}; lower it"
-        )
-    return config.max_model_len
-
-
-def create_runner(config: EngineConfig) -> tuple[ModelRunner, ModelInfo]:
-    """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy."""
-    device = resolve_device(config.device)
-    folder = resolve_checkpoint(config.model)
-    model_config = read_model_config(folder)
-    dtype = resolve_dtype(config.dtype, model_config, device)
-    max_model_len = resolve_max_model_len(config, model_config)
-    backend = config.attention_backend
-    if backend == "auto":
-        backend = "triton" if device.type == "cuda" else "torch"
-    ops = resolve_ops(backend)
-    model = load_model(
-        folder,
-        model_config,
-        ops=ops,
-        dtype=dtype,
-        device=device,
-        load_format=config.load_format,
-        seed=config.seed,
-        progress=_log_progress,
-    )
-    num_blocks = size_kv_cache(config, model_config, dtype, device)
-    storage = KVCacheStorage(
-        model_config.num_layers,
-        num_blocks,
-        model_config.num_kv_heads,
-        config.block_size,
-        model_config.head_dim,
-        dtype,
-        device,
-    )
-    rotary = RotaryTables(model_config.rope, model_config.head_dim, max_model_len, device)
-    runner = ModelRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
-    info = ModelInfo(
-        model=config.model,
-        tokenizer_dir=str(resolve_tokenizer(config.tokenizer, folder)),
-        vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
-        block_size=config.block_size,
-        num_blocks=num_blocks - 1,  # block 0 is the null block
-        max_num_seqs=config.max_num_seqs,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device.type,
-    )
-    return runner, info
-
-
-def _log_progress(fraction: float) -> None:
-    if fraction in (0.25, 0.5, 0.75, 1.0):
-        print(f"loading weights: {fraction:.0%}", file=sys.stderr, flush=True)

@@ -35,7 +35,7 @@ class LaunchedStep:
     step_id: int
     num_rows: int
     sampling_rows: NDArray[np.intp] | None  # which of the plan's rows sampled; None: all of them
-    host_result: Tensor  # int32 [2, >= num sampling rows], pinned
+    host_result: Tensor  # int32 [2, width], pinned; width >= number of sampling rows
     done: torch.cuda.Event | None
 
     def result(self) -> ModelRunnerOutput:
@@ -75,7 +75,7 @@ class SlotRunner:
         self.graphs = DecodeGraphs()
         is_cuda = self.device.type == "cuda"
         self._host_results = [
-            torch.zeros(2, num_slots, dtype=torch.int32, pin_memory=is_cuda) for _ in range(RESULT_RING)
+            torch.zeros(2 * num_slots, dtype=torch.int32, pin_memory=is_cuda) for _ in range(RESULT_RING)
         ]
         self._host_steps: dict[int, list[Tensor]] = {}  # bucket -> ring of pinned copies of StepBuffers.host
         self._last_graph_slots: tuple[int, NDArray[np.int32]] | None = None  # what the last replay's buffers hold
@@ -98,7 +98,7 @@ class SlotRunner:
             graph, buffers = found
             self._fill(buffers, plan, deltas)
             graph.replay()
-            return self._launched(plan, None, buffers.result, plan.num_rows)
+            return self._launched(plan, None, buffers.result)
         if len(deltas):
             self.ops.apply_deltas(self.state.block_tables, copy_to(torch.from_numpy(deltas), self.device))
         return self._run_eagerly(plan)
@@ -172,11 +172,10 @@ class SlotRunner:
         # Deltas left in the buffers would be applied again by the next replay, to a slot that may have changed hands.
         self._last_graph_slots = (bucket, plan.slots) if not len(deltas) else None
 
-    def _launched(
-        self, plan: SchedulerOutput, rows: NDArray[np.intp] | None, result: Tensor, count: int
-    ) -> LaunchedStep:
-        host_result = self._host_results[plan.step_id % RESULT_RING]
-        host_result[:, :count].copy_(result[:, :count], non_blocking=True)
+    def _launched(self, plan: SchedulerOutput, rows: NDArray[np.intp] | None, result: Tensor) -> LaunchedStep:
+        # One contiguous copy: a strided one would make torch wait for the device.
+        host_result = self._host_results[plan.step_id % RESULT_RING][: result.numel()].view(result.shape)
+        host_result.copy_(result, non_blocking=True)
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()
@@ -197,7 +196,7 @@ class SlotRunner:
             sampling = tuple(values[slots.long()] for values in self.state.sampling)
             logits = self.model.compute_logits(hidden[self._copy(last_tokens)])
             self._sample(logits, slots, positions, result, sampling)
-        return self._launched(plan, rows, result, len(rows))
+        return self._launched(plan, rows, result)
 
     def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, AttentionMetadata]:
         """Input tokens [num_tokens] and metadata: decode rows from the device's state, prompt rows from the host's."""

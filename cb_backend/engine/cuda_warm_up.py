@@ -1,0 +1,128 @@
+"""Bring a model up on a GPU: compile and run everything once, size the cache from what is left, capture the graphs.
+
+The order matters: the largest step runs on a cache of two blocks, which shows how much memory steps need; the cache
+then takes the rest of the allowance; graphs are captured last, on the real cache.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+import torch
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.decode_graphs import bucket_sizes
+from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.errors import ConfigError
+from cb_backend.kv_cache.storage import KVCacheStorage, bytes_per_block
+from cb_backend.layers.ops import Ops
+from cb_backend.layers.rotary import RotaryTables
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.model_config import ModelConfig
+from cb_backend.outputs import JoinedRow, SchedulerOutput
+from cb_backend.sampling_params import SamplingParams
+
+GRAPH_MEMORY = 512 << 20  # kept free for graph capture and library workspaces
+MIB = 1 << 20
+
+
+def log(message: str) -> None:
+    """Progress of a start-up, for the server's log."""
+    print(f"cb_backend engine: {message}", file=sys.stderr, flush=True)
+
+
+def new_storage(
+    config: EngineConfig, model_config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> KVCacheStorage:
+    """An empty cache of `num_blocks` blocks, the null block included."""
+    return KVCacheStorage(
+        model_config.num_layers,
+        num_blocks,
+        model_config.num_kv_heads,
+        config.block_size,
+        model_config.head_dim,
+        dtype,
+        device,
+    )
+
+
+def create_cuda_runner(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: DecoderForCausalLM,
+    ops: Ops,
+    rotary: RotaryTables,
+    max_model_len: int,
+    dtype: torch.dtype,
+) -> SlotRunner:
+    """Warm up, size the cache, capture. Raises `ConfigError` that says what to lower when memory does not suffice."""
+    device = torch.device("cuda")
+    start = time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    small = new_storage(config, model_config, 2, dtype, device)
+    runner = SlotRunner(model, ops, rotary, small, config.max_num_seqs, max_model_len)
+    try:
+        warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, model_config.vocab_size)
+    except torch.cuda.OutOfMemoryError:
+        raise ConfigError(
+            f"a step of max_num_batched_tokens {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}"
+            " does not fit the GPU's memory beside the weights; lower one of them"
+        ) from None
+    torch.cuda.synchronize()
+    log(f"warm-up took {time.perf_counter() - start:.1f} s")
+    num_blocks = _num_blocks(config, model_config, dtype)
+    runner.storage = new_storage(config, model_config, num_blocks, dtype, device)
+    log(f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB")
+    if not config.enforce_eager and rotary.is_static:
+        runner.graphs.capture(bucket_sizes(config.max_num_seqs), runner.new_buffers, runner.decode_step, log)
+    return runner
+
+
+def warm_up(
+    runner: SlotRunner, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, vocab_size: int
+) -> None:
+    """Run the largest step and each kind of step once. Every block table names the null block alone."""
+    params = SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, top_k=40, seed=1)
+    num_rows = min(max_num_seqs, max_num_batched_tokens)
+    longest = min(max_model_len, -(-max_num_batched_tokens // num_rows))
+    for lengths in ([min(max_model_len, max_num_batched_tokens)], [longest] * num_rows, [1] * num_rows):
+        counts = np.asarray(lengths, np.int32)
+        tokens = np.arange(int(counts.max()), dtype=np.int32) % vocab_size
+        joined = tuple(
+            JoinedRow(slot, slot, tokens[:count], count, (), params, ()) for slot, count in enumerate(lengths)
+        )
+        is_decode = lengths[0] == 1
+        plan = SchedulerOutput(
+            step_id=1,
+            slots=np.arange(len(lengths), dtype=np.int32),
+            num_computed_tokens=np.zeros(len(lengths), np.int32),
+            num_scheduled_tokens=counts,
+            is_sampling=np.ones(len(lengths), np.bool_),
+            num_decode_rows=len(lengths) if is_decode else 0,
+            joined=joined,
+        )
+        runner.execute_model(plan).result()
+
+
+def _num_blocks(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> int:
+    """How many blocks the allowance holds after weights and steps; the null block included."""
+    block_bytes = bytes_per_block(model_config, config.block_size, dtype)
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override + 1
+    if config.kv_cache_memory_bytes is not None:
+        budget = config.kv_cache_memory_bytes
+    else:
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        others = total - free - torch.cuda.memory_reserved()  # other processes, the driver, loaded kernels
+        budget = int(total * config.gpu_memory_utilization) - others - peak - GRAPH_MEMORY
+    num_blocks = budget // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"no memory is left for the KV cache: it may take {budget // MIB} MiB and a block needs"
+            f" {block_bytes / MIB:.1f} MiB; raise gpu_memory_utilization or lower max_num_batched_tokens, max_num_seqs"
+        )
+    return int(num_blocks)

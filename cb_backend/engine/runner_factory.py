@@ -1,0 +1,92 @@
+"""From engine arguments to a model runner that is ready to step: checkpoint, kernels, memory, warm-up.
+
+Everything that can be wrong with a deployment is found here and said in one line.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.cuda_warm_up import create_cuda_runner, log, new_storage
+
+from cb_backend.engine.model_runner import ModelRunner
+from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.errors import ConfigError
+from cb_backend.kv_cache.storage import size_kv_cache
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.rotary import RotaryTables
+from cb_backend.messages import ModelInfo
+from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
+from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes the GPU when there is one. Raises `ConfigError` when cuda is asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but no CUDA device is visible; use device 'cpu' or 'auto'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The configured length, or the checkpoint's. Raises `ConfigError` when more is asked for than the model knows."""
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} but the checkpoint's positions end at {limit}; lower it"
+        )
+    return config.max_model_len
+
+
+def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, ModelInfo]:
+    """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy."""
+    device = resolve_device(config.device)
+    folder = resolve_checkpoint(config.model)
+    model_config = read_model_config(folder)
+    dtype = resolve_dtype(config.dtype, model_config, device)
+    max_model_len = resolve_max_model_len(config, model_config)
+    backend = config.attention_backend
+    if backend == "auto":
+        backend = "triton" if device.type == "cuda" else "torch"
+    ops = resolve_ops(backend)
+    model = load_model(
+        folder,
+        model_config,
+        ops=ops,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=_log_progress,
+    )
+    rotary = RotaryTables(model_config.rope, model_config.rotary_dim, max_model_len, device)
+    runner: ModelRunner | SlotRunner
+    if device.type == "cuda":
+        runner = create_cuda_runner(config, model_config, model, ops, rotary, max_model_len, dtype)
+    else:
+        num_blocks = size_kv_cache(config, model_config, dtype, device)
+        storage = new_storage(config, model_config, num_blocks, dtype, device)
+        runner = ModelRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
+    info = ModelInfo(
+        model=config.model,
+        tokenizer_dir=str(resolve_tokenizer(config.tokenizer, folder)),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=model_config.eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=runner.storage.data.shape[1] - 1,  # block 0 is the null block
+        max_num_seqs=config.max_num_seqs,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+    )
+    return runner, info
+
+
+def _log_progress(fraction: float) -> None:
+    if fraction in (0.25, 0.5, 0.75, 1.0):
+        log(f"loading weights: {fraction:.0%}")
