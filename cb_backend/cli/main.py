@@ -1,0 +1,51 @@
+"""`cb-backend`: one entry, a table of commands. Only the module of the command that was asked for is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from cb_backend import __version__
+from cb_backend.cli.paths import CliError
+from cb_backend.errors import CbError
+
+COMMANDS = {
+    "serve": "start a Triton server on a model repository and stay with it",
+    "demo": "start a server, stream several prompts at once, show the batch change, stop",
+    "bench": "measure the engine",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns its exit code; 1 with a one-line reason where it cannot go on, 2 for wrong usage."""
+    arguments = sys.argv[1:] if argv is None else argv
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    args = _parser(name).parse_args(arguments)
+    if name is None:
+        _parser(None).print_help()
+        return 2
+    try:
+        return int(args.run(args))
+    except (CliError, CbError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cb-backend", description="LLM serving inside NVIDIA Triton Inference Server")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == chosen:
+            module = importlib.import_module(f"cb_backend.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

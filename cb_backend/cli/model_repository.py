@@ -1,0 +1,75 @@
+"""Check a model repository before a server is started on it, and make temporary ones. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from cb_backend.cli.paths import CliError
+from cb_backend.config import load_engine_config
+from cb_backend.errors import ConfigError
+
+
+def check_model_repository(repository: Path) -> list[str]:
+    """Names of the models in it. Raises `CliError` for a repository that cannot be served, naming model and remedy.
+
+    Models of other kinds are only listed; the ones that are ours (their `model.py` imports cb_backend) must have a
+    valid `model.json`.
+    """
+    if not repository.is_dir():
+        raise CliError(f"model repository {repository} does not exist; name one with --model-repository")
+    models = sorted(path for path in repository.iterdir() if (path / "config.pbtxt").is_file())
+    if not models:
+        raise CliError(f"{repository} holds no model (a folder with a config.pbtxt); copy model_repository/llm into it")
+    for model in models:
+        versions = [path for path in model.iterdir() if path.is_dir() and path.name.isdigit()]
+        if not versions and "platform:" not in (model / "config.pbtxt").read_text():
+            raise CliError(f"model {model.name!r} has no version folder; it needs {model / '1'}")
+        for version in versions:
+            if is_ours(version):
+                _check_engine_arguments(model.name, version)
+    return [model.name for model in models]
+
+
+def is_ours(version: Path) -> bool:
+    door = version / "model.py"
+    return door.is_file() and "cb_backend.serving" in door.read_text()
+
+
+def _check_engine_arguments(name: str, version: Path) -> None:
+    try:
+        load_engine_config(version / "model.json")
+    except ConfigError as error:
+        raise CliError(f"model {name!r}: {error} (in {version})") from None
+
+
+def served_checkpoints(repository: Path) -> set[str]:
+    """What the `model.json` files of a checked repository name as their model."""
+    versions = [door.parent for door in repository.glob("*/*/model.py") if is_ours(door.parent)]
+    return {load_engine_config(version / "model.json").model for version in versions}
+
+
+def copy_with_model(model_folder: Path, checkpoint: str, target: Path, front_ends: int | None = None) -> Path:
+    """A repository in `target` that holds a copy of one model folder serving another checkpoint.
+
+    Every other engine argument of `1/model.json` is kept. `front_ends` replaces the instance count.
+    """
+    copy = target / model_folder.name
+    shutil.copytree(model_folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    arguments_file = copy / "1" / "model.json"
+    arguments = json.loads(arguments_file.read_text())
+    local = Path(checkpoint).expanduser()
+    arguments["model"] = str(local.resolve()) if local.exists() else checkpoint
+    arguments_file.write_text(json.dumps(arguments, indent=2) + "\n")
+    if front_ends is not None:
+        set_instance_count(copy / "config.pbtxt", front_ends)
+    return target
+
+
+def set_instance_count(config: Path, count: int) -> None:
+    """Replace the value of `count:` in a model's configuration, which must have exactly one."""
+    head, found, tail = config.read_text().partition("\n    count: ")
+    if not found:
+        raise CliError(f"{config} has no `count:` line in its instance_group")
+    config.write_text(f"{head}{found}{count}\n{tail.partition(chr(10))[2]}")

@@ -1,0 +1,57 @@
+"""The processes below a process: list them, see whether they live, end them. Knows `/proc` and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Stat(NamedTuple):
+    state: str
+    parent: int
+    start_time: int
+
+
+class ProcessId(NamedTuple):
+    """A process, safe against its number being given to another one."""
+
+    pid: int
+    start_time: int
+
+    def is_alive(self) -> bool:
+        stat = _read_stat(self.pid)
+        return stat is not None and stat.start_time == self.start_time and stat.state != "Z"
+
+    def kill(self) -> None:
+        if self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[ProcessId]:
+    """Every living process below `pid`, nearest first."""
+    children: dict[int, list[ProcessId]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            stat = _read_stat(int(entry.name))
+            if stat is not None:
+                children.setdefault(stat.parent, []).append(ProcessId(int(entry.name), stat.start_time))
+    found: list[ProcessId] = []
+    queue = deque([pid])
+    while queue:
+        below = children.get(queue.popleft(), [])
+        found += below
+        queue.extend(process.pid for process in below)
+    return found
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return _Stat(state=fields[0], parent=int(fields[1]), start_time=int(fields[19]))
+    except (OSError, IndexError, ValueError):
+        return None  # it has ended

@@ -1,0 +1,38 @@
+"""The server's log: what of it is worth showing, and the one line in it that says why a start failed."""
+
+from __future__ import annotations
+
+import re
+
+_LOG_LINE = re.compile(r"^([IWEF])\d{4} [\d:.]+ \d+ (\S+?):\d+\] (.*)$")
+_LOAD_FAILURE = re.compile(r"failed to load '([^']+)' version \d+: [\w ]+: (.*)")
+# What every machine without a GPU is told at each start; true, and of no use to the reader.
+_NOISE = ("pinned system memory", "CudaDriverHelper", "NVML", "DCGM", "in-flight inferences")
+
+
+def is_worth_showing(line: str) -> bool:
+    """Whether a line of the server's output says something to the one who started it: warnings, errors, and what models
+    and engines say themselves; not the server's tables and progress."""
+    if not line.strip() or line[0] in "+|" or any(word in line for word in _NOISE):
+        return False
+    match = _LOG_LINE.match(line)
+    if match is None:
+        return True
+    severity, source, _ = match.groups()
+    return severity != "I" or source.endswith(".py")
+
+
+def failure_reason(lines: list[str], exit_code: int | None) -> str:
+    """One line that says why a server did not come up, out of its output."""
+    for line in lines:
+        match = _LOAD_FAILURE.search(line)
+        if match:
+            # The rest of the text is a Python trace, after an escaped end of line.
+            text = match.group(2).split("\\n")[0].strip().rstrip('"')
+            return f"model {match.group(1)!r} could not be loaded: {text.removeprefix('TritonModelException: ')}"
+    for line in reversed(lines):
+        if line.startswith(("error:", "Error:", "E", "F")) and is_worth_showing(line):
+            match = _LOG_LINE.match(line)
+            return f"the server ended before it was ready: {match.group(3) if match else line}"
+    last = next((line for line in reversed(lines) if is_worth_showing(line)), "it printed nothing")
+    return f"the server ended with exit code {exit_code} before it was ready: {last}"
