@@ -58,11 +58,13 @@ class _Printer:
 
     def __init__(self, num_prompts: int) -> None:
         self._is_single = num_prompts == 1
+        self._has_printed = False
         self._pending = [""] * num_prompts
         self._lock = threading.Lock()
 
     def piece(self, index: int, text: str) -> None:
         with self._lock:
+            self._has_printed = True
             if self._is_single:
                 print(text, end="", flush=True)
                 return
@@ -73,7 +75,7 @@ class _Printer:
     def end(self, index: int) -> None:
         with self._lock:
             if self._is_single:
-                print(flush=True)
+                print(end="\n" if self._has_printed else "", flush=True)
             elif self._pending[index]:
                 print(f"[{index + 1}] {self._pending[index]}", flush=True)
 

@@ -1,0 +1,46 @@
+# The verbs of this repository. Everything runs out of .venv, which is made on first use.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test lint bench clean
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+
+demo: $(STAMP) ## start a real Triton server, stream several prompts at once, show it, stop
+	@$(VENV)/bin/cb-backend demo $(ARGS)
+
+serve: $(STAMP) ## serve model_repository/ in the foreground (ARGS="--model PATH_OR_ID" for another model)
+	@$(VENV)/bin/cb-backend serve $(ARGS)
+
+bench: $(STAMP) ## in-flight batching against static batches, in process (ARGS="--help")
+	@$(VENV)/bin/cb-backend bench $(ARGS)
+
+test: lint ## lint, then every test that needs no GPU
+	@OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu" -o faulthandler_timeout=180 $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy, import contracts
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+
+clean: ## remove .venv and what tools leave behind
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# The first suitable interpreter, or the one named by PYTHON=...
+$(STAMP): pyproject.toml constraints.txt
+	@for python in $(PYTHON) python3 python3.12 python3.11 python3.10 python3.13 none; do \
+	  if [ $$python = none ]; then \
+	    echo "error: no Python 3.10 to 3.13 found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	  if $$python -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then break; fi; \
+	done; \
+	echo "making $(VENV) with $$($$python --version) (a few minutes, once)"; \
+	$$python -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -c constraints.txt -e '.[local-server,test]' \
+	  | sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  installing/p'
+	@touch $(STAMP)

