@@ -1,0 +1,111 @@
+"""Attention over the paged KV cache: project, rotate and store, attend, project back.
+
+All tokens of a step go through the projections together; the decode rows and the prefill rows among them are attended
+by the kernel made for each. The layer does not know requests: who a token belongs to is in `AttentionMetadata`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cb_backend.layers.attention_metadata import AttentionMetadata
+from cb_backend.layers.linear import Linear
+from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.ops import Ops
+
+
+class Attention:
+    """Grouped-query attention of one layer; `window` newest tokens are seen, 0 = all."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        ops: Ops,
+        *,
+        window: int,
+        has_qkv_bias: bool,
+        has_o_bias: bool,
+        qk_norm_eps: float | None,  # None: no per-head norm
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.window = window
+        self.scale = head_dim**-0.5
+        self.ops = ops
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(hidden_size, parts, has_bias=has_qkv_bias, dtype=dtype, device=device)
+        self.o_proj = Linear(q_size, {"o_proj": hidden_size}, has_bias=has_o_bias, dtype=dtype, device=device)
+        self.q_norm = self.k_norm = None
+        self.eps = qk_norm_eps or 0.0
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (
+                RMSNorm(head_dim, qk_norm_eps, ops, dtype=dtype, device=device) for _ in range(2)
+            )
+
+    def __call__(self, hidden: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> the same; writes the tokens' keys and values into `kv_cache`.
+
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim] of this layer.
+        """
+        q = self.ops.qkv_post(
+            self.qkv_proj(hidden),
+            metadata.cos_sin,
+            metadata.cos_sin_rows,
+            metadata.slot_mapping,
+            kv_cache,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            self.eps,
+        )  # [num_tokens, num_heads, head_dim]
+        return self.o_proj(self._attend(q, metadata, kv_cache).flatten(1))
+
+    def _attend(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        num_decode_rows = metadata.num_decode_rows
+        if metadata.max_query_len == 0:
+            return self._decode(q, metadata, kv_cache)
+        if num_decode_rows == 0:
+            return self._prefill(q, metadata, kv_cache)
+        decoded = self._decode(q[:num_decode_rows], metadata, kv_cache)
+        return torch.cat((decoded, self._prefill(q[num_decode_rows:], metadata, kv_cache)))
+
+    def _decode(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        return self.ops.decode_attention(
+            q,
+            kv_cache,
+            metadata.block_tables,
+            metadata.decode_slots,
+            metadata.decode_seq_lens,
+            self.scale,
+            self.window,
+        )
+
+    def _prefill(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        return self.ops.prefill_attention(
+            q,
+            kv_cache,
+            metadata.block_tables,
+            metadata.prefill_slots,
+            metadata.prefill_query_start_loc,
+            metadata.prefill_seq_lens,
+            self.scale,
+            self.window,
+            max_query_len=metadata.max_query_len,
+        )
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.qkv_proj.checkpoint_tensors(prefix)
+        yield from self.o_proj.checkpoint_tensors(prefix)
+        if self.q_norm and self.k_norm:
+            yield from self.q_norm.checkpoint_tensors(f"{prefix}.q_norm")
+            yield from self.k_norm.checkpoint_tensors(f"{prefix}.k_norm")

@@ -1,0 +1,31 @@
+"""Where the tokens of one step stand: what attention needs to know beside the activations.
+
+Built by the model runner once a step and passed down as an argument; no layer keeps it. Decode tokens (one a row)
+come first in the token dimension, prefill tokens after them, so one step is one pass over all tokens with two
+attention calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """All tensors lie on the model's device. Either part may be empty (zero-length tensors)."""
+
+    cos_sin: Tensor  # [num_rows_of_the_table, rotary_dim] float32, first half cos, second half sin
+    cos_sin_rows: Tensor  # [num_tokens] int32 row of cos_sin for each token
+    slot_mapping: Tensor  # [num_tokens] int32 block_id * block_size + offset; block 0 for padding
+    block_tables: Tensor  # [num_slots, max_blocks] int32 block ids in token order
+    # Decode rows: tokens [0, num_decode_rows)
+    num_decode_rows: int
+    decode_slots: Tensor  # [num_decode_rows] int32 row of block_tables
+    decode_seq_lens: Tensor  # [num_decode_rows] int32 tokens to attend to, the row's own included
+    # Prefill rows: tokens [num_decode_rows, num_tokens)
+    prefill_slots: Tensor  # [num_prefill_rows] int32
+    prefill_query_start_loc: Tensor  # [num_prefill_rows + 1] int32, counted from the first prefill token
+    prefill_seq_lens: Tensor  # [num_prefill_rows] int32 tokens of the row in the cache after this step
+    max_query_len: int  # longest prefill row of this step; 0: there is none

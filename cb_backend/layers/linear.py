@@ -1,0 +1,60 @@
+"""Matrix products with weights: plain and fused projections, the embedding, the head.
+
+Weights are plain tensors, allocated empty on the model's device. Every layer lists its tensors under the names that
+checkpoints use (`checkpoint_tensors`), a fused weight as views of its parts; loading is then one copy per name, and
+nothing here knows files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Linear:
+    """y = x W^T + b. Several projections of the same input are one weight, so one product: `parts` in row order."""
+
+    def __init__(
+        self, in_size: int, parts: dict[str, int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.parts = parts  # checkpoint name of the projection -> number of its output features
+        out_size = sum(parts.values())
+        self.weight = torch.empty(out_size, in_size, dtype=dtype, device=device)  # [out_size, in_size]
+        self.bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_size] -> [num_tokens, out_size]."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        start = 0
+        for name, size in self.parts.items():
+            yield f"{prefix}.{name}.weight", self.weight[start : start + size]
+            if self.bias is not None:
+                yield f"{prefix}.{name}.bias", self.bias[start : start + size]
+            start += size
+
+
+class Embedding:
+    """Token ids to vectors."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)  # [vocab_size, hidden_size]
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens] int -> [num_tokens, hidden_size]."""
+        return functional.embedding(token_ids, self.weight)
+
+
+class LMHead:
+    """Hidden states to logits. A tied head shares the embedding's weight and owns no tensor."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [vocab_size, hidden_size]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        return functional.linear(hidden, self.weight)

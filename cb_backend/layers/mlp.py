@@ -1,0 +1,40 @@
+"""The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cb_backend.layers.linear import Linear
+from cb_backend.layers.ops import Ops
+
+
+class MLP:
+    """Gate and up projections are one fused weight, gate first."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        ops: Ops,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, parts, has_bias=has_bias, dtype=dtype, device=device)
+        self.down_proj = Linear(
+            intermediate_size, {"down_proj": hidden_size}, has_bias=has_bias, dtype=dtype, device=device
+        )
+        self.ops = ops
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(hidden)))
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.gate_up_proj.checkpoint_tensors(prefix)
+        yield from self.down_proj.checkpoint_tensors(prefix)

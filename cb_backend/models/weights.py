@@ -1,0 +1,132 @@
+"""Weights from safetensors files into the model's tensors, one at a time; or random ones.
+
+Everything is checked against the files' headers before the first byte is copied: each tensor the model needs is there
+with the right shape, and nothing is there that the model would silently ignore. Knows names, shapes and files; not
+what the tensors are for. Pickled files are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cb_backend.errors import ConfigError
+
+HEAD = "lm_head.weight"
+INDEX = "model.safetensors.index.json"
+_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")  # old checkpoints carry it; it follows from the config
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """Which file holds which tensor."""
+
+    files: dict[str, Path]  # tensor name -> file
+    shapes: dict[str, tuple[int, ...]]
+
+
+def open_checkpoint(folder: Path) -> CheckpointFiles:
+    """Read the headers of the folder's safetensors files. Raises `ConfigError` for a missing or broken file."""
+    files: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 - not a dict
+                    part = reader.get_slice(name)
+                    if part.get_dtype() not in _FLOATS:
+                        raise ConfigError(
+                            f"{path.name}: tensor {name} is {part.get_dtype()}; supported are unquantised checkpoints"
+                        )
+                    files[name], shapes[name] = path, tuple(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{path.name} is not a whole safetensors file ({error}); fetch the checkpoint again"
+            ) from None
+    return CheckpointFiles(files, shapes)
+
+
+def fill_from_checkpoint(
+    targets: dict[str, Tensor], source: CheckpointFiles, progress: Callable[[float], None] | None = None
+) -> None:
+    """Copy every target from its file, cast to the target's dtype and device. Raises `ConfigError` before copying."""
+    _check(targets, source)
+    names_of: dict[Path, list[str]] = {}
+    for name in targets:
+        names_of.setdefault(source.files[name], []).append(name)
+    total, done, quarters = sum(target.numel() for target in targets.values()), 0, 0
+    for path, names in names_of.items():
+        try:
+            with safe_open(path, framework="pt") as reader:
+                for name in names:
+                    targets[name].copy_(reader.get_tensor(name))
+                    done += targets[name].numel()
+                    while progress is not None and quarters < 4 * done // total:
+                        quarters += 1
+                        progress(quarters / 4)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path.name} cannot be read to its end ({error}); fetch the checkpoint again") from None
+
+
+def fill_dummy(tensors: Iterable[tuple[str, Tensor]], seed: int) -> None:
+    """N(0, 0.02) for matrices and biases, ones for norms: the right shape and cost, no meaning."""
+    generator: torch.Generator | None = None
+    for name, tensor in tensors:
+        if generator is None:
+            generator = torch.Generator(tensor.device).manual_seed(seed)
+        if "norm" in name:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The shards the index names; without one, `model.safetensors` or every safetensors file there is."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(f"{INDEX} is broken: it has no weight_map; fetch the checkpoint again") from None
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(f"{INDEX} names {missing[0]}, which is missing; fetch the checkpoint again")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickled:
+            raise ConfigError(
+                f"the checkpoint holds {pickled[0]}, which is pickled and may run code; convert it to safetensors: "
+                "load it with transformers and save_pretrained(folder)"
+            )
+        raise ConfigError("the checkpoint's folder holds no .safetensors file")
+    return files
+
+
+def _check(targets: dict[str, Tensor], source: CheckpointFiles) -> None:
+    """Raises `ConfigError` that names the first tensor which is missing, misshapen or unknown."""
+    names = sorted({path.name for path in source.files.values()})
+    where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
+    for name, target in targets.items():
+        if name not in source.files:
+            hint = "; the config does not tie the head (tie_word_embeddings)" if name == HEAD else ""
+            raise ConfigError(f"tensor {name} is missing in {where}{hint}")
+        if source.shapes[name] != tuple(target.shape):
+            raise ConfigError(
+                f"{source.files[name].name}: tensor {name} has shape {list(source.shapes[name])}, "
+                f"config.json asks for {list(target.shape)}"
+            )
+    for name, path in source.files.items():
+        if name not in targets and not _IGNORED.match(name):
+            raise ConfigError(f"{path.name}: tensor {name} has no place in the model that config.json describes")
