@@ -23,9 +23,7 @@ from cb_backend.models.model_config import ModelConfig
 class DecoderLayer:
     """norm, attention, add; norm, MLP, add. The additions are fused into the norm that follows."""
 
-    def __init__(
-        self, config: ModelConfig, window: int, ops: Ops, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, window: int, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
         self.self_attn = Attention(
             config.hidden_size,
             config.num_heads,

@@ -45,8 +45,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def qkv_size(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    def max_context_len(self) -> int:
+        """Longest context the checkpoint is meant for: `max_position_embeddings`, stretched by the rope scaling.
+
+        For linear, dynamic and yarn files may give the length before the stretch; the others give the one after it.
+        """
+        if self.rope.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.rope_type == "yarn":
+            stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
+            return max(self.max_position_embeddings, stretched)
+        return self.max_position_embeddings
 
 
 class JsonReader:
@@ -86,7 +95,8 @@ def common_fields(reader: JsonReader, *, default_kv_heads: int | None, default_h
     num_kv_heads = reader.positive("num_key_value_heads", default_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{reader.where}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
+            f"{reader.where}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads "
+            f"({num_kv_heads})"
         )
     head_dim = reader.positive("head_dim", default_head_dim or hidden_size // num_heads)
     if head_dim % 2:

@@ -1,0 +1,113 @@
+"""The memory of the paged KV cache: one tensor, and how many blocks of it a device can hold.
+
+Which block belongs to whom is the block pool's business; nothing here knows requests. Block 0 is the null block, the
+place for the writes of padding tokens: it is counted in `num_blocks` and never handed out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cb_backend.config import EngineConfig
+from cb_backend.errors import ConfigError
+
+_DEFAULT_CPU_BYTES = 1 << 30
+_GIB = 1 << 30
+
+
+class ModelShape(Protocol):
+    """The sizes of a `models.model_config.ModelConfig` that a cache depends on."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KVCacheStorage:
+    """Keys (index 0) and values (index 1) of every layer, zero at the start; `layers` are views of `data`."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
+        shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
+        self.data = _zeros(shape, dtype, device)
+        self.layers = list(self.data.unbind(0))
+
+
+def bytes_per_block(model: ModelShape, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize
+
+
+def num_blocks_for(num_bytes: int, block_bytes: int) -> int:
+    """Whole blocks in `num_bytes`, the null block among them."""
+    return max(0, num_bytes) // block_bytes
+
+
+def size_kv_cache(config: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks to allocate, null block included. Call it when the weights are in place.
+
+    Raises `ConfigError` with the figures and the settings to change when the memory does not suffice.
+    """
+    block_bytes = bytes_per_block(model, config.block_size, dtype)
+    free_bytes, total_bytes = _memory(device)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks, setting = config.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks, setting = num_blocks_for(config.kv_cache_memory_bytes, block_bytes), "kv_cache_memory_bytes"
+    elif device.type == "cuda":
+        kept_free = int(total_bytes * (1 - config.gpu_memory_utilization))
+        num_blocks, setting = num_blocks_for(free_bytes - kept_free, block_bytes), "gpu_memory_utilization"
+    else:
+        num_blocks, setting = num_blocks_for(_DEFAULT_CPU_BYTES, block_bytes), "kv_cache_memory_bytes"
+    if num_blocks < 2:
+        raise ConfigError(
+            f"no room for a KV cache: a block of {config.block_size} tokens takes {_show(block_bytes)} and {setting} "
+            f"leaves {num_blocks} blocks, 2 are needed; {_show(free_bytes)} of {_show(total_bytes)} are free on the "
+            f"{device.type} device. Raise {setting}, lower block_size, or use a smaller model or dtype"
+        )
+    if num_blocks * block_bytes > free_bytes:
+        raise ConfigError(
+            f"not enough memory for the KV cache: {setting} asks for {num_blocks} blocks of {_show(block_bytes)} = "
+            f"{_show(num_blocks * block_bytes)}, {_show(free_bytes)} of {_show(total_bytes)} are free on the "
+            f"{device.type} device. Lower {setting}"
+        )
+    return num_blocks
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of the device; on a CPU what the system can give without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    kib: dict[str, int] = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        kib[name] = int(rest.split()[0])
+    return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy's zeros are mapped when first touched: a large cache costs neither time nor memory until it is used.
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def _show(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 100 else f"{num_bytes / 1024:.1f} KiB"

@@ -1,0 +1,169 @@
+"""Where a checkpoint is: a folder, a GGUF file to convert once, or a name on the Hugging Face hub.
+
+The result is always a folder with `config.json` and safetensors, and one with `tokenizer.json`. Conversions go into a
+cache folder keyed by content and appear there whole or not at all. Only this module imports transformers and
+huggingface_hub, and only when there is something to convert or to fetch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from cb_backend.errors import ConfigError
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_OTHER_FORMATS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
+_TOKENIZER_FILES = (
+    "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "config.json",
+)  # fmt: skip
+
+
+def cache_dir() -> Path:
+    """$CB_BACKEND_CACHE, or ~/.cache/cb_backend."""
+    return Path(os.environ.get("CB_BACKEND_CACHE") or Path.home() / ".cache" / "cb_backend").expanduser()
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The folder with `config.json` and safetensors that `model` means. Raises `ConfigError` with the remedy."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"model {model!r} is a file, but not a .gguf; name the checkpoint's folder")
+        return convert_gguf(path)
+    folder = path if path.is_dir() else _from_hub(model, _WEIGHT_PATTERNS)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {model!r} holds no config.json, so it is not a Hugging Face checkpoint")
+    return folder
+
+
+def resolve_tokenizer(tokenizer: str | None, checkpoint: Path) -> Path:
+    """The folder with `tokenizer.json`: of `tokenizer` (folder or hub id) if given, else of the checkpoint.
+
+    A tokenizer in an older format is converted once. Raises `ConfigError` when there is none or it cannot be read.
+    """
+    folder = checkpoint
+    if tokenizer is not None:
+        path = Path(tokenizer).expanduser()
+        folder = path if path.is_dir() else _from_hub(tokenizer, _TOKENIZER_PATTERNS)
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not any(path.name in ("tokenizer.model", "vocab.json", "vocab.txt") for path in files):
+        raise ConfigError("there is no tokenizer in the checkpoint's folder; set the engine argument tokenizer")
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return _build_once(cache_dir() / "tokenizers" / digest.hexdigest()[:32], lambda to: _convert_tokenizer(folder, to))
+
+
+def convert_gguf(path: Path) -> Path:
+    """Dequantise a GGUF file into a safetensors folder in the cache, once for each content; return the folder.
+
+    Takes about four bytes of disk a parameter. Raises `ConfigError` when the file is damaged or of an unknown
+    architecture.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return _build_once(cache_dir() / "models" / f"gguf-{digest.hexdigest()[:32]}", lambda to: _convert_gguf(path, to))
+
+
+def _convert_gguf(path: Path, target: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ConfigError(f"{path.name} is not a GGUF file")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        # NOTE: float32 keeps the dequantised values exactly.
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, **_dequantize()
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # whatever transformers and gguf raise on a damaged file
+        raise ConfigError(f"{path.name} cannot be converted: {_first_line(error)}") from None
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    # A GPU runs it in bfloat16 unless told otherwise: the quantised values hold fewer bits than that.
+    config = json.loads((target / "config.json").read_text())
+    config.pop("quantization_config", None)
+    config["dtype"] = "bfloat16"
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def _dequantize() -> dict[str, object]:
+    """transformers 5 may keep GGUF weights packed unless told; older versions always dequantise."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _convert_tokenizer(folder: Path, target: Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever transformers raises on a damaged file
+        raise ConfigError(f"the checkpoint's tokenizer cannot be read: {_first_line(error)}") from None
+    tokenizer.save_pretrained(target)
+    if not (target / "tokenizer.json").is_file():
+        raise ConfigError(
+            "the checkpoint's tokenizer has no fast form; set the engine argument tokenizer to one that has"
+        )
+
+
+def _from_hub(name: str, patterns: list[str]) -> Path:
+    """The cache folder's copy of a hub checkpoint, or the hub's own snapshot."""
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(f"{name!r} is neither a folder, a .gguf file nor a hub id like org/name")
+    cached = cache_dir() / "models" / name.replace("/", "--")
+    if cached.is_dir():
+        return cached
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS))
+    except Exception as error:  # no network, no such name, no access: the hub's many classes
+        raise ConfigError(
+            f"{name!r} is not a local folder and could not be fetched from the hub ({type(error).__name__}: "
+            f"{_first_line(error)}); check the name and the network, or give the folder of a local copy"
+        ) from None
+
+
+def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Fill `folder` by `build`, whole or not at all; two processes that race both succeed."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        build(partial)
+        partial.chmod(0o755)
+        for file in partial.iterdir():
+            file.chmod(0o644)  # some writers keep their files to themselves
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
