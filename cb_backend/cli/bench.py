@@ -207,7 +207,9 @@ def _conditions(engine: LLMEngine, workload: Workload, args: argparse.Namespace)
 
 def _commit() -> str:
     here = Path(__file__).parent
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
     return found.stdout.strip() or "no commit"
 
 

@@ -19,6 +19,7 @@ from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
+
 class CompletedStep:
     """A `PendingOutput` whose result is there already."""
 

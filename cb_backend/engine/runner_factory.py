@@ -9,7 +9,6 @@ import torch
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.cuda_warm_up import create_cuda_runner, log, new_storage
-
 from cb_backend.engine.model_runner import ModelRunner
 from cb_backend.engine.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
@@ -64,7 +63,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         seed=config.seed,
         progress=_log_progress,
     )
-    rotary = RotaryTables(model_config.rope, model_config.rotary_dim, max_model_len, device)
+    rotary = RotaryTables(model_config.rope, model_config.head_dim, max_model_len, device)
     runner: ModelRunner | SlotRunner
     if device.type == "cuda":
         runner = create_cuda_runner(config, model_config, model, ops, rotary, max_model_len, dtype)
