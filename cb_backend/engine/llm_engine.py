@@ -78,7 +78,7 @@ class LLMEngine:
         )
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full."""
+        """Queue a request. `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full."""
         self.scheduler.add_request(request)
 
     def cancel(self, request_id: int) -> bool:

@@ -32,7 +32,7 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     """The configured length, or the checkpoint's. Raises `ConfigError` when more is asked for than the model knows."""
-    limit = model_config.max_position_embeddings
+    limit = model_config.max_context_len
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
