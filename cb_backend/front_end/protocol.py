@@ -1,0 +1,138 @@
+"""The wire: one server request's raw inputs to a checked `GenerateRequest`.
+
+Inputs are plain arrays by name and the request parameters as JSON text, so that this module needs no server. It does
+not know the model beyond its vocabulary's size, and neither tokenises nor sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.sampling_json import check_json_size, parse_sampling_params
+from cb_backend.sampling_params import SamplingParams
+
+# Clients of vllm_backend compare with this text.
+STREAM_WITH_INPUT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+
+_STRING_INPUTS = ("text_input", "sampling_parameters")
+_FLAG_INPUTS = (
+    "stream",
+    "exclude_input_in_output",
+    "return_finish_reason",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+)
+# Inputs of vllm_backend that are not built yet: refused when they ask for something.
+_LATER_FLAGS = ("return_logprobs", "return_cumulative_logprob")
+_LATER_STRINGS = ("image", "embedding_request")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One request as the client meant it, with every default filled in."""
+
+    text: str
+    params: SamplingParams  # checked; the seed is always set
+    is_stream: bool
+    is_input_prepended: bool  # the answer begins with `text`; never when streaming
+    return_finish_reason: bool
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+
+
+def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
+    """Check one request. Raises `InvalidRequestError`, and nothing else, for whatever a client can send.
+
+    inputs: arrays of the inputs that are there; strings are object arrays of bytes, flags bool, each with one
+        element in any shape.
+    parameters: the request parameters as JSON text, empty for none. They are sampling parameters, and are not read
+        at all when the input `sampling_parameters` is there.
+    vocab_size: number of token ids that the model accepts.
+    """
+    _refuse_unsupported(inputs)
+    text_bytes = _read_bytes(inputs, "text_input")
+    if text_bytes is None:
+        raise InvalidRequestError("input 'text_input' is missing")
+    flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
+    is_stream = bool(flags["stream"])
+    is_input_excluded = flags["exclude_input_in_output"]
+    if is_input_excluded is None:
+        is_input_excluded = is_stream
+    if is_stream and not is_input_excluded:
+        raise InvalidRequestError(STREAM_WITH_INPUT)
+    return GenerateRequest(
+        text=_decode_utf8("text_input", text_bytes),
+        params=parse_sampling_params(_sampling_text(inputs, parameters), vocab_size),
+        is_stream=is_stream,
+        is_input_prepended=not is_input_excluded,
+        return_finish_reason=bool(flags["return_finish_reason"]),
+        return_num_input_tokens=bool(flags["return_num_input_tokens"]),
+        return_num_output_tokens=bool(flags["return_num_output_tokens"]),
+    )
+
+
+def _sampling_text(inputs: Mapping[str, NDArray[Any]], parameters: str) -> str:
+    """The one source of sampling parameters: the input, or else the request parameters."""
+    sampling = _read_bytes(inputs, "sampling_parameters")
+    if sampling is None:
+        return parameters or "{}"
+    check_json_size(len(sampling))
+    if not sampling.strip():
+        raise InvalidRequestError("input 'sampling_parameters' is empty; send {} or leave it out")
+    return _decode_utf8("sampling_parameters", sampling)
+
+
+def _refuse_unsupported(inputs: Mapping[str, NDArray[Any]]) -> None:
+    for name, array in inputs.items():
+        if name in _LATER_FLAGS:
+            is_asked_for = bool(_read_flag(inputs, name))
+        elif name in _LATER_STRINGS:
+            is_asked_for = any(bool(element) for element in np.asarray(array).reshape(-1))
+        elif name in _STRING_INPUTS or name in _FLAG_INPUTS:
+            continue
+        else:
+            raise InvalidRequestError(f"unknown input {name!r}; remove it")
+        if is_asked_for:
+            raise InvalidRequestError(f"input {name!r} is not supported yet; leave it out")
+
+
+def _single_element(name: str, array: NDArray[Any]) -> Any:
+    if array.size != 1:
+        raise InvalidRequestError(f"input {name!r} must have exactly one element, got shape {list(array.shape)}")
+    return array.reshape(-1)[0]
+
+
+def _read_flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
+    """The flag's value, or None when it is not given."""
+    if name not in inputs:
+        return None
+    array = np.asarray(inputs[name])
+    if array.dtype != np.bool_:
+        raise InvalidRequestError(f"input {name!r} must be of type BOOL, got an array of {array.dtype}")
+    return bool(_single_element(name, array))
+
+
+def _read_bytes(inputs: Mapping[str, NDArray[Any]], name: str) -> bytes | None:
+    """The string's bytes, or None when it is not given."""
+    if name not in inputs:
+        return None
+    array = np.asarray(inputs[name])
+    if array.dtype != np.object_:
+        raise InvalidRequestError(f"input {name!r} must be of type BYTES, got an array of {array.dtype}")
+    element = _single_element(name, array)
+    if not isinstance(element, bytes):
+        raise InvalidRequestError(f"input {name!r} must hold bytes, got {type(element).__name__}")
+    return element
+
+
+def _decode_utf8(name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"input {name!r} is not valid UTF-8: {error.reason} at byte {error.start}") from None

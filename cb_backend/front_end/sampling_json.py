@@ -1,0 +1,226 @@
+"""The JSON text of sampling parameters, as clients of vLLM write it, to a `SamplingParams`.
+
+Values may be strings ("0.7", "128", "false"), null means the default, and a name that has no effect here is refused
+instead of ignored. Every failure is an `InvalidRequestError`. It does not know tensors or the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+# All the stop strings and ids that are allowed fit with every character escaped; larger text cannot be valid.
+MAX_JSON_BYTES = 128 * 1024
+_MAX_DIGITS = 40  # of one integer: beyond, conversion alone would cost time
+_MAX_SHOWN = 60  # characters of a client's value that an error repeats
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
+_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,9})?")
+_BOOLS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def parse_sampling_params(text: str, vocab_size: int) -> SamplingParams:
+    """Parse and check one request's sampling parameters; a seed is drawn where none is given.
+
+    Raises `InvalidRequestError` that names the parameter, its value and the remedy.
+    """
+    values: dict[str, Any] = {}
+    for name, value in _load_object(text).items():
+        if name in _READERS:
+            if value is None and name == "max_tokens":
+                raise InvalidRequestError("max_tokens is null; give a number of at least 1 or leave it out")
+            if value is not None:
+                values[name] = _READERS[name](name, value)
+        elif name in _NEUTRAL_VALUES:
+            _check_neutral(name, value)
+        else:
+            _refuse_unknown(name)
+    # vLLM writes "no seed" as -1 too.
+    if values.get("seed", -1) == -1:
+        values["seed"] = secrets.randbits(64)
+    params = SamplingParams(**values)
+    params.check(vocab_size)
+    return params
+
+
+def check_json_size(num_bytes: int) -> None:
+    """Refuse text that is too long before anything is done with it. Raises `InvalidRequestError`."""
+    if num_bytes > MAX_JSON_BYTES:
+        raise InvalidRequestError(
+            f"sampling parameters have {num_bytes} bytes of JSON; at most {MAX_JSON_BYTES} are allowed"
+            f" (stop may hold {MAX_STOP_STRINGS} strings)"
+        )
+
+
+def _load_object(text: str) -> dict[str, Any]:
+    check_json_size(len(text))
+    try:
+        value = json.loads(text, object_pairs_hook=_object_without_duplicates, parse_int=_parse_int)
+    except RecursionError:
+        raise InvalidRequestError("sampling parameters are nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"sampling parameters are not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"sampling parameters must be a JSON object, got {_show(value)}")
+    return value
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise InvalidRequestError(f"sampling parameters give {_show(twice)} more than once")
+    return result
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise InvalidRequestError(f"sampling parameters hold an integer of {len(digits)} digits")
+    return int(digits)
+
+
+# ---- values -------------------------------------------------------------------------------------------------------
+
+
+def _read_int(name: str, value: Any) -> int:
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {_show(value)}")
+    return value
+
+
+def _read_float(name: str, value: Any) -> float:
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"{name} must be a number, got {_show(value)}")
+    return float(value)
+
+
+def _read_bool(name: str, value: Any) -> bool:
+    result = _BOOLS.get(str(value).strip().lower()) if isinstance(value, bool | int | str) else None
+    if result is None:
+        raise InvalidRequestError(f"{name} must be true or false, got {_show(value)}")
+    return result
+
+
+def _read_stop(name: str, value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise InvalidRequestError(f"{name} must be a string or a list of strings, got {_show(value)}")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"{name} has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise InvalidRequestError(f"{name} must hold strings only, got {_show(stop)}")
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            raise InvalidRequestError(f"{name} holds a lone surrogate, which is not a character: {_show(stop)}")
+    return tuple(dict.fromkeys(stops))
+
+
+def _read_stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(value)}")
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(f"{name} has {len(value)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed")
+    return tuple(dict.fromkeys(_read_int(name, token_id) for token_id in value))
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "max_tokens": _read_int,
+    "min_tokens": _read_int,
+    "temperature": _read_float,
+    "top_p": _read_float,
+    "top_k": _read_int,
+    "min_p": _read_float,
+    "seed": _read_int,
+    "stop": _read_stop,
+    "stop_token_ids": _read_stop_token_ids,
+    "ignore_eos": _read_bool,
+    "include_stop_str_in_output": _read_bool,
+}
+
+
+# ---- names of vLLM that are not built yet ---------------------------------------------------------------------------
+
+# Accepted at the value that changes nothing (null always is one); any other value is refused by name.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "use_beam_search": (False,),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "flat_logprobs": (False,),
+    "logprob_token_ids": (),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "structured_outputs": ("",),
+    "guided_decoding": ("",),
+    "guided_json": ("",),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "lora_name": ("",),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "thinking_token_budget": (),
+    "extra_args": ({},),
+}
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    if value is None:
+        return
+    for neutral in _NEUTRAL_VALUES[name]:
+        if _equals(value, neutral):
+            return
+    choices = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL_VALUES[name] if neutral != "")
+    only = f", only {choices} is accepted" if choices else ""
+    raise InvalidRequestError(f"{name} is not supported yet (got {_show(value)}{only}); remove it")
+
+
+def _equals(value: Any, neutral: Any) -> bool:
+    """Whether a JSON value, or a string that spells it, is the neutral one; true is not 1."""
+    if isinstance(neutral, bool):
+        return isinstance(value, bool | str) and _BOOLS.get(str(value).strip().lower()) is neutral
+    if isinstance(neutral, int | float):
+        if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+            return float(value) == neutral
+        return not isinstance(value, bool) and isinstance(value, int | float) and value == neutral
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+def _refuse_unknown(name: str) -> None:
+    known = [*_READERS, *_NEUTRAL_VALUES]
+    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _MAX_SHOWN else []
+    hint = f"; did you mean {close[0]!r}?" if close else "; remove it"
+    raise InvalidRequestError(f"unknown sampling parameter {_show(name)}{hint}")
+
+
+def _show(value: Any) -> str:
+    """A client's value for an error text: cut before it is turned into text, printable."""
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'JSON object'} of {len(value)} entries"
+    text = repr(value[: _MAX_SHOWN + 1] if isinstance(value, str) else value)
+    return text.encode("ascii", "backslashreplace").decode() if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,129 @@
+"""What each token id adds to a text: bytes, or characters, looked up in a table that fills as ids are met.
+
+The decoder section of a `tokenizer.json` says how tokens become text. Two kinds cover nearly every language model
+and are cheap to follow one token at a time:
+
+- BYTES: byte-level BPE. A token is a string of bytes; the text is their concatenation, decoded as UTF-8.
+- FALLBACK: sentencepiece style. A token is a string of characters, or one byte of a character outside the
+  vocabulary; a run of byte tokens is decoded as a whole.
+
+Anything else is WINDOW: only the library itself can say what a few neighbouring tokens read like. This module does
+not know requests or streams.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+from typing import Any
+
+from tokenizers import Tokenizer as BackendTokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class DecoderKind(Enum):
+    BYTES = "bytes"
+    FALLBACK = "fallback"
+    WINDOW = "window"
+
+
+class TokenPieces:
+    """The pieces of one tokenizer. Tables only ever grow by equal values, so threads may share them."""
+
+    kind: DecoderKind
+    num_leading_spaces_stripped: int  # FALLBACK: spaces that the decoder strips off the start of a text
+    special_ids: frozenset[int]
+    as_bytes: dict[int, bytes]  # BYTES: b"" for a token without text
+    as_text: dict[int, str | int | None]  # FALLBACK: characters, a byte's value, or None for a token without text
+
+    def __init__(self, backend: BackendTokenizer) -> None:
+        self.backend = backend
+        added = backend.get_added_tokens_decoder()
+        special_texts = {token.content for token in added.values() if token.special}
+        ids = {backend.token_to_id(text) for text in special_texts} | {i for i, t in added.items() if t.special}
+        self.special_ids = frozenset(i for i in ids if i is not None)
+        steps = _decoder_steps(backend)
+        self.num_leading_spaces_stripped = 0
+        if [step["type"] for step in steps] == ["ByteLevel"]:
+            self.kind = DecoderKind.BYTES
+        elif _is_fallback(steps):
+            self.kind = DecoderKind.FALLBACK
+            if steps[-1]["type"] == "Strip":
+                self.num_leading_spaces_stripped = steps[-1]["start"]
+        else:
+            self.kind = DecoderKind.WINDOW
+        self.as_bytes = _BytesTable(self)
+        self.as_text = _TextTable(self, [step for step in steps if step["type"] == "Replace"])
+
+    def visible_token(self, token_id: int) -> str | None:
+        """The vocabulary's entry, or None for special tokens and ids outside the vocabulary."""
+        if not 0 <= token_id < 2**31 or token_id in self.special_ids:
+            return None
+        token: str | None = self.backend.id_to_token(int(token_id))
+        return token
+
+
+class _BytesTable(dict[int, bytes]):
+    def __init__(self, pieces: TokenPieces) -> None:
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._pieces.visible_token(token_id)
+        if token is None:
+            return b""  # not kept: ids outside the vocabulary must not fill memory
+        try:
+            piece = bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        except KeyError:  # an added token, written as itself
+            piece = token.encode()
+        self[int(token_id)] = piece
+        return piece
+
+
+class _TextTable(dict[int, "str | int | None"]):
+    def __init__(self, pieces: TokenPieces, replacements: list[dict[str, Any]]) -> None:
+        self._pieces = pieces
+        self._replacements = [(step["pattern"]["String"], step["content"]) for step in replacements]
+
+    def __missing__(self, token_id: int) -> str | int | None:
+        token = self._pieces.visible_token(token_id)
+        if token is None:
+            return None
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        piece = token if byte is None else int(byte[1], 16)
+        self[int(token_id)] = piece
+        return piece
+
+
+def _decoder_steps(backend: BackendTokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+
+
+def _is_fallback(steps: list[dict[str, Any]]) -> bool:
+    """Whether the decoder is: string replacements, byte fallback, fuse, and perhaps a strip of leading spaces."""
+    types = [step["type"] for step in steps]
+    num_replacements = types.index("ByteFallback") if "ByteFallback" in types else len(types)
+    head, tail = steps[:num_replacements], steps[num_replacements:]
+    if any(step["type"] != "Replace" or "String" not in step["pattern"] for step in head):
+        return False
+    if [step["type"] for step in tail] == ["ByteFallback", "Fuse"]:
+        return True
+    return [step["type"] for step in tail] == ["ByteFallback", "Fuse", "Strip"] and (
+        tail[-1]["content"] == " " and tail[-1]["stop"] == 0
+    )
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: itself where printable, else U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()

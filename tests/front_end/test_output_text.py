@@ -1,0 +1,132 @@
+"""Tokens to text with stop strings: which text goes out, which tokens count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cb_backend.front_end.output_text import OutputText
+from cb_backend.request import FinishReason
+from cb_backend.sampling_params import SamplingParams
+from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit
+
+MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def stream(kit: Kit, ids: list[int], finish_reason: FinishReason, **params: Any) -> tuple[list[str], int, bool]:
+    """One token a push: (texts sent, tokens that count, whether a stop string ended it)."""
+    output = OutputText(kit.tokenizer, SamplingParams(**params))
+    texts, num_tokens = [], 0
+    for number, token_id in enumerate(ids, start=1):
+        delta = output.push([token_id], finish_reason if number == len(ids) else FinishReason.NONE)
+        texts.append(delta.text)
+        num_tokens += delta.num_tokens
+        if delta.is_stopped:
+            return texts, num_tokens, True
+    return texts, num_tokens, False
+
+
+def whole(kit: Kit, ids: list[int], finish_reason: FinishReason, **params: Any) -> tuple[str, int, bool]:
+    delta = OutputText(kit.tokenizer, SamplingParams(**params)).push(ids, finish_reason)
+    return delta.text, delta.num_tokens, delta.is_stopped
+
+
+def test_b1_stop_string_of_four_tokens(byte_level: ByteLevelKit) -> None:
+    ids = byte_level.ids("DEF", "G", "HI", "J", "x")
+    assert stream(byte_level, ids, FinishReason.LENGTH, stop=("DEFGHIJ",)) == ([""] * 4, 4, True)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a bc!")])
+def test_b2_text_after_the_stop_string_in_the_last_token_goes(
+    byte_level: ByteLevelKit, include: bool, text: str
+) -> None:
+    ids = byte_level.ids("a b", "c!d", "x", "x")
+    params = {"stop": ("bc!",), "include_stop_str_in_output": include}
+    texts, num_tokens, is_stopped = stream(byte_level, ids, FinishReason.LENGTH, **params)
+    assert ("".join(texts), num_tokens, is_stopped) == (text, 2, True)
+    assert whole(byte_level, ids, FinishReason.LENGTH, **params) == (text, 2, True)
+
+
+def test_b6_held_text_comes_with_the_last_token(byte_level: ByteLevelKit) -> None:
+    ids = byte_level.ids("Hello", " world", "DEF", "G")
+    texts, num_tokens, is_stopped = stream(byte_level, ids, FinishReason.LENGTH, stop=("DEFGHIJ" + "x" * 23,))
+    assert (texts, num_tokens, is_stopped) == (["Hello", " world", "", "DEFG"], 4, False)
+
+
+def test_b7_stop_word_inside_a_token(byte_level: ByteLevelKit) -> None:
+    ids = byte_level.ids("Hello", " stop", " world")
+    assert whole(byte_level, ids, FinishReason.LENGTH, stop=("stop",)) == ("Hello ", 2, True)
+
+
+def test_c6_a_stop_string_within_min_tokens_is_text(byte_level: ByteLevelKit) -> None:
+    ids = byte_level.ids("G", "x", "G", "J", "G", "x", "J")
+    texts, num_tokens, is_stopped = stream(byte_level, ids, FinishReason.LENGTH, stop=("x",), min_tokens=4)
+    assert ("".join(texts), num_tokens, is_stopped) == ("GxGJG", 6, True)
+    assert whole(byte_level, ids, FinishReason.LENGTH, stop=("x",), min_tokens=4) == ("GxGJG", 6, True)
+
+
+def test_a_stop_string_of_a_character_in_pieces(byte_level: ByteLevelKit) -> None:
+    ids = byte_level.ids("ok", CJK, EMOJI)
+    assert whole(byte_level, ids, FinishReason.LENGTH, stop=("中",)) == ("ok", 4, True)
+
+
+def test_cut_off_bytes_come_once_at_the_end(byte_level: ByteLevelKit) -> None:
+    ids = byte_level.ids("ok", EMOJI[:2])
+    assert stream(byte_level, ids, FinishReason.LENGTH) == (["ok", "", "\ufffd"], 3, False)
+    assert whole(byte_level, ids, FinishReason.LENGTH, stop=("\ufffd",)) == ("ok", 3, True)
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+@pytest.mark.parametrize(("include", "text"), [(False, "Hello"), (True, "Hellox")])
+def test_text_of_a_stop_token(byte_level: ByteLevelKit, stop: tuple[str, ...], include: bool, text: str) -> None:
+    """A stop token that is ordinary text counts as a token and is shown on demand only; EOS has no text."""
+    params = {"stop": stop, "include_stop_str_in_output": include}
+    assert whole(byte_level, byte_level.ids("Hello", "x"), FinishReason.STOP, **params) == (text, 2, False)
+    ended = [*byte_level.ids("Hello"), byte_level.id("</s>")]
+    assert whole(byte_level, ended, FinishReason.STOP, **params) == ("Hello", 2, False)
+
+
+def test_an_end_without_a_token(byte_level: ByteLevelKit) -> None:
+    output = OutputText(byte_level.tokenizer, SamplingParams())
+    assert output.push(np.array(byte_level.ids("ok", EMOJI[:1]), dtype=np.int32)) == ("ok", 2, False)
+    assert output.push(np.array([-1], dtype=np.int32), FinishReason.ABORT) == ("\ufffd", 0, False)
+
+
+def test_late_tokens_are_dropped(byte_level: ByteLevelKit) -> None:
+    output = OutputText(byte_level.tokenizer, SamplingParams(stop=("x",)))
+    assert output.push(byte_level.ids("x", "ok")) == ("", 1, True)
+    assert output.is_finished
+    assert output.push(byte_level.ids("ok"), FinishReason.LENGTH) == ("", 0, False)
+
+
+def test_s9_padded_tail_counts_but_has_no_text(byte_level: ByteLevelKit) -> None:
+    ids = [*byte_level.ids("ok"), byte_level.tokenizer.vocab_size + 5, *byte_level.ids("x")]
+    assert whole(byte_level, ids, FinishReason.LENGTH) == ("okx", 3, False)
+
+
+@pytest.mark.parametrize("kit_name", ["byte_level", "byte_fallback"])
+@given(data=st.data())
+@MANY
+def test_streamed_and_whole_answers_are_equal(
+    kit_name: str, byte_level: ByteLevelKit, byte_fallback: ByteFallbackKit, data: st.DataObject
+) -> None:
+    kit: Kit = byte_level if kit_name == "byte_level" else byte_fallback
+    ids = data.draw(st.lists(st.integers(0, kit.tokenizer.vocab_size + 3), min_size=1, max_size=30))
+    stops = data.draw(st.lists(st.sampled_from(["x", "xG", "\ufffd", "ab", "o", "ld", "kx"]), max_size=3, unique=True))
+    params = {
+        "stop": tuple(stops),
+        "min_tokens": data.draw(st.integers(0, 8)),
+        "include_stop_str_in_output": data.draw(st.booleans()),
+    }
+    reason = data.draw(st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]))
+    texts, num_tokens, is_stopped = stream(kit, ids, reason, **params)
+    assert ("".join(texts), num_tokens, is_stopped) == whole(kit, ids, reason, **params)
+    if not stops and reason is FinishReason.LENGTH:
+        assert ("".join(texts), num_tokens) == (
+            kit.full_decode(i for i in ids if i < kit.tokenizer.vocab_size),
+            len(ids),
+        )

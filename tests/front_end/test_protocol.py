@@ -1,0 +1,398 @@
+"""What a client can send, right and wrong, and what becomes of it. Every failure is an `InvalidRequestError`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.protocol import GenerateRequest, parse_request
+from cb_backend.sampling_params import SamplingParams
+
+VOCAB_SIZE = 500
+
+
+def text_array(*values: bytes, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    array = np.array(values, dtype=np.object_)
+    return array if shape is None else array.reshape(shape)
+
+
+def flag(value: bool) -> np.ndarray:
+    return np.array([value])
+
+
+def parse(parameters: str = "", **inputs: np.ndarray) -> GenerateRequest:
+    return parse_request({"text_input": text_array(b"hi"), **inputs}, parameters, VOCAB_SIZE)
+
+
+def params(values: Any) -> SamplingParams:
+    """The sampling parameters that this JSON value gives."""
+    return parse(sampling_parameters=text_array(json.dumps(values).encode())).params
+
+
+def refusal(values: Any) -> str:
+    text = values if isinstance(values, bytes) else json.dumps(values).encode()
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(sampling_parameters=text_array(text))
+    assert len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+# ---- inputs -------------------------------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    request = parse()
+    assert (request.text, request.is_stream, request.is_input_prepended) == ("hi", False, True)
+    flags = (request.return_finish_reason, request.return_num_input_tokens, request.return_num_output_tokens)
+    assert flags == (False, False, False)
+    assert request.params == SamplingParams(seed=request.params.seed)
+    assert request.params.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("stream", "exclude", "is_prepended"),
+    [(None, None, True), (False, None, True), (None, True, False), (None, False, True), (True, None, False),
+     (True, True, False)],
+)  # fmt: skip
+def test_prompt_is_prepended_by_rule(stream: bool | None, exclude: bool | None, is_prepended: bool) -> None:
+    given = {"stream": stream, "exclude_input_in_output": exclude}
+    request = parse(**{name: flag(value) for name, value in given.items() if value is not None})
+    assert (request.is_stream, request.is_input_prepended) == (bool(stream), is_prepended)
+
+
+def test_streaming_with_the_prompt_is_refused_in_the_words_of_vllm_backend() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(stream=flag(True), exclude_input_in_output=flag(False))
+    assert str(caught.value) == (
+        "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    )
+
+
+def test_return_flags() -> None:
+    request = parse(return_finish_reason=flag(True), return_num_output_tokens=flag(True))
+    assert request.return_finish_reason
+    assert request.return_num_output_tokens
+    assert not request.return_num_input_tokens
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+def test_shapes_are_flattened(shape: tuple[int, ...]) -> None:
+    inputs = {"text_input": text_array("é".encode(), shape=shape), "stream": np.array(True).reshape(shape)}
+    request = parse_request(inputs, "", VOCAB_SIZE)
+    assert (request.text, request.is_stream) == ("é", True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"text_input": text_array()}, r"text_input.*exactly one element, got shape \[0\]"),
+        ({"text_input": text_array(b"a", b"b")}, r"exactly one element, got shape \[2\]"),
+        ({"text_input": np.array([1.0])}, "text_input.*BYTES, got an array of float64"),
+        ({"text_input": np.array(["text"], dtype=np.object_)}, "must hold bytes, got str"),
+        ({"text_input": text_array(b"ab\xff")}, "text_input.*not valid UTF-8.*byte 2"),
+        ({"sampling_parameters": text_array(b"{\xff}")}, "sampling_parameters.*not valid UTF-8"),
+        ({"sampling_parameters": text_array(b" ")}, "sampling_parameters.*empty"),
+        ({"stream": np.array([1])}, "stream.*BOOL, got an array of int64"),
+        ({"stream": np.array([True, False])}, "stream.*exactly one"),
+        ({"return_finish_reason": np.array([b"true"], dtype=np.object_)}, "return_finish_reason.*BOOL"),
+        ({"prompt": text_array(b"x")}, "unknown input 'prompt'"),
+        ({"image": text_array(b"aGk=")}, "'image' is not supported yet"),
+        ({"embedding_request": text_array(b'{"input": "x"}')}, "'embedding_request' is not supported yet"),
+        ({"return_logprobs": flag(True)}, "'return_logprobs' is not supported yet"),
+        ({"return_cumulative_logprob": flag(True)}, "'return_cumulative_logprob' is not supported yet"),
+    ],
+)
+def test_bad_inputs_are_named(inputs: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        parse(**inputs)
+
+
+def test_a_missing_prompt_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="'text_input' is missing"):
+        parse_request({}, "", VOCAB_SIZE)
+
+
+def test_inputs_that_ask_for_nothing_pass() -> None:
+    off = flag(False)
+    request = parse(
+        return_logprobs=off, return_cumulative_logprob=off, image=text_array(), embedding_request=text_array(b"")
+    )
+    assert request.text == "hi"
+
+
+# ---- sampling parameters ------------------------------------------------------------------------------------------
+
+
+def test_strings_are_coerced() -> None:
+    given = {
+        "max_tokens": "128",
+        "min_tokens": "2",
+        "temperature": "0.7",
+        "top_p": "9e-1",
+        "top_k": "-1",
+        "min_p": ".1",
+    }
+    given |= {"seed": "7", "ignore_eos": "true", "include_stop_str_in_output": "False", "stop": "END"}
+    assert params(given) == SamplingParams(
+        max_tokens=128, min_tokens=2, temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, seed=7,
+        ignore_eos=True, include_stop_str_in_output=False, stop=("END",),
+    )  # fmt: skip
+
+
+def test_plain_values() -> None:
+    given = {
+        "max_tokens": 3.0,
+        "temperature": 0,
+        "seed": 2**64 - 1,
+        "stop": ["a", "b", "a"],
+        "stop_token_ids": [5, "6"],
+    }
+    assert params(given) == SamplingParams(
+        max_tokens=3, temperature=0.0, seed=2**64 - 1, stop=("a", "b"), stop_token_ids=(5, 6)
+    )
+
+
+def test_null_is_the_default() -> None:
+    names = [
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "n",
+    ]
+    result = params(dict.fromkeys(names))
+    assert result == SamplingParams(seed=result.seed)
+
+
+def test_a_missing_seed_is_drawn() -> None:
+    seeds = [parse().params.seed for _ in range(20)] + [params({"seed": -1}).seed, params({"seed": None}).seed]
+    assert len(set(seeds)) == 22
+    assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
+
+
+def test_request_parameters_are_sampling_parameters() -> None:
+    assert parse('{"temperature": 0.5, "max_tokens": "9", "seed": 1}').params == SamplingParams(
+        temperature=0.5, max_tokens=9, seed=1
+    )
+    with pytest.raises(
+        InvalidRequestError, match=r"unknown sampling parameter 'temprature'; did you mean 'temperature'"
+    ):
+        parse('{"temprature": 1}')
+
+
+def test_request_parameters_are_ignored_beside_the_input() -> None:
+    given = text_array(b'{"seed": 3}')
+    assert parse('{"nonsense": 1, ', sampling_parameters=given).params == SamplingParams(seed=3)
+
+
+@pytest.mark.parametrize("value", [None, "", -1, 0, 2**31, 1.5, True, "1.5", "ten", [], {}, "1_000", "٣"])
+def test_d7_bad_max_tokens(value: Any) -> None:
+    assert "max_tokens" in refusal({"max_tokens": value})
+
+
+def test_d7_missing_max_tokens_is_the_default_and_the_largest_is_allowed() -> None:
+    assert params({}).max_tokens == 16
+    assert params({"max_tokens": 2**31 - 1}).max_tokens == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", v) for v in (999999, -0.1, float("nan"), float("inf"), True, [], "warm", "nan", "1e999", 10**39)]
+    + [("top_p", v) for v in (-1, 0, 1.01, float("nan"), "", False)]
+    + [("min_p", v) for v in (-0.1, 1.1, {})],
+)
+def test_h3_numbers_out_of_range(name: str, value: Any) -> None:
+    assert name in refusal({name: value})
+
+
+@pytest.mark.parametrize("value", [-0.0, "0.7", 2, 1e-45, 100])
+def test_h3_numbers_in_range(value: Any) -> None:
+    assert params({"temperature": value}).temperature == float(value)
+
+
+WRONG_TYPES = [
+    *[(name, value) for name in ("max_tokens", "min_tokens", "top_k", "seed") for value in ([1], {}, "x", 0.5, True)],
+    *[(name, value) for name in ("temperature", "top_p", "min_p") for value in ([1], {"a": 1}, "x", False)],
+    *[(name, value) for name in ("ignore_eos", "include_stop_str_in_output") for value in ([], {}, 2, "yes", 1.0)],
+    *[("stop", value) for value in (1, True, {"a": 1}, [1], [None], [["a"]], [""], "")],
+    *[("stop_token_ids", value) for value in (1, "1", [1.5], [True], ["x"], [None], [-1], [VOCAB_SIZE], {})],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_TYPES)
+def test_h6_wrong_types_are_named(name: str, value: Any) -> None:
+    assert name in refusal({name: value})
+
+
+def test_i1_top_k_above_the_vocabulary_passes() -> None:
+    assert [params({"top_k": k}).top_k for k in (0, -1, 1, VOCAB_SIZE, VOCAB_SIZE + 1, 10**7)] == [
+        0, -1, 1, VOCAB_SIZE, VOCAB_SIZE + 1, 10**7
+    ]  # fmt: skip
+    assert "top_k" in refusal({"top_k": -2})
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    assert "min_tokens (20) is greater than max_tokens (16)" in refusal({"min_tokens": 20})
+
+
+NEUTRAL = {
+    "n": 1, "best_of": "1", "presence_penalty": 0, "frequency_penalty": "0.0", "repetition_penalty": 1.0,
+    "logprobs": None, "prompt_logprobs": None, "logit_bias": {}, "bad_words": [], "allowed_token_ids": None,
+    "truncate_prompt_tokens": None, "structured_outputs": None, "guided_json": None, "lora_name": "",
+    "skip_special_tokens": "true", "spaces_between_special_tokens": True, "detokenize": True,
+}  # fmt: skip
+EFFECTIVE = {
+    "n": 2, "best_of": 3, "presence_penalty": 0.1, "frequency_penalty": "-1", "repetition_penalty": 0,
+    "logprobs": 1, "prompt_logprobs": 0, "logit_bias": {"5": 1}, "bad_words": ["a"], "allowed_token_ids": [],
+    "truncate_prompt_tokens": -1, "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
+    "lora_name": "sql", "skip_special_tokens": False, "spaces_between_special_tokens": "false", "detokenize": 0,
+}  # fmt: skip
+
+
+def test_parameters_that_are_not_built_pass_at_their_neutral_value() -> None:
+    assert params({**NEUTRAL, "seed": 1}) == SamplingParams(seed=1)
+
+
+@pytest.mark.parametrize("name", EFFECTIVE)
+def test_parameters_that_are_not_built_are_refused_by_name(name: str) -> None:
+    assert refusal({name: EFFECTIVE[name]}).startswith(f"{name} is not supported yet")
+
+
+@pytest.mark.parametrize("value", [0, 1, 20, 21, -1, "3"])
+def test_f6_logprobs_zero_is_not_off(value: Any) -> None:
+    assert "logprobs is not supported yet" in refusal({"logprobs": value})
+
+
+@pytest.mark.parametrize("value", [True, "true", 1.5, [1], "one"])
+def test_true_is_not_one(value: Any) -> None:
+    assert "n is not supported yet" in refusal({"n": value})
+
+
+def test_unknown_names() -> None:
+    assert refusal({"max_token": 5}) == "unknown sampling parameter 'max_token'; did you mean 'max_tokens'?"
+    assert refusal({"zzz": 5}) == "unknown sampling parameter 'zzz'; remove it"
+    assert "unknown sampling parameter" in refusal({"k" * 100_000: 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object, got a list of 0 entries"),
+        (b"null", "must be a JSON object, got None"),
+        (b'"temperature"', "must be a JSON object"),
+        (b"3", "must be a JSON object"),
+        (b'{"seed": 1, "seed": 2}', "'seed' more than once"),
+        (b'{"logit_bias": {"1": 1, "1": 2}}', "'1' more than once"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "integer of 5000 digits"),
+        (b'{"stop": "\\ud800"}', "lone surrogate"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"stop":' * 30_000, "nested too deeply"),
+    ],
+)
+def test_bad_json(text: bytes, message: str) -> None:
+    assert message in refusal(text)
+    with pytest.raises(InvalidRequestError, match=r"^[^\n]*$"):
+        parse(text.decode())
+
+
+# ---- limits -------------------------------------------------------------------------------------------------------
+
+
+def timed_refusal(values: Any) -> tuple[str, float]:
+    text = json.dumps(values).encode()
+    times = []
+    for _ in range(3):  # the best of three: the machine has other work
+        start = time.perf_counter()
+        message = refusal(text)
+        times.append(time.perf_counter() - start)
+    return message, min(times)
+
+
+@pytest.mark.parametrize("num_stops", [500_000, 50_000, 17])
+def test_b9_many_stop_strings_are_refused_at_once(num_stops: int) -> None:
+    message, seconds = timed_refusal({"stop": ["a"] * num_stops})
+    assert "at most" in message
+    assert "16" in message
+    assert seconds < 0.05
+
+
+@pytest.mark.parametrize("values", [{"bad_words": ["a"] * 50_000}, {f"k{i}": 1 for i in range(10_000)}])
+def test_b9_other_long_lists(values: Any) -> None:
+    message, seconds = timed_refusal(values)
+    assert "not supported yet" in message or "unknown sampling parameter 'k0'" in message
+    assert seconds < 0.05
+
+
+def test_b9_many_duplicate_names() -> None:
+    text = b"{" + b",".join(b'"k%d":1' % (i // 2) for i in range(10_000)) + b"}"
+    start = time.perf_counter()
+    assert "more than once" in refusal(text)
+    assert time.perf_counter() - start < 0.1
+
+
+def test_b9_long_stop_strings() -> None:
+    assert params({"stop": ["é" * 512]}).stop == ("é" * 512,)
+    assert "1026 bytes; at most 1024" in refusal({"stop": ["é" * 513]})
+    assert len(params({"stop": ["\u0001" * 1023 + chr(97 + i) for i in range(16)]}).stop) == 16
+
+
+@pytest.mark.parametrize("values", [{"n": 10**6}, {"best_of": 10**9}, {"n": 10**30}])
+def test_x1_a_million_answers_are_refused(values: Any) -> None:
+    message, seconds = timed_refusal(values)
+    assert "is not supported yet" in message
+    assert seconds < 0.01
+
+
+def test_too_many_stop_token_ids() -> None:
+    assert "65 ids; at most 64" in refusal({"stop_token_ids": [1] * 65})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
+)
+names = st.sampled_from([*SamplingParams.__struct_fields__, *NEUTRAL]) | st.text(max_size=12)
+
+
+def answer(text: bytes) -> SamplingParams | str:
+    """The parameters, or the text of the refusal; anything else that is raised fails the test."""
+    try:
+        return parse(sampling_parameters=text_array(text)).params
+    except InvalidRequestError as error:
+        return str(error)
+
+
+@given(values=st.dictionaries(names, json_values, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_any_json_gives_parameters_or_a_clear_refusal(values: dict[str, Any]) -> None:
+    result = answer(json.dumps(values).encode())
+    if isinstance(result, str):
+        assert 0 < len(result.encode("utf-8")) < 400
+    else:
+        result.check(VOCAB_SIZE)
+        assert result.seed is not None
+        assert set(values) <= {*SamplingParams.__struct_fields__, *NEUTRAL}
+
+
+@given(text=st.binary(max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_give_parameters_or_a_clear_refusal(text: bytes) -> None:
+    result = answer(text)
+    if isinstance(result, str):
+        assert 0 < len(result.encode("utf-8")) < 400
+    else:
+        assert isinstance(json.loads(text), dict)
