@@ -299,7 +299,7 @@ def test_unknown_names() -> None:
         (b'{"seed": ' + b"9" * 5000 + b"}", "integer of 5000 digits"),
         (b'{"stop": "\\ud800"}', "lone surrogate"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"stop":' * 30_000, "nested too deeply"),
+        (b'{"a":' * 20_000, "nested too deeply"),
     ],
 )
 def test_bad_json(text: bytes, message: str) -> None:
@@ -332,7 +332,7 @@ def test_b9_many_stop_strings_are_refused_at_once(num_stops: int) -> None:
 @pytest.mark.parametrize("values", [{"bad_words": ["a"] * 50_000}, {f"k{i}": 1 for i in range(10_000)}])
 def test_b9_other_long_lists(values: Any) -> None:
     message, seconds = timed_refusal(values)
-    assert "not supported yet" in message or "unknown sampling parameter 'k0'" in message
+    assert "bytes of JSON; at most" in message or "unknown sampling parameter 'k0'" in message
     assert seconds < 0.05
 
 
