@@ -1,0 +1,280 @@
+"""Decides which tokens are computed in which step.
+
+One idea: every request's `num_computed_tokens` catches up with its tokens, under a token budget; running requests
+first, then waiting ones in order of arrival. Chunked prefill, prefix hits and preemption fall out of it. Up to
+`run_ahead` further plans may be made before the result of an earlier one is fed back: lengths are known without the
+values, and rows of a request that turns out to have ended are dropped by its slot's epoch.
+
+This module does not know devices, tensors, text or processes. Plans go out, results come in; it never waits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.admission import AdmissionPolicy, FcfsAdmission, StaticAdmission
+from cb_backend.engine.in_flight import InFlightSteps
+from cb_backend.engine.slot_table import SlotTable
+from cb_backend.engine.step_plan import PlanBuilder, StepPlan
+from cb_backend.engine.step_result import StepCounters, StepResults
+from cb_backend.errors import InvalidRequestError, UnavailableError
+from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.messages import EngineStats
+from cb_backend.outputs import EngineOutput, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from cb_backend.request import Request, RequestStatus
+
+_CAN_ALWAYS_TRY = -1
+_MOST_RUN_AHEAD = 4  # when the config leaves the depth to the engine, which then keeps to its own
+
+
+class Scheduler:
+    """Owns every request between `add_request` and its end. Not thread-safe: one loop calls it."""
+
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, max_model_len: int) -> None:
+        self._kv = kv
+        self._budget = config.max_num_batched_tokens
+        self._is_chunking = config.enable_chunked_prefill
+        self._max_queue_size = config.max_queue_size
+        self._max_model_len = max_model_len
+        self._num_cache_tokens = kv.num_usable_blocks * kv.block_size
+        # Never more running requests than budget: then every running request can be given a token in every step.
+        num_slots = min(config.max_num_seqs, self._budget)
+        self._table = SlotTable(num_slots, min(max_model_len, self._num_cache_tokens), kv.block_size)
+        run_ahead = _MOST_RUN_AHEAD if config.run_ahead is None else config.run_ahead
+        self._in_flight = InFlightSteps(1 + run_ahead, kv.free_blocks)
+        self._counters = StepCounters()
+        self._results = StepResults(self._table, kv, self._in_flight, self._counters)
+        self._builder = PlanBuilder(self._table)
+        self._admission: AdmissionPolicy = FcfsAdmission()
+        if config.scheduling_policy == "static":
+            self._admission = StaticAdmission(kv, num_slots)
+        self._waiting: OrderedDict[int, Request] = OrderedDict()  # by request id, first arrived first
+        self._step_id = 0
+        self._was_exclusive = False  # the last plan was one whole prompt, and decode rows had to wait for it
+        self._blocked_at = _CAN_ALWAYS_TRY  # free blocks when the head of the queue last did not fit
+
+    # ---- requests come and go ---------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return self._table.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        """Whether any request still has a token to come, or a launched step has not come back."""
+        return bool(self._waiting) or self.num_running > 0 or len(self._in_flight) > 0
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full.
+
+        Lowers `request.max_total_tokens` to what the model and the whole KV cache can hold.
+        """
+        num_prompt = request.num_prompt_tokens
+        if num_prompt < 1 or num_prompt != len(request.token_ids):
+            raise InvalidRequestError("the prompt has no tokens; send at least one")
+        if num_prompt + 1 > self._max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens, which leaves no room for an output token within max_model_len "
+                f"({self._max_model_len}); shorten the prompt"
+            )
+        if num_prompt + 1 > self._num_cache_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens, but the whole KV cache holds {self._num_cache_tokens} "
+                f"({self._kv.num_usable_blocks} blocks of {self._kv.block_size}), one of which must be left for the "
+                "output; shorten the prompt or give the cache more memory"
+            )
+        if request.request_id in self._results.running or request.request_id in self._waiting:
+            raise InvalidRequestError(f"request id {request.request_id} is in use; ids must be unique")
+        if len(self._waiting) >= self._max_queue_size:
+            raise UnavailableError(
+                f"the queue is full ({self._max_queue_size} requests waiting); try again later or raise max_queue_size"
+            )
+        request.max_total_tokens = min(request.max_total_tokens, self._max_model_len, self._num_cache_tokens)
+        request.status = RequestStatus.WAITING
+        self._waiting[request.request_id] = request
+
+    def cancel(self, request_id: int) -> bool:
+        """End a waiting or running request now; no output is owed for it. False if it is unknown or has ended."""
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            request.status = RequestStatus.FINISHED_ABORTED
+        elif request_id in self._results.running:
+            self._results.leave(self._results.running[request_id].slot, RequestStatus.FINISHED_ABORTED)
+        else:
+            return False
+        self._blocked_at = _CAN_ALWAYS_TRY
+        self._counters.num_cancelled += 1
+        return True
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan the next step; None if there is nothing to compute before a launched step has come back."""
+        if self._in_flight.is_full:
+            return None
+        plan = StepPlan(self._budget)
+        self._was_exclusive = self._needs_exclusive_step() and self._admit_head(plan)
+        if not self._was_exclusive:
+            can_admit = self._plan_decode_rows(plan)
+            self._plan_prefill_chunks(plan)
+            while can_admit and plan.budget > 0 and self._admit_head(plan):
+                pass
+        if plan.num_rows == 0:
+            return None
+        self._step_id += 1
+        output, step = self._builder.build(self._step_id, plan)
+        self._in_flight.launch(step)
+        return output
+
+    def update_from_output(self, output: ModelRunnerOutput) -> EngineOutput:
+        """Take in the result of the oldest launched step. Raises `ValueError` for any other step."""
+        return self._results.complete(output)
+
+    def fail_step(self, step_id: int) -> EngineOutput:
+        """A launched step raised: every request in it ends with ERROR, and nothing it computed is reused."""
+        return self._results.fail(step_id)
+
+    def _plan_decode_rows(self, plan: StepPlan) -> bool:
+        """Plan one token for every request past its prefill. False if blocks were short, so nobody may be admitted."""
+        table, order = self._table, self._table.order
+        if not len(order):
+            return True
+        computed = table.num_computed_tokens[order]
+        # At max_computed_tokens the request's last token has been sampled; its end comes with a launched result.
+        is_decode = (computed >= table.num_prefill_tokens[order]) & (computed < table.max_computed_tokens[order])
+        slots = order if is_decode.all() else order[is_decode]
+        is_out_of_room = table.num_computed_tokens[slots] >= table.num_block_tokens[slots]
+        if not is_out_of_room.any():
+            plan.set_decode(slots)
+            return True
+        growing = slots[is_out_of_room].tolist()
+        has_enough = len(growing) <= self._kv.num_free_blocks
+        if not has_enough:
+            growing, slots = self._make_room(growing, slots)
+        for slot in growing:
+            self._grow(slot, plan)
+        plan.set_decode(slots)
+        return has_enough
+
+    def _grow(self, slot: int, plan: StepPlan) -> None:
+        request = self._table.request_at(slot)
+        start = len(request.block_table)
+        added = self._kv.allocate_slots(request, start * self._kv.block_size + 1)
+        assert added is not None
+        self._table.num_block_tokens[slot] += self._kv.block_size
+        plan.new_blocks.append(NewBlocks(slot, start, tuple(added)))
+
+    def _make_room(self, growing: list[int], slots: NDArray[np.intp]) -> tuple[list[int], NDArray[np.intp]]:
+        """Preempt the youngest until every other growing slot can have a block, now or once launched steps are back.
+
+        Returns the slots that get a block now, and all that can decode in this step. Preempting comes before any row
+        is planned, so no row has to be taken back; blocks on their way count, so that no victim is taken in vain.
+        """
+        table = self._table
+        is_ending = table.num_computed_tokens[table.order] >= table.max_computed_tokens[table.order]
+        ending = [table.request_at(slot).block_table for slot in table.order[is_ending].tolist()]
+        victims = table.order[~is_ending].tolist()
+        while len(growing) > self._kv.num_free_blocks + self._in_flight.num_blocks_coming(
+            self._kv.pool.ref_cnt, ending
+        ):
+            victim = victims.pop()
+            assert victims, "the oldest request alone must fit the cache"
+            self._preempt(victim)
+            growing = [slot for slot in growing if slot != victim]
+            slots = slots[slots != victim]
+        num_free = self._kv.num_free_blocks
+        return growing[:num_free], slots[~np.isin(slots, growing[num_free:])]
+
+    def _preempt(self, slot: int) -> None:
+        """Give the request's blocks away and put it at the head of the queue; it will be recomputed.
+
+        Victims come youngest first and everyone in the queue is younger, so the queue stays in order of arrival.
+        """
+        request = self._results.leave(slot, RequestStatus.PREEMPTED)
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+        self._blocked_at = _CAN_ALWAYS_TRY
+
+    def _plan_prefill_chunks(self, plan: StepPlan) -> None:
+        """Give what is left of the budget to requests whose prefill has begun, oldest first."""
+        table, order = self._table, self._table.order
+        if plan.num_rows == len(order):
+            return
+        for slot in order[table.num_computed_tokens[order] < table.num_prefill_tokens[order]].tolist():
+            if plan.budget == 0:
+                return
+            self._plan_prefill(plan, slot)
+
+    def _plan_prefill(self, plan: StepPlan, slot: int) -> None:
+        computed = int(self._table.num_computed_tokens[slot])
+        num_left = int(self._table.num_prefill_tokens[slot]) - computed
+        num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
+        plan.add_prefill(slot, computed, num_scheduled, is_sampling=num_scheduled == num_left)
+
+    # ---- admission --------------------------------------------------------------------------------------------------
+
+    def _needs_exclusive_step(self) -> bool:
+        """Without chunking, a prompt that does not fit beside the decode rows gets a step of its own, now and then."""
+        if self._is_chunking or self._was_exclusive or not self._waiting or not self.num_running:
+            return False
+        head = next(iter(self._waiting.values()))
+        return len(head.token_ids) > self._budget - self.num_running
+
+    def _admit_head(self, plan: StepPlan) -> bool:
+        """Start the first waiting request if slots, memory, budget and policy allow; its blocks hold all its tokens."""
+        if not self._waiting or not self._table.has_free_slot:
+            return False
+        head = next(iter(self._waiting.values()))
+        if self.num_running and self._kv.num_free_blocks <= self._blocked_at:
+            return False
+        if not self._admission.may_admit(head, self._waiting.values(), self.num_running):
+            return False
+        num_tokens = len(head.token_ids)
+        computed_blocks, num_computed = self._kv.get_computed_blocks(head)
+        if not self._is_chunking and plan.num_rows and num_tokens - num_computed > plan.budget:
+            return False
+        num_reserved = self._admission.num_reserved_blocks(self.num_running)
+        if self._kv.allocate_slots(head, num_tokens, computed_blocks, num_reserved) is None:
+            self._blocked_at = self._kv.num_free_blocks
+            return False
+        del self._waiting[head.request_id]
+        self._blocked_at = _CAN_ALWAYS_TRY
+        self._results.join(head, num_computed)
+        plan.add_joined(head)
+        self._plan_prefill(plan, head.slot)
+        return True
+
+    # ---- looking in -------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        counters = self._counters
+        return EngineStats(
+            step_id=self._step_id,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_blocks=self._kv.num_usable_blocks,
+            num_free_blocks=self._kv.num_free_blocks,
+            num_preemptions=counters.num_preemptions,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            num_cancelled=counters.num_cancelled,
+            num_evicted_blocks=self._kv.pool.num_evicted_blocks,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless blocks, slots and queue add up. For tests and idle moments; O(everything)."""
+        self._table.check_integrity()
+        running = [request for request in self._table.requests if request is not None]
+        assert {request.request_id: request for request in running} == self._results.running, "running sets differ"
+        assert all(not request.block_table for request in self._waiting.values()), "a waiting request holds blocks"
+        self._kv.check_integrity([*(request.block_table for request in running), *self._in_flight.deferred_blocks])

@@ -1,0 +1,144 @@
+"""State of all running requests as NumPy arrays, so that a steady step costs a few array calls whatever the batch.
+
+A slot is a request's place for as long as it runs; the model runner keeps its device state under the same numbers.
+`order` lists the taken slots by arrival. This module does not know blocks, budgets or the queue: it holds the figures
+and answers what a batch of sampled tokens means for each request.
+
+NOTE: how many tokens a request has is not stored. A request past its prefill has `num_computed_tokens + 1` tokens,
+the last of them perhaps sampled by a step whose result has not been read yet; before that it has
+`num_prefill_tokens`. Only `num_known_tokens` values are in `token_ids`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.request import NO_SLOT, FinishReason, Request
+
+_NO_STOP_ID = -1
+
+
+class SlotTable:
+    """Arrays over `num_slots` slots. Change membership with `join` and `leave` only."""
+
+    def __init__(self, num_slots: int, max_tokens: int, block_size: int) -> None:
+        """`max_tokens` bounds prompt + output of any request."""
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * num_slots
+        self.order: NDArray[np.intp] = np.empty(0, np.intp)  # [num_running] taken slots, first arrived first
+        self.version = 0  # changes with every join and leave
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+        def counts() -> NDArray[np.int32]:
+            return np.zeros(num_slots, np.int32)
+
+        # np.empty: pages of the token table are taken from the system only where tokens are written.
+        self.token_ids = np.empty((num_slots, max_tokens), np.int32)
+        self.epoch = counts()  # raised when the request leaves: results of its launched rows are dropped by it
+        self.request_ids = np.zeros(num_slots, np.int64)
+        self.num_prompt_tokens = counts()
+        self.num_prefill_tokens = counts()  # tokens known at the join: prompt, and output from before a preemption
+        self.num_computed_tokens = counts()  # launched steps included
+        self.num_known_tokens = counts()  # values in token_ids: without what launched steps have sampled
+        self.num_block_tokens = counts()  # tokens that the block table has room for
+        self.max_total_tokens = counts()
+        self.max_computed_tokens = counts()  # max_total_tokens - 1: the last token is never an input
+        self.min_total_tokens = counts()  # a stop id ends the request only at this length or beyond
+        self.next_full_at = counts()  # num_computed_tokens at which the next block is full
+        self.stop_ids = np.full((num_slots, 0), _NO_STOP_ID, np.int32)  # [num_slots, widest] padded with -1
+
+    @property
+    def num_running(self) -> int:
+        return len(self.order)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def join(self, request: Request, num_computed_tokens: int) -> int:
+        """Give the request a slot, last in order; its block table is complete for all its known tokens."""
+        slot = self._free_slots.pop()
+        num_tokens = len(request.token_ids)
+        request.slot = slot
+        self.requests[slot] = request
+        self.request_ids[slot] = request.request_id
+        self.token_ids[slot, :num_tokens] = request.token_ids
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.num_prefill_tokens[slot] = num_tokens
+        self.num_computed_tokens[slot] = num_computed_tokens
+        self.num_known_tokens[slot] = num_tokens
+        self.num_block_tokens[slot] = len(request.block_table) * self.block_size
+        self.max_total_tokens[slot] = request.max_total_tokens
+        self.max_computed_tokens[slot] = request.max_total_tokens - 1
+        self.min_total_tokens[slot] = request.num_prompt_tokens + min(request.params.min_tokens, 2**30)
+        self.next_full_at[slot] = num_computed_tokens + self.block_size
+        self._set_stop_ids(slot, request.stop_token_ids)
+        self.order = np.append(self.order, slot)
+        self.version += 1
+        return slot
+
+    def leave(self, slot: int) -> Request:
+        """Take the slot back and return the request, its `token_ids` holding every token whose value was read."""
+        request = self.requests[slot]
+        assert request is not None
+        request.token_ids = self.token_ids[slot, : self.num_known_tokens[slot]].copy()
+        request.slot = NO_SLOT
+        self.requests[slot] = None
+        self.epoch[slot] += 1
+        self.order = self.order[self.order != slot]
+        self._free_slots.append(slot)
+        self.version += 1
+        return request
+
+    def request_at(self, slot: int) -> Request:
+        request = self.requests[slot]
+        assert request is not None
+        return request
+
+    def record_sampled(
+        self, slots: NDArray[np.intp], num_tokens_before: NDArray[np.int32], token_ids: NDArray[np.int32]
+    ) -> NDArray[np.uint8]:
+        """Append one sampled token to each slot; returns what that means for it, as `FinishReason` values [n]."""
+        num_tokens = num_tokens_before + 1
+        self.token_ids[slots, num_tokens_before] = token_ids
+        self.num_known_tokens[slots] = num_tokens
+        reasons = np.zeros(len(slots), np.uint8)
+        is_at_end = num_tokens >= self.max_total_tokens[slots]
+        if is_at_end.any():
+            reasons[is_at_end] = FinishReason.LENGTH
+        if self.stop_ids.shape[1]:
+            is_stop = (self.stop_ids[slots] == token_ids[:, None]).any(1)
+            if is_stop.any():
+                reasons[is_stop & (num_tokens >= self.min_total_tokens[slots])] = FinishReason.STOP
+        return reasons
+
+    def take_full(self, slots: NDArray[np.intp], num_computed: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Indices into `slots` of those that have completed a block since they were last returned here."""
+        filled = np.flatnonzero(num_computed >= self.next_full_at[slots])
+        if len(filled):
+            self.next_full_at[slots[filled]] = (num_computed[filled] // self.block_size + 1) * self.block_size
+        return filled
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=_NO_STOP_ID)
+        self.stop_ids[slot] = _NO_STOP_ID
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless slots, order and figures agree."""
+        taken = [slot for slot, request in enumerate(self.requests) if request is not None]
+        assert sorted(self.order.tolist()) == taken, "order and taken slots differ"
+        assert sorted([*taken, *self._free_slots]) == list(range(len(self.requests))), "a slot is lost or free twice"
+        for slot in taken:
+            request = self.request_at(slot)
+            computed, known = int(self.num_computed_tokens[slot]), int(self.num_known_tokens[slot])
+            prefill = int(self.num_prefill_tokens[slot])
+            assert request.slot == slot, f"slot {slot} holds a request that thinks it is in {request.slot}"
+            assert request.num_prompt_tokens <= prefill <= known <= request.max_total_tokens, f"slot {slot}: lengths"
+            assert known <= max(prefill, computed + 1), f"slot {slot} knows a token that was never sampled"
+            assert computed <= self.max_computed_tokens[slot], f"slot {slot} is computed past its limit"
+            room = len(request.block_table) * self.block_size
+            assert computed <= room == self.num_block_tokens[slot], f"slot {slot}: computed {computed}, room {room}"

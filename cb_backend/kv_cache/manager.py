@@ -1,0 +1,169 @@
+"""Block tables of requests, and reuse of prefixes: the KV cache as the scheduler sees it.
+
+Asks and takes: `allocate_slots` returns blocks or None, and what None means is the scheduler's decision. This module
+does not know steps, devices or tensors. A request's `block_table` and `block_hashes` are changed here alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.kv_cache.block_pool import BlockPool, CachedBlock
+from cb_backend.request import Request
+
+HashBlock = Callable[[bytes, bytes], bytes]  # (digest of the parent, content) -> digest
+
+DIGEST_BYTES = 16
+
+
+def keyed_block_hash() -> HashBlock:
+    """A 128-bit hash under a random key of this process, so that no prompt can be built to collide with another's."""
+    key = os.urandom(32)
+
+    def hash_block(parent_digest: bytes, content: bytes) -> bytes:
+        return blake2b(parent_digest + content, key=key, digest_size=DIGEST_BYTES).digest()
+
+    return hash_block
+
+
+@dataclass(slots=True)
+class _Chain:
+    """How far a request's blocks are in the prefix cache."""
+
+    end: CachedBlock | bytes  # link of the last such block; the salt when there is none
+    num_blocks: int
+
+
+class KVCacheManager:
+    """Block tables over one `BlockPool`, with a prefix cache of full blocks."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        hash_block: HashBlock | None = None,
+    ) -> None:
+        """`num_blocks` is the first dimension of the cache tensors, null block included."""
+        self.pool = BlockPool(num_blocks, block_size)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._hash_block = hash_block or keyed_block_hash()
+        self._chains: dict[int, _Chain] = {}  # by request id, of the requests that hold blocks
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
+        """Cached blocks that begin the request's tokens, and how many tokens they hold. Changes no block.
+
+        Never all tokens: at least the last is computed again, because its logits are needed. Valid until the pool
+        changes; pass the blocks to `allocate_slots` before anything else.
+        """
+        if not self.enable_prefix_caching:
+            return [], 0
+        block_ids: list[int] = []
+        parent: CachedBlock | bytes = request.cache_salt
+        for index in range((len(request.token_ids) - 1) // self.block_size):
+            token_bytes = self._token_bytes(request.token_ids, index)
+            link = self.pool.find(self._digest(request, index, token_bytes), token_bytes, parent)
+            if link is None:
+                break
+            block_ids.append(link.block_id)
+            parent = link
+        return block_ids, len(block_ids) * self.block_size
+
+    def allocate_slots(
+        self, request: Request, num_tokens_total: int, computed_blocks: Sequence[int] = (), num_reserved: int = 0
+    ) -> list[int] | None:
+        """Grow the request's block table until it holds `num_tokens_total` tokens; returns the added blocks.
+
+        `computed_blocks` (at admission only) come first in the table and are part of what is returned.
+        None, and nothing changes, if after that fewer than `num_reserved` blocks would be free.
+        """
+        pool = self.pool
+        num_new = self.num_blocks_for(num_tokens_total) - len(request.block_table) - len(computed_blocks)
+        num_revived = sum(pool.ref_cnt(block_id) == 0 for block_id in computed_blocks)
+        if num_new + num_revived + num_reserved > pool.num_free_blocks:
+            return None
+        pool.touch(computed_blocks)
+        new_blocks = pool.allocate(max(num_new, 0))
+        assert new_blocks is not None
+        added = [*computed_blocks, *new_blocks]
+        request.block_table.extend(added)
+        if request.request_id not in self._chains:
+            end = pool.link_of(computed_blocks[-1]) if computed_blocks else None
+            self._chains[request.request_id] = _Chain(end or request.cache_salt, len(computed_blocks))
+        return added
+
+    def cache_full_blocks(self, request: Request, token_ids: NDArray[np.int32], num_computed_tokens: int) -> None:
+        """Make the request's full computed blocks findable. `token_ids` [>= num_computed_tokens], values known.
+
+        Where another request's block already has the same content, that block stays the one that is found.
+        """
+        if not self.enable_prefix_caching:
+            return
+        chain = self._chains[request.request_id]
+        if isinstance(chain.end, CachedBlock) and not chain.end.is_live:
+            # The link came from another request's block, which was evicted: our own blocks take its place.
+            chain.end, chain.num_blocks = request.cache_salt, 0
+        for index in range(chain.num_blocks, num_computed_tokens // self.block_size):
+            token_bytes = self._token_bytes(token_ids, index)
+            digest = self._digest(request, index, token_bytes)
+            link = self.pool.find(digest, token_bytes, chain.end)
+            chain.end = link or self.pool.cache(request.block_table[index], digest, token_bytes, chain.end)
+            chain.num_blocks = index + 1
+
+    def withdraw(self, request: Request) -> None:
+        """Make nothing that the request holds findable any more: its numbers were not finite, or its step failed."""
+        self.pool.withdraw(request.block_table)
+
+    def detach(self, request: Request) -> list[int]:
+        """Take the block table away from the request. The blocks, last first, still have to go to `free_blocks`."""
+        self._chains.pop(request.request_id, None)
+        block_ids = request.block_table[::-1]
+        request.block_table = []
+        return block_ids
+
+    def free_blocks(self, block_ids: list[int]) -> None:
+        self.pool.free(block_ids)
+
+    def free(self, request: Request) -> None:
+        """Give all the request's blocks back at once; no launched step may still touch them."""
+        self.free_blocks(self.detach(request))
+
+    def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
+        """Raise `AssertionError` unless `holders` (every block list in existence) explain all reference counts."""
+        self.pool.check_integrity()
+        expected = [0] * self.pool.num_blocks
+        for block_ids in holders:
+            for block_id in block_ids:
+                expected[block_id] += 1
+        for block_id, count in enumerate(expected):
+            held = self.pool.ref_cnt(block_id)
+            assert held == count, f"block {block_id} has {held} references, {count} holders"
+
+    def _token_bytes(self, token_ids: NDArray[np.int32], index: int) -> bytes:
+        return token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
+
+    def _digest(self, request: Request, index: int, token_bytes: bytes) -> bytes:
+        """Digest of the request's block `index`; digests before it must have been asked for already."""
+        hashes = request.block_hashes
+        if index == len(hashes):
+            parent = hashes[-1] if hashes else self._hash_block(b"", request.cache_salt)
+            hashes.append(self._hash_block(parent, token_bytes))
+        return hashes[index]
