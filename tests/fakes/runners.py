@@ -32,7 +32,9 @@ class HashModel:
     vocab_size: int
     stop_chance: float = 0.0
 
-    def next_token(self, cells: NDArray[np.int64], num_out: int, params: SamplingParams, stop_ids: Sequence[int]) -> int:
+    def next_token(
+        self, cells: NDArray[np.int64], num_out: int, params: SamplingParams, stop_ids: Sequence[int]
+    ) -> int:
         """`cells` [num_tokens, 3] as read from the cache; `num_out` tokens have been generated before this one."""
         value = int.from_bytes(hashlib.blake2b(cells.tobytes(), digest_size=8).digest(), "little")
         is_masked = num_out < params.min_tokens

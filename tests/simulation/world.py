@@ -66,7 +66,8 @@ class World:
             self._launch()
             self._finish_oldest()
             idle_rounds = 0 if self._progress() > before or not self.open else idle_rounds + 1
-            assert idle_rounds <= MAX_IDLE_ROUNDS, "I9: no progress"
+            # Results of rows that were cancelled or preempted meanwhile may have to come back first.
+            assert idle_rounds <= MAX_IDLE_ROUNDS + self.scenario.run_ahead, "I9: no progress"
             if now % 4 == 0:
                 self._check_cached_content()
             now += 1
@@ -143,9 +144,7 @@ class World:
         self.counters["deferred frees"] += bool(self.scheduler._in_flight.deferred_blocks)
 
     def _take_output(self, output: EngineOutput) -> None:
-        rows = zip(
-            output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True
-        )
+        rows = zip(output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True)
         for request_id, token_id, reason in rows:
             assert request_id in self.open, "I5: output for a request that has ended, was cancelled or is unknown"
             if token_id != NO_TOKEN:
@@ -175,7 +174,9 @@ class World:
             assert self.order[row.request_id] < min(waiting, default=len(self.order)), "I10: overtaken"
             known = [*self.scenario.arrivals[self.order[row.request_id]].prompt, *self.outputs[row.request_id]]
             assert row.token_ids.tolist() == known, "the tokens of a joining row are wrong"
-        rows = zip(plan.slots.tolist(), plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist(), strict=True)
+        rows = zip(
+            plan.slots.tolist(), plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
+        )
         for slot, computed, scheduled in rows:
             request_id = self.slot_owner[slot]
             assert request_id in self.open, "I13: computes for a request that has ended"
