@@ -1,4 +1,7 @@
-"""Many random scenarios: `python -m tests.simulation.run --seeds 100000 --start 0`. Prints failing seeds and counters."""
+"""Many random scenarios; prints failing seeds and counters.
+
+python -m tests.simulation.run --seeds 100000 --start 0
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections import Counter, deque
 import numpy as np
 
 from cb_backend.engine.scheduler import Scheduler
-from cb_backend.errors import InvalidRequestError, UnavailableError
+from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
 from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import HashBlock, KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, SchedulerOutput
@@ -86,20 +86,20 @@ class World:
         is_too_long = len(arrival.prompt) + 1 > limit
         is_queue_full = self.scheduler.num_waiting >= self.scenario.config.max_queue_size
         before = self.scheduler.stats()
+        expected = InvalidRequestError if is_too_long else UnavailableError if is_queue_full else None
+        refusal: CbError | None = None
         try:
             self.scheduler.add_request(arrival.make_request(self.scenario.max_model_len))
-        except InvalidRequestError as error:
-            assert is_too_long, f"I18: {error}"
-            assert str(len(arrival.prompt)) in str(error), "a refusal names the figures"
-            self.counters["refused: too long"] += 1
-        except UnavailableError:
-            assert is_queue_full and not is_too_long
-            self.counters["refused: queue full"] += 1
-        else:
-            assert not is_too_long and not is_queue_full, "I18: accepted what must be refused"
+        except (InvalidRequestError, UnavailableError) as error:
+            refusal = error
+        assert (refusal and type(refusal)) == expected, f"I18: {refusal!r}, expected {expected}"
+        if refusal is None:
             self.open[arrival.request_id] = arrival
             self.outputs[arrival.request_id] = []
             return
+        self.counters["refused: too long" if is_too_long else "refused: queue full"] += 1
+        figure = len(arrival.prompt) if is_too_long else self.scenario.config.max_queue_size
+        assert str(figure) in str(refusal), "a refusal names the figures"
         assert self.scheduler.stats() == before, "I17: a refusal left something behind"
         self.scheduler.check_integrity()
 
@@ -135,7 +135,7 @@ class World:
     def _finish_oldest(self) -> None:
         if not self.in_flight:
             return
-        plan, pending = self.in_flight.popleft()
+        _, pending = self.in_flight.popleft()
         output = self.scheduler.update_from_output(pending.result())
         self._take_output(output)
         self.scheduler.check_integrity()
