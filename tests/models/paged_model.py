@@ -1,0 +1,99 @@
+"""Drives a model over a paged KV cache by hand: the smallest runner, with blocks handed out in shuffled order.
+
+It builds what the engine's model runner builds, from nothing but lists, so that the model's tests need no engine.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.layers.attention_metadata import AttentionMetadata
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.rotary import RotaryTables
+from cb_backend.models.registry import load_model, read_model_config
+
+CPU = torch.device("cpu")
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class PagedModel:
+    """A few slots, each with a block table that grows as its tokens arrive. `step` returns every token's logits."""
+
+    def __init__(self, folder: Path, *, num_slots: int = 3, max_len: int = 256, block_size: int = 8) -> None:
+        self.config = read_model_config(folder)
+        self.model = load_model(folder, self.config, ops=resolve_ops("torch"), dtype=torch.float32, device=CPU)
+        self.rotary = RotaryTables(self.config.rope, self.config.head_dim, max_len, CPU)
+        max_blocks = -(-max_len // block_size)
+        num_blocks = num_slots * max_blocks + 1
+        config = self.config
+        self.storage = KVCacheStorage(
+            config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim, torch.float32, CPU
+        )
+        self.storage.data[:, 1:] = 1e30  # what nobody wrote must not reach an answer
+        self.block_size = block_size
+        self.free_blocks = random.Random(7).sample(range(1, num_blocks), num_blocks - 1)
+        self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32)
+        self.num_blocks = [0] * num_slots
+        self.num_tokens = [0] * num_slots
+        self.num_prompt_tokens = [0] * num_slots
+
+    def start(self, slot: int, num_prompt_tokens: int, *, cached: tuple[int, int] = (0, 0)) -> None:
+        """Give the slot to a new request; `cached` = (slot, number of tokens) whose full blocks it shares."""
+        donor, num_cached = cached
+        assert num_cached % self.block_size == 0
+        shared = num_cached // self.block_size
+        self.block_tables[slot, :shared] = self.block_tables[donor, :shared].clone()
+        self.num_blocks[slot], self.num_tokens[slot] = shared, num_cached
+        self.num_prompt_tokens[slot] = num_prompt_tokens
+
+    @torch.inference_mode()
+    def step(self, decode: list[tuple[int, int]], prefill: list[tuple[int, list[int]]]) -> Tensor:
+        """Compute one token for each (slot, token) and a chunk for each (slot, tokens): logits [num_tokens, vocab]."""
+        rows = [(slot, [token]) for slot, token in decode] + prefill
+        token_ids, positions, prompt_lens, mapping = [], [], [], []
+        for slot, tokens in rows:
+            start = self.num_tokens[slot]
+            self._grow(slot, start + len(tokens))
+            for position in range(start, start + len(tokens)):
+                block = int(self.block_tables[slot, position // self.block_size])
+                mapping.append(block * self.block_size + position % self.block_size)
+                positions.append(position)
+                prompt_lens.append(self.num_prompt_tokens[slot])
+            token_ids += tokens
+        counts = [len(tokens) for _, tokens in prefill]
+        cos_sin, cos_sin_rows = self.rotary.rows(int32(positions), int32(prompt_lens))
+        metadata = AttentionMetadata(
+            cos_sin=cos_sin,
+            cos_sin_rows=cos_sin_rows,
+            slot_mapping=int32(mapping),
+            block_tables=self.block_tables,
+            num_decode_rows=len(decode),
+            decode_slots=int32([slot for slot, _ in decode]),
+            decode_seq_lens=int32([self.num_tokens[slot] for slot, _ in decode]),
+            prefill_slots=int32([slot for slot, _ in prefill]),
+            prefill_query_start_loc=int32([sum(counts[:index]) for index in range(len(counts) + 1)]),
+            prefill_seq_lens=int32([self.num_tokens[slot] for slot, _ in prefill]),
+            max_query_len=max(counts, default=0),
+        )
+        return self.model.compute_logits(self.model(int32(token_ids), metadata, self.storage.layers))
+
+    def prefill(self, slot: int, tokens: list[int], chunk: int | None = None) -> Tensor:
+        """The prompt in chunks: logits [len(tokens), vocab]."""
+        chunk = chunk or len(tokens)
+        return torch.cat(
+            [self.step([], [(slot, tokens[at : at + chunk])]) for at in range(0, len(tokens), chunk)]
+        )
+
+    def _grow(self, slot: int, num_tokens: int) -> None:
+        while self.num_blocks[slot] * self.block_size < num_tokens:
+            self.block_tables[slot, self.num_blocks[slot]] = self.free_blocks.pop()
+            self.num_blocks[slot] += 1
+        self.num_tokens[slot] = num_tokens

@@ -1,0 +1,132 @@
+"""Tiny random checkpoints, made and computed by transformers: the independent reference of the model tests.
+
+Weights are drawn large enough that attention is sharp and every option shows in the logits; biases and norm weights,
+which transformers starts at 0 and 1, are drawn too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+ORIGINAL_LEN = 16  # pretraining context of the scaled ropes; max_position_embeddings is 8 times that
+
+_BASE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8 * ORIGINAL_LEN,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(rope_type: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **values}}
+
+
+_LONGROPE = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+    "original_max_position_embeddings": ORIGINAL_LEN,
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL_LEN}
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {**_rope("linear", factor=8.0)},
+    # dynamic stretches beyond max_position_embeddings itself
+    "dynamic": {**_rope("dynamic", factor=4.0), "max_position_embeddings": ORIGINAL_LEN},
+    "llama3": _rope("llama3", factor=8.0, **_LLAMA3),
+    "yarn": _rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL_LEN),
+    "longrope": _rope("longrope", factor=8.0, **_LONGROPE),
+}
+
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama-gqa": (LlamaConfig, {}),
+    "llama-mha": (LlamaConfig, {"num_key_value_heads": 4}),
+    "llama-mqa": (LlamaConfig, {"num_key_value_heads": 1}),
+    "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama-theta": (LlamaConfig, _rope("default") | {"rms_norm_eps": 1e-2, "vocab_size": 131}),
+    "llama-head-dim-mha": (LlamaConfig, {"hidden_size": 64, "head_dim": 24, "num_key_value_heads": 4}),
+    "llama-head-dim-gqa": (LlamaConfig, {"hidden_size": 64, "head_dim": 24, "num_key_value_heads": 2}),
+    "llama-head-dim-mqa": (LlamaConfig, {"hidden_size": 64, "head_dim": 24, "num_key_value_heads": 1}),
+    **{f"llama-{name}": (LlamaConfig, options) for name, options in ROPES.items()},
+    "llama-yarn-options": (
+        LlamaConfig,
+        _rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=8.0, beta_slow=0.5, truncate=False),
+    ),
+    "mistral-full": (MistralConfig, {"sliding_window": None}),
+    "mistral-window": (MistralConfig, {"sliding_window": 16}),
+    "qwen2-bias": (Qwen2Config, {}),
+    "qwen2-mixed": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 4},
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 20, "attention_bias": True}),
+    "qwen3-mixed": (
+        Qwen3Config,
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+        },
+    ),
+}
+
+
+def write_checkpoint(name: str, folder: Path, **save_options: Any) -> Path:
+    """Save the checkpoint called `name` in CONFIGS; return the folder."""
+    config_class, options = CONFIGS[name]
+    torch.manual_seed(sum(name.encode()))
+    model = AutoModelForCausalLM.from_config(config_class(**{**_BASE, **options}))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+            elif "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder, **save_options)
+    return folder
+
+
+def load_reference(folder: Path) -> torch.nn.Module:
+    """The model as transformers loads it, with its plainest attention."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference_logits(folder: Path, prompt: list[int], decode: list[int]) -> Tensor:
+    """The prompt in one pass, then each further token in its own: [len(prompt) + len(decode), vocab].
+
+    The model is loaded anew because the dynamic rope of transformers remembers the longest prompt it has seen.
+    """
+    model = load_reference(folder)
+    output = model(torch.tensor([prompt]), use_cache=True)
+    logits = [output.logits[0]]
+    for token in decode:
+        output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits[0])
+    return torch.cat(logits)
+
+
+def random_tokens(count: int, seed: int, vocab_size: int = 97) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count,), generator=generator).tolist()
