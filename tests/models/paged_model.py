@@ -88,9 +88,7 @@ class PagedModel:
     def prefill(self, slot: int, tokens: list[int], chunk: int | None = None) -> Tensor:
         """The prompt in chunks: logits [len(tokens), vocab]."""
         chunk = chunk or len(tokens)
-        return torch.cat(
-            [self.step([], [(slot, tokens[at : at + chunk])]) for at in range(0, len(tokens), chunk)]
-        )
+        return torch.cat([self.step([], [(slot, tokens[at : at + chunk])]) for at in range(0, len(tokens), chunk)])
 
     def _grow(self, slot: int, num_tokens: int) -> None:
         while self.num_blocks[slot] * self.block_size < num_tokens:

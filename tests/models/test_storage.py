@@ -1,0 +1,93 @@
+"""How much KV cache fits, and what is said when it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cb_backend.config import EngineConfig
+from cb_backend.errors import ConfigError
+from cb_backend.kv_cache import storage
+from cb_backend.kv_cache.storage import KVCacheStorage, bytes_per_block, num_blocks_for, size_kv_cache
+
+CPU = torch.device("cpu")
+SHAPE = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=24)
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 24 * 4  # float32, 16 tokens
+
+
+def size(**settings: object) -> int:
+    return size_kv_cache(EngineConfig(model="m", **settings), SHAPE, torch.float32, CPU)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with 4 GiB free of 8."""
+    monkeypatch.setattr(storage, "_memory", lambda device: (4 << 30, 8 << 30))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tensor_has_the_bytes_that_were_counted(dtype: torch.dtype) -> None:
+    cache = KVCacheStorage(3, 5, 2, 16, 24, dtype, CPU)
+    assert cache.data.shape == (3, 5, 2, 2, 16, 24)
+    assert cache.data.dtype == dtype
+    assert cache.data.untyped_storage().nbytes() == 5 * bytes_per_block(SHAPE, 16, dtype)
+    assert not cache.data.any()
+
+
+def test_layers_are_views() -> None:
+    cache = KVCacheStorage(3, 5, 2, 16, 24, torch.float32, CPU)
+    cache.layers[2][4, 1, 0, 15, 23] = 7.0
+    assert cache.data[2, 4, 1, 0, 15, 23] == 7.0
+    assert cache.data.sum() == 7.0
+    assert len(cache.layers) == 3
+
+
+def test_whole_blocks_only() -> None:
+    assert [num_blocks_for(num_bytes, 100) for num_bytes in (-1, 99, 100, 350)] == [0, 0, 1, 3]
+
+
+@pytest.mark.usefixtures("memory")
+def test_settings_decide_the_number_of_blocks() -> None:
+    assert size(num_gpu_blocks_override=12) == 13  # and the null block
+    assert size(kv_cache_memory_bytes=10 * BLOCK_BYTES + 1) == 10
+    assert size() == (1 << 30) // BLOCK_BYTES
+    assert size(kv_cache_memory_bytes=10 * BLOCK_BYTES, block_size=32) == 5
+
+
+@pytest.mark.usefixtures("memory")
+def test_gpu_takes_its_share_of_what_is_free() -> None:
+    config = EngineConfig(model="m", gpu_memory_utilization=0.75)
+    blocks = size_kv_cache(config, SHAPE, torch.float32, torch.device("cuda"))
+    assert blocks == (2 << 30) // BLOCK_BYTES  # 4 GiB are in use, 6 may be
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"kv_cache_memory_bytes": 5 << 30},
+            r"kv_cache_memory_bytes asks for .* = 5\.00 GiB, 4\.00 GiB of 8\.00 GiB are free on the cpu .*"
+            r"Lower kv_cache_memory_bytes",
+        ),
+        ({"num_gpu_blocks_override": 1_000_000}, r"num_gpu_blocks_override asks for 1000001 blocks of 18\.0 KiB"),
+        ({"kv_cache_memory_bytes": 1000}, r"a block of 16 tokens takes 18\.0 KiB and kv_cache_memory_bytes leaves 0"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_figures(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        size(**settings)
+
+
+@pytest.mark.usefixtures("memory")
+def test_gpu_that_is_full_already() -> None:
+    config = EngineConfig(model="m", gpu_memory_utilization=0.5)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization leaves 0 blocks.*Raise gpu_memory_utilization"):
+        size_kv_cache(config, SHAPE, torch.float32, torch.device("cuda"))
+
+
+def test_the_system_says_what_is_free() -> None:
+    free, total = storage._memory(CPU)
+    assert 0 < free <= total
