@@ -46,7 +46,7 @@ class TokenPieces:
         self.special_ids = frozenset(i for i in ids if i is not None)
         steps = _decoder_steps(backend)
         self.num_leading_spaces_stripped = 0
-        if [step["type"] for step in steps] == ["ByteLevel"]:
+        if _is_byte_level(steps, backend):
             self.kind = DecoderKind.BYTES
         elif _is_fallback(steps):
             self.kind = DecoderKind.FALLBACK
@@ -105,18 +105,34 @@ def _decoder_steps(backend: BackendTokenizer) -> list[dict[str, Any]]:
     return list(state["decoders"]) if state["type"] == "Sequence" else [state]
 
 
+def _is_byte_level(steps: list[dict[str, Any]], backend: BackendTokenizer) -> bool:
+    """Whether the decoder is byte-level, alone or (in converted GGUF files) after steps that the vocabulary never uses.
+
+    NOTE: behind those steps the library gives a whole text undecoded once one added token has a character outside
+    the byte alphabet (a space). The table decodes token by token and does not copy that.
+    """
+    types = [step["type"] for step in steps]
+    if types == ["ByteLevel"]:
+        return True
+    if types[-1:] != ["ByteLevel"] or not {*types[:-1]} <= {"ByteFallback", "Fuse", "Replace"}:
+        return False
+    patterns = [step["pattern"].get("String") for step in steps if step["type"] == "Replace"]
+    if not all(patterns):
+        return False
+    vocab = backend.get_vocab(with_added_tokens=True)
+    return not any(_BYTE_TOKEN.fullmatch(token) or any(text in token for text in patterns) for token in vocab)
+
+
 def _is_fallback(steps: list[dict[str, Any]]) -> bool:
     """Whether the decoder is: string replacements, byte fallback, fuse, and perhaps a strip of leading spaces."""
     types = [step["type"] for step in steps]
     num_replacements = types.index("ByteFallback") if "ByteFallback" in types else len(types)
-    head, tail = steps[:num_replacements], steps[num_replacements:]
-    if any(step["type"] != "Replace" or "String" not in step["pattern"] for step in head):
+    if any(step["type"] != "Replace" or "String" not in step["pattern"] for step in steps[:num_replacements]):
         return False
-    if [step["type"] for step in tail] == ["ByteFallback", "Fuse"]:
+    if types[num_replacements:] == ["ByteFallback", "Fuse"]:
         return True
-    return [step["type"] for step in tail] == ["ByteFallback", "Fuse", "Strip"] and (
-        tail[-1]["content"] == " " and tail[-1]["stop"] == 0
-    )
+    is_stripping = types[num_replacements:] == ["ByteFallback", "Fuse", "Strip"]
+    return is_stripping and steps[-1]["content"] == " " and steps[-1]["stop"] == 0
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -52,6 +52,7 @@ class Tokenizer:
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_bytes = max((len(token.encode()) for token in vocab), default=1)
+        self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
         self._has_normalizer = self._backend.normalizer is not None
         self.pieces = TokenPieces(self._backend)
 
@@ -59,7 +60,7 @@ class Tokenizer:
         """Token ids of `text`, with the special tokens that the tokenizer's post-processor adds (usually BOS).
 
         - Special tokens spelled in the text become these tokens: a text on this path is trusted.
-        - A text that already begins with the BOS string gets no second BOS: the client has rendered it.
+        - A text that already begins with the BOS string gets no second BOS: the client has rendered a template.
         - A text without any token becomes BOS alone; without a BOS it is refused.
         - With `max_model_len`, a text of more bytes than so many of the longest tokens could hold is refused before
           it is tokenised. The exact check against the number of ids is the caller's.
@@ -75,7 +76,7 @@ class Tokenizer:
         except TypeError:
             raise InvalidRequestError("prompt holds lone surrogates, which are not characters") from None
         bos = self.bos_token_id
-        if bos is not None and self.bos_token and text.startswith(self.bos_token) and ids[:2] == [bos, bos]:
+        if self._adds_bos and ids[1:2] == [bos]:
             return ids[1:]
         if ids:
             return ids
@@ -84,7 +85,10 @@ class Tokenizer:
         return [bos]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text of `token_ids`; special tokens and ids unknown to the tokenizer add nothing."""
+        """The whole text of `token_ids`; special tokens and ids unknown to the tokenizer add nothing.
+
+        Spaces stay as they are: `clean_up_tokenization_spaces` of the configuration is not applied, as in vLLM.
+        """
         known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
         return str(self._backend.decode(known, skip_special_tokens=True))
 

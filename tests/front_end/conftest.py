@@ -87,7 +87,7 @@ class ByteFallbackKit(Kit):
         return ids
 
 
-def byte_level_backend(*, has_bos: bool = True) -> BackendTokenizer:
+def byte_level_backend(*, has_bos: bool = True, has_extra_token: bool = True) -> BackendTokenizer:
     tokens = [*(BYTE_CHARACTER[byte] for byte in range(256))]
     tokens += [
         as_byte_level(word.encode()) for word in [*WORDS, "\ufffd"] if as_byte_level(word.encode()) not in tokens
@@ -98,7 +98,8 @@ def byte_level_backend(*, has_bos: bool = True) -> BackendTokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     # An added token that is text, with a character that the byte alphabet does not have (a space).
-    backend.add_tokens([AddedToken("<think now>", special=False, normalized=False)])
+    if has_extra_token:
+        backend.add_tokens([AddedToken("<think now>", special=False, normalized=False)])
     if has_bos:
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", backend.token_to_id("<s>"))]
@@ -133,6 +134,15 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelKit:
 @pytest.fixture(scope="session")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> ByteFallbackKit:
     return ByteFallbackKit(tmp_path_factory.mktemp("byte_fallback"), byte_fallback_backend(), CONFIG)
+
+
+@pytest.fixture(scope="session")
+def converted_byte_level(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelKit:
+    """Byte-level with the decoder that transformers writes when it converts a GGUF file's tokenizer."""
+    backend = byte_level_backend(has_extra_token=False)
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+    backend.decoder = decoders.Sequence(steps)
+    return ByteLevelKit(tmp_path_factory.mktemp("converted"), backend, CONFIG)
 
 
 @pytest.fixture(scope="session")

@@ -314,10 +314,10 @@ def test_bad_json(text: bytes, message: str) -> None:
 def timed_refusal(values: Any) -> tuple[str, float]:
     text = json.dumps(values).encode()
     times = []
-    for _ in range(3):  # the best of three: the machine has other work
-        start = time.perf_counter()
+    for _ in range(3):
+        start = time.thread_time()
         message = refusal(text)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return message, min(times)
 
 
@@ -338,9 +338,9 @@ def test_b9_other_long_lists(values: Any) -> None:
 
 def test_b9_many_duplicate_names() -> None:
     text = b"{" + b",".join(b'"k%d":1' % (i // 2) for i in range(10_000)) + b"}"
-    start = time.perf_counter()
+    start = time.thread_time()
     assert "more than once" in refusal(text)
-    assert time.perf_counter() - start < 0.1
+    assert time.thread_time() - start < 0.1
 
 
 def test_b9_long_stop_strings() -> None:

@@ -123,7 +123,7 @@ def test_cost_is_linear_on_the_worst_text() -> None:
     stops = ["a" * 1023 + character for character in "bcdefghijklmnopq"]
     matcher = StopStringMatcher(stops)
     text = ("a" * 1023 + "z") * 60
-    start = time.perf_counter()
+    start = time.thread_time()
     sent = "".join(matcher.push(text[i : i + 4])[0] for i in range(0, len(text), 4)) + matcher.flush()
-    assert time.perf_counter() - start < 3.0
+    assert time.thread_time() - start < 3.0
     assert sent == text

@@ -46,6 +46,11 @@ def test_e2_bos_is_not_doubled(byte_level: ByteLevelKit) -> None:
     assert byte_level.tokenizer.encode("ok<s>") == [bos, *ok, bos]
 
 
+def test_e2_without_an_added_bos_the_text_is_taken_as_written(make_byte_level: MakeByteLevel) -> None:
+    kit = make_byte_level({"bos_token": "<s>"}, has_bos=False)
+    assert kit.tokenizer.encode("<s><s>ok") == [kit.id("<s>"), kit.id("<s>"), *kit.ids(b"ok")]
+
+
 def test_special_and_eos_ids(byte_level: ByteLevelKit) -> None:
     tokenizer = byte_level.tokenizer
     assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", byte_level.id("<s>"))
