@@ -1,0 +1,176 @@
+"""What a card can do at best: the least time a step, a prompt or a whole workload can take.
+
+A step reads every weight once and the keys and values of every context token once, and multiplies each token with each
+weight; it cannot be faster than the memory or the arithmetic allows. Full attention is assumed. Pure arithmetic:
+knows no device and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class CardLimits:
+    """Measured on the card, in the same run as the figures they are held against."""
+
+    bandwidth: float  # bytes/s, read + write, of a device copy
+    flops: float  # FLOP/s of a large matrix product in the model's dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes that decide how many bytes and FLOP a step takes."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    weight_bytes: float = 2.0  # a parameter
+    kv_element_bytes: float = 2.0
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of all layers' matrices (norms and biases are too small to count)."""
+        qkv = self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        output = self.num_heads * self.head_dim * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (qkv + output + mlp)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the output head. The input embedding is only gathered from, which costs nothing."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Weight bytes that every step reads."""
+        return self.weight_bytes * (self.layer_params + self.head_params)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_element_bytes
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Attention FLOP for one query token and one key token: both products, all layers and heads."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+
+def step_seconds(
+    shape: ModelShape,
+    card: CardLimits,
+    *,
+    num_tokens: int,
+    num_sampling_rows: int,
+    num_read_tokens: int,
+    num_attention_pairs: float = 0.0,
+) -> float:
+    """The least time for one step of any mix of decode rows and prompt chunks.
+
+    `num_read_tokens` is the number of tokens whose keys and values are read from the cache (contexts of the decode
+    rows, earlier chunks of the prompts). `num_attention_pairs` counts the (query, key) pairs of prompt chunks; those of
+    decode rows are bound by memory, not by arithmetic.
+    """
+    flops = 2 * num_tokens * shape.layer_params + 2 * num_sampling_rows * shape.head_params
+    flops += shape.flops_per_pair * num_attention_pairs
+    weights = max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
+    logits = 4 * num_sampling_rows * shape.vocab_size  # bytes: written once, read once, two each
+    return weights + (num_read_tokens * shape.kv_bytes_per_token + logits) / card.bandwidth
+
+
+def decode_seconds(shape: ModelShape, card: CardLimits, num_rows: int, num_context_tokens: int) -> float:
+    """T_dec: a step of `num_rows` decode rows whose contexts sum to `num_context_tokens`."""
+    return step_seconds(
+        shape, card, num_tokens=num_rows, num_sampling_rows=num_rows, num_read_tokens=num_context_tokens
+    )
+
+
+def prompt_flops(shape: ModelShape, num_tokens: int) -> float:
+    """FLOP of one causal prompt, logits for its last token only."""
+    return (
+        2 * shape.layer_params * num_tokens + 2 * shape.head_params + shape.flops_per_pair * num_tokens * num_tokens / 2
+    )
+
+
+def prefill_seconds(shape: ModelShape, card: CardLimits, prompt_lens: Sequence[int]) -> float:
+    """T_pre of prompts computed together: bound by arithmetic, but never below one read of the weights."""
+    flops = sum(prompt_flops(shape, length) for length in prompt_lens)
+    return max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
+
+
+@dataclass(frozen=True, slots=True)
+class IdealSchedule:
+    """What a perfect scheduler on a perfect engine would need. Times in seconds."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    num_steps: int  # decode steps
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+
+def ideal_schedule(
+    shape: ModelShape,
+    card: CardLimits,
+    prompt_lens: Sequence[int],
+    output_lens: Sequence[int],
+    max_cached_tokens: int | None = None,
+    num_shared_prompt_tokens: Sequence[int] | None = None,
+) -> IdealSchedule:
+    """All requests there at the start, everything that fits runs at once, in the order given.
+
+    A prompt yields the first output token, each decode step one more.
+    `max_cached_tokens` is the KV cache's size in tokens; a request joins when its whole length fits beside the others'.
+    `num_shared_prompt_tokens` are the leading prompt tokens of each request that a prefix cache saves.
+    """
+    shared = [0] * len(prompt_lens) if num_shared_prompt_tokens is None else num_shared_prompt_tokens
+    flops = sum(
+        prompt_flops(shape, length) - (prompt_flops(shape, cached) - 2 * shape.head_params if cached else 0)
+        for length, cached in zip(prompt_lens, shared, strict=True)
+    )
+    prefill = max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
+    # Rows of the decode steps: context at the first of them (its own token included), number of steps.
+    prompts, outputs = np.asarray(prompt_lens, np.int64) + 1, np.asarray(output_lens, np.int64) - 1
+    prompts, outputs = prompts[outputs > 0], outputs[outputs > 0]
+    capacity = max_cached_tokens if max_cached_tokens is not None else int((prompts + outputs).sum())
+    decode, num_steps, joined = 0.0, 0, 0
+    contexts, left = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of the running rows
+    while joined < len(prompts) or len(left):
+        joined, contexts, left = _join(prompts, outputs, capacity, joined, contexts, left)
+        decode += decode_seconds(shape, card, len(left), int(contexts.sum()))
+        num_steps += 1
+        contexts, left = contexts + 1, left - 1
+        is_running = left > 0
+        contexts, left = contexts[is_running], left[is_running]
+    return IdealSchedule(prefill, decode, num_steps)
+
+
+def _join(
+    prompts: NDArray[np.int64],
+    outputs: NDArray[np.int64],
+    capacity: int,
+    joined: int,
+    contexts: NDArray[np.int64],
+    left: NDArray[np.int64],
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    """Let the next requests in while they fit; at least one runs, so that a too small capacity cannot hang."""
+    used = int((contexts + left).sum())
+    first = joined
+    while joined < len(prompts):
+        length = int(prompts[joined] + outputs[joined])
+        if used + length > capacity and (len(left) or joined > first):
+            break
+        used += length
+        joined += 1
+    fresh = slice(first, joined)
+    return joined, np.concatenate((contexts, prompts[fresh])), np.concatenate((left, outputs[fresh]))
