@@ -28,11 +28,10 @@ from cb_backend.cli.bench_workloads import (
     fixed,
     latency_pairs,
 )
-from cb_backend.config import engine_config_from_dict
+from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import ConfigError
-from cb_backend.models.checkpoint import resolve_checkpoint
-from cb_backend.models.registry import read_model_config
+from cb_backend.models.model_config import ModelConfig
 
 HELP = "throughput, latency and host time of the engine on fixed workloads, beside the card's limit"
 PEER_MAX_MODEL_LEN = 4096  # what the peers run with; longer only where a workload needs it
@@ -73,10 +72,17 @@ def _ints(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Load, measure, print the table last; returns the exit code. Raises `ConfigError` for what cannot be run."""
+    start = StartUp()
     names = expand_names(args.workload)
-    vocab_size = read_model_config(resolve_checkpoint(args.model)).vocab_size
-    engine, start_up = _start(args, _max_model_len(args, names, vocab_size), vocab_size)
-    bench = Bench(args, engine)
+    folder, model_config = _read_model(args.model)
+    start.stage("import_torch_s")
+    engine = create_engine(_engine_config(args, _max_model_len(args, names, model_config.vocab_size)))
+    start.stage("engine_s")
+    first = fixed("first-token", 1, 128, 1, Draw(model_config.vocab_size))
+    run_pass(fresh_engine(engine), first, args.temperature)
+    start.stage("first_token_s")
+    start_up = start.finish()
+    bench = Bench(args, engine, folder, model_config)
     print(bench.describe(), flush=True)
     bench.emit({"workload": "startup", **start_up})
     _print_start_up(start_up)
@@ -100,13 +106,16 @@ def _max_model_len(args: argparse.Namespace, names: list[str], vocab_size: int) 
     return max(PEER_MAX_MODEL_LEN, *longest) if longest else PEER_MAX_MODEL_LEN
 
 
-def _start(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> tuple[LLMEngine, Record]:
-    """Load the engine and produce a first token, with the seconds of each stage since the process began."""
-    at_entry = bench_device.seconds_since_process_start()
-    start = time.perf_counter()
-    import torch  # noqa: F401  (its import is a stage of its own)
+def _read_model(name: str) -> tuple[Path, ModelConfig]:
+    # Imported here: torch comes with them, and its import is a stage of the start-up.
+    from cb_backend.models.checkpoint import resolve_checkpoint
+    from cb_backend.models.registry import read_model_config
 
-    imported = time.perf_counter()
+    folder = resolve_checkpoint(name)
+    return folder, read_model_config(folder)
+
+
+def _engine_config(args: argparse.Namespace, max_model_len: int) -> EngineConfig:
     arguments: dict[str, Any] = {
         "model": args.model,
         "load_format": args.load_format,
@@ -118,19 +127,27 @@ def _start(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> tup
         "gpu_memory_utilization": args.gpu_memory_utilization,
     }
     given = {key: value for key, value in arguments.items() if value is not None}
-    engine = create_engine(engine_config_from_dict({**given, **args.engine_args}))
-    created = time.perf_counter()
-    first = fixed("first-token", 1, 128, 1, Draw(vocab_size))
-    run_pass(fresh_engine(engine), first, args.temperature)
-    end = time.perf_counter()
-    stages = {
-        "interpreter_s": at_entry,
-        "import_torch_s": imported - start,
-        "engine_s": created - imported,
-        "first_token_s": end - created,
-        "total_s": end - start + (at_entry or 0.0),
-    }
-    return engine, {name: None if value is None else round(value, 3) for name, value in stages.items()}
+    return engine_config_from_dict({**given, **args.engine_args})
+
+
+class StartUp:
+    """Seconds of each stage from the start of the process to the first token."""
+
+    def __init__(self) -> None:
+        at_entry = bench_device.seconds_since_process_start()
+        self._stages: dict[str, float] = {} if at_entry is None else {"interpreter_s": at_entry}
+        self._last = time.perf_counter()
+
+    def stage(self, name: str) -> None:
+        """The stage `name` ends now."""
+        now = time.perf_counter()
+        self._stages[name] = now - self._last
+        self._last = now
+
+    def finish(self) -> Record:
+        """Stages in order, and their sum as `total_s`."""
+        stages = {**self._stages, "total_s": sum(self._stages.values())}
+        return {name: round(seconds, 3) for name, seconds in stages.items()}
 
 
 def _print_start_up(start_up: Record) -> None:
@@ -152,16 +169,15 @@ def _settings(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, int]]]:
 class Bench:
     """The loaded engine, what it is held against, and the records so far."""
 
-    def __init__(self, args: argparse.Namespace, engine: LLMEngine) -> None:
+    def __init__(self, args: argparse.Namespace, engine: LLMEngine, folder: Path, model_config: ModelConfig) -> None:
         self.args = args
         self.engine = engine
         self.records: list[Record] = []
         info = engine.info
-        folder = resolve_checkpoint(args.model)
         self.card = bench_device.measure_card(info.device, info.dtype)
         self.limits: Limits | None = None
         if self.card is not None:
-            shape = bench_device.model_shape(read_model_config(folder), info.dtype)
+            shape = bench_device.model_shape(model_config, info.dtype)
             self.limits = Limits(shape, self.card, info.num_blocks * info.block_size)
         self.base = {
             **bench_device.conditions(info.device),

@@ -1,7 +1,8 @@
 """From token times to the figures people compare: TTFT, TPOT, ITL, E2E, percentiles, the batch-size histogram.
 
 Definitions are vLLM's `benchmarks/serve.py`: TTFT = first token minus arrival; TPOT = (E2E - TTFT) / (tokens - 1); ITL
-= gaps between arrivals of tokens. A chunk of k tokens after a gap g is one gap of g, or k gaps of g / k: both are given.
+= gaps between arrivals of tokens. A chunk of k tokens after a gap g is one gap of g, or k gaps of g / k; both are
+given.
 Pure arithmetic over arrays: knows no engine.
 """
 

@@ -79,8 +79,8 @@ def step_seconds(
     rows, earlier chunks of the prompts). `num_attention_pairs` counts the (query, key) pairs of prompt chunks; those of
     decode rows are bound by memory, not by arithmetic.
     """
-    flops = 2 * num_tokens * shape.layer_params + 2 * num_sampling_rows * shape.head_params
-    flops += shape.flops_per_pair * num_attention_pairs
+    linear_flops = 2 * num_tokens * shape.layer_params + 2 * num_sampling_rows * shape.head_params
+    flops = linear_flops + shape.flops_per_pair * num_attention_pairs
     weights = max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
     logits = 4 * num_sampling_rows * shape.vocab_size  # bytes: written once, read once, two each
     return weights + (num_read_tokens * shape.kv_bytes_per_token + logits) / card.bandwidth
