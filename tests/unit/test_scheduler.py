@@ -1,0 +1,233 @@
+"""The scheduler, one situation at a time. Random mixtures of them are in tests/simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cb_backend.errors import InvalidRequestError, UnavailableError
+from cb_backend.outputs import ModelRunnerOutput, SchedulerOutput
+from cb_backend.request import FinishReason
+from tests.fakes.engine import FakeEngine
+
+
+def scheduled(plan: SchedulerOutput | None) -> list[int]:
+    assert plan is not None
+    return plan.num_scheduled_tokens.tolist()
+
+
+def computed(plan: SchedulerOutput | None) -> list[int]:
+    assert plan is not None
+    return plan.num_computed_tokens.tolist()
+
+
+def test_a_request_is_prefilled_then_decoded_to_its_length() -> None:
+    engine = FakeEngine()
+    engine.add(1, 5, max_tokens=3)
+    engine.run()
+    assert [scheduled(plan) for plan in engine.plans] == [[5], [1], [1]]
+    assert [plan.num_decode_rows for plan in engine.plans] == [0, 1, 1]
+    assert engine.tokens[1] == [10, 11, 12]
+    assert engine.reasons[1] == FinishReason.LENGTH
+
+
+def test_decode_rows_come_before_prefill_rows() -> None:
+    engine = FakeEngine()
+    engine.add(1, 5)
+    engine.step()
+    engine.add(2, 6)
+    plan = engine.step()
+    assert plan is not None
+    assert (scheduled(plan), plan.num_decode_rows) == ([1, 6], 1)
+
+
+def test_a_steady_step_brings_nothing_but_arrays() -> None:
+    engine = FakeEngine()
+    for request_id in range(3):
+        engine.add(request_id, 5)
+    engine.step()
+    plan = engine.step()
+    assert plan is not None
+    assert (plan.joined, plan.new_blocks, scheduled(plan)) == ((), (), [1, 1, 1])
+    assert plan.num_computed_tokens.tolist() == [5, 5, 5]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_a_decode() -> None:
+    engine = FakeEngine(max_num_batched_tokens=8, enable_prefix_caching=False)
+    engine.add(1, 3, max_tokens=5)
+    engine.step()
+    engine.add(2, 20, max_tokens=2)
+    plans = [engine.step() for _ in range(3)]
+    assert [scheduled(plan) for plan in plans] == [[1, 7], [1, 7], [1, 6]]
+    assert [plan.is_sampling.tolist() for plan in plans if plan] == [[True, False], [True, False], [True, True]]
+    engine.run()
+    assert engine.tokens == {1: [10, 11, 12, 13, 14], 2: [10, 11]}
+
+
+def test_without_chunking_a_prompt_beyond_the_budget_runs_alone_and_decodes_take_turns() -> None:
+    engine = FakeEngine(max_num_batched_tokens=8, enable_chunked_prefill=False)
+    engine.add(1, 3, max_tokens=9)
+    engine.step()
+    engine.add(2, 20, max_tokens=1)
+    engine.add(3, 21, max_tokens=1)
+    assert [scheduled(engine.step()) for _ in range(4)] == [[20], [1], [21], [1]]
+    engine.run()
+    assert [len(engine.tokens[request_id]) for request_id in (1, 2, 3)] == [9, 1, 1]
+
+
+def test_a_stop_id_ends_the_request_and_is_part_of_the_output() -> None:
+    engine = FakeEngine()
+    engine.add(1, 5, stop_ids=(99, 12))
+    engine.run()
+    assert engine.tokens[1] == [10, 11, 12]
+    assert engine.reasons[1] == FinishReason.STOP
+
+
+def test_a_stop_id_does_not_end_the_request_before_min_tokens() -> None:
+    engine = FakeEngine(script=lambda _, index: 7)
+    engine.add(1, 5, stop_ids=(7,), min_tokens=4)
+    engine.run()
+    assert engine.tokens[1] == [7, 7, 7, 7]
+    assert engine.reasons[1] == FinishReason.STOP
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 4])
+def test_a_stop_found_late_drops_what_ran_ahead(run_ahead: int) -> None:
+    engine = FakeEngine(run_ahead=run_ahead)
+    engine.add(1, 5, stop_ids=(12,), max_tokens=30)
+    engine.add(2, 5, max_tokens=12)
+    engine.run()
+    assert engine.tokens == {1: [10, 11, 12], 2: list(range(10, 22))}
+    assert engine.runner.num_computed[1] == 5 + 2 + run_ahead
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 4])
+def test_running_ahead_never_passes_a_length_limit(run_ahead: int) -> None:
+    engine = FakeEngine(run_ahead=run_ahead)
+    engine.add(1, 5, max_tokens=3)
+    engine.run()
+    assert engine.runner.num_computed[1] == 5 + 2
+
+
+def test_the_queue_is_bounded() -> None:
+    engine = FakeEngine(max_queue_size=2)
+    engine.add(1, 5)
+    engine.add(2, 5)
+    with pytest.raises(UnavailableError, match="queue is full"):
+        engine.add(3, 5)
+    assert engine.scheduler.num_waiting == 2
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 1000])
+def test_a_prompt_that_leaves_no_room_is_refused(prompt: list[int]) -> None:
+    engine = FakeEngine(num_blocks=1000)
+    with pytest.raises(InvalidRequestError):
+        engine.add(1, prompt)
+    assert not engine.scheduler.has_unfinished()
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine = FakeEngine()
+    engine.add(1, 5)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.add(1, 5)
+    engine.step()
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.add(1, 5)
+
+
+def test_a_failed_row_ends_its_request_alone_and_is_not_cached() -> None:
+    engine = FakeEngine()
+    engine.add(1, 9)
+    engine.add(2, 9, max_tokens=4)
+    engine.runner.failing.add(1)
+    engine.run()
+    assert (engine.tokens[1], engine.reasons[1]) == ([], FinishReason.ERROR)
+    assert (engine.tokens[2], engine.reasons[2]) == ([10, 11, 12, 13], FinishReason.LENGTH)
+    engine.add(3, [1] * 9)
+    assert computed(engine.step()) == [0]
+    engine.add(4, [2] * 9)
+    assert computed(engine.step()) == [9, 8]
+
+
+@pytest.mark.parametrize("failing", ["oldest", "newest"])
+def test_a_failed_step_ends_its_requests_and_no_other(failing: str) -> None:
+    engine = FakeEngine(run_ahead=1)
+    engine.runner.is_delayed = False
+    engine.add(1, 5, max_tokens=9)
+    engine.launch()
+    engine.add(2, 5, max_tokens=9)
+    engine.launch()
+    plan, _ = engine.in_flight.popleft() if failing == "oldest" else engine.in_flight.pop()
+    output = engine.scheduler.fail_step(plan.step_id)
+    engine.take(output)
+    engine.scheduler.check_integrity()
+    ended = {1} if failing == "oldest" else {1, 2}
+    assert set(output.request_ids.tolist()) == ended
+    assert set(output.finish_reasons.tolist()) == {FinishReason.ERROR}
+    engine.run()
+    assert engine.tokens.get(2) == ([] if 2 in ended else list(range(10, 19)))
+
+
+def test_results_must_come_in_order_and_in_shape() -> None:
+    engine = FakeEngine(run_ahead=1)
+    engine.add(1, 5)
+    for _ in range(2):
+        engine.launch()
+    one = np.ones(1, np.int32)
+    with pytest.raises(ValueError, match="step 1 is due"):
+        engine.scheduler.update_from_output(ModelRunnerOutput(2, one, one < 0))
+    with pytest.raises(ValueError, match="is not in flight"):
+        engine.scheduler.fail_step(3)
+    with pytest.raises(ValueError, match="had 1 rows"):
+        engine.scheduler.update_from_output(ModelRunnerOutput(1, np.ones(2, np.int32), np.zeros(2, np.bool_)))
+
+
+def test_cached_tokens_are_told_with_the_first_token() -> None:
+    engine = FakeEngine()
+    engine.add(1, [5] * 9, max_tokens=1)
+    engine.run()
+    engine.add(2, [5] * 9, max_tokens=2)
+    engine.launch()
+    assert engine.finish().num_cached_tokens == {2: 8}
+    engine.launch()
+    assert engine.finish().num_cached_tokens == {}
+
+
+def test_stats_count_what_happened() -> None:
+    engine = FakeEngine()
+    engine.add(1, [5] * 9, max_tokens=2)
+    engine.run()
+    engine.add(2, [5] * 9, max_tokens=3)
+    engine.add(3, 4)
+    engine.step()
+    engine.scheduler.cancel(3)
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_cancelled) == (1, 0, 1)
+    assert (stats.num_prompt_tokens, stats.num_cached_prompt_tokens) == (22, 8)
+    assert stats.num_output_tokens == 2 + 2 + 1
+    assert (stats.num_blocks, stats.num_free_blocks) == (100, 97)
+
+
+def test_static_batching_admits_nobody_until_all_have_ended() -> None:
+    engine = FakeEngine(scheduling_policy="static", max_num_seqs=2)
+    for request_id, max_tokens in ((1, 2), (2, 6), (3, 1)):
+        engine.add(request_id, 5, max_tokens=max_tokens)
+    running = []
+    while engine.scheduler.has_unfinished():
+        plan = engine.step()
+        assert plan is not None
+        running.append(plan.num_rows)
+    assert running == [2, 2, 1, 1, 1, 1, 1]
+    assert [row.request_id for plan in engine.plans for row in plan.joined] == [1, 2, 3]
+
+
+def test_a_static_batch_is_limited_by_the_full_length_of_its_requests() -> None:
+    engine = FakeEngine(num_blocks=10, scheduling_policy="static")
+    for request_id in (1, 2, 3):
+        engine.add(request_id, 4, max_tokens=12)  # 4 blocks each at the end
+    engine.step()
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 1)
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 0
