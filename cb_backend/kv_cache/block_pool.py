@@ -69,6 +69,10 @@ class BlockPool:
     def ref_cnt(self, block_id: int) -> int:
         return self._ref_cnt[block_id]
 
+    def held_blocks(self) -> dict[int, int]:
+        """Reference count of every block that has one."""
+        return {block_id: count for block_id, count in enumerate(self._ref_cnt) if count}
+
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take `num_blocks` blocks with one reference each, or None (and nothing changes) if fewer are free."""
         if num_blocks > self.num_free_blocks:
@@ -155,17 +159,18 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every block is in exactly one place and the cache's two maps agree."""
+        held = self.held_blocks()
         free = [*self._free_plain, *self._free_cached]
         assert len(free) == len(set(free)), "a block is free twice"
         assert NULL_BLOCK not in free, "the null block is free"
-        assert self._ref_cnt[NULL_BLOCK] == 0, "the null block is held"
+        assert NULL_BLOCK not in held, "the null block is held"
         assert min(self._ref_cnt) >= 0, "a reference count is negative"
-        held = {block_id for block_id in range(1, self.num_blocks) if self._ref_cnt[block_id] > 0}
-        assert held.isdisjoint(free), f"blocks {held.intersection(free)} are held and free"
+        assert held.keys().isdisjoint(free), f"blocks {held.keys() & set(free)} are held and free"
         assert len(held) + len(free) == self.num_usable_blocks, "a block is lost"
-        assert all(self._link_of_block[block_id] is None for block_id in self._free_plain), "a plain block is cached"
-        assert all(self._link_of_block[block_id] is not None for block_id in self._free_cached), "no content to keep"
-        assert self._link_of_block[NULL_BLOCK] is None, "the null block is cached"
+        cached = {block_id for block_id, link in enumerate(self._link_of_block) if link is not None}
+        assert NULL_BLOCK not in cached, "the null block is cached"
+        assert cached.isdisjoint(self._free_plain), "a block without content is cached"
+        assert cached.issuperset(self._free_cached), "a block is kept for content it does not have"
         links = [link for link in self._link_of_block if link is not None]
         assert len(links) == len(self._link_of_digest), "the cache's maps differ in size"
         for link in links:

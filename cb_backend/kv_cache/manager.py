@@ -7,6 +7,7 @@ does not know steps, devices or tensors. A request's `block_table` and `block_ha
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -149,13 +150,9 @@ class KVCacheManager:
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
         """Raise `AssertionError` unless `holders` (every block list in existence) explain all reference counts."""
         self.pool.check_integrity()
-        expected = [0] * self.pool.num_blocks
-        for block_ids in holders:
-            for block_id in block_ids:
-                expected[block_id] += 1
-        for block_id, count in enumerate(expected):
-            held = self.pool.ref_cnt(block_id)
-            assert held == count, f"block {block_id} has {held} references, {count} holders"
+        counts = Counter(block_id for block_ids in holders for block_id in block_ids)
+        held = self.pool.held_blocks()
+        assert held == counts, f"references {held} differ from holders {dict(counts)}"
 
     def _token_bytes(self, token_ids: NDArray[np.int32], index: int) -> bytes:
         return token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()

@@ -64,11 +64,12 @@ class World:
                     self._cancel(arrival.request_id)
             before = self._progress()
             self._launch()
+            self.scheduler.check_integrity()
             self._finish_oldest()
             idle_rounds = 0 if self._progress() > before or not self.open else idle_rounds + 1
             # Results of rows that were cancelled or preempted meanwhile may have to come back first.
             assert idle_rounds <= MAX_IDLE_ROUNDS + self.scenario.run_ahead, "I9: no progress"
-            if now % 4 == 0:
+            if now % 16 == 0:
                 self._check_cached_content()
             now += 1
         self._check_end()
@@ -130,7 +131,6 @@ class World:
             pending = self.runner.execute_model(plan)
             self._check_plan(plan, pending)
             self.in_flight.append((plan, pending))
-            self.scheduler.check_integrity()
 
     def _finish_oldest(self) -> None:
         if not self.in_flight:
@@ -138,7 +138,6 @@ class World:
         _, pending = self.in_flight.popleft()
         output = self.scheduler.update_from_output(pending.result())
         self._take_output(output)
-        self.scheduler.check_integrity()
         for _, later in self.in_flight:
             assert all(self.kv.pool.ref_cnt(block) > 0 for block in later.written_blocks), "I2: freed while written"
         self.counters["deferred frees"] += bool(self.scheduler._in_flight.deferred_blocks)
