@@ -123,4 +123,6 @@ class ModelRunner:
         return sampled, is_failed.cpu().numpy()
 
     def _to_device(self, array: NDArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        # A plan's arrays are frozen; torch wants to be able to write, so those are copied (they are small).
+        array = np.require(array, requirements=["C", "W"])
+        return torch.from_numpy(array).to(self.device)

@@ -5,6 +5,8 @@ Everything that can be wrong with a deployment is found here and said in one lin
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from cb_backend.config import EngineConfig
@@ -73,7 +75,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         runner = ModelRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
     info = ModelInfo(
         model=config.model,
-        tokenizer_dir=str(resolve_tokenizer(config.tokenizer, folder)),
+        tokenizer_dir=_tokenizer_dir(config, folder),
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=model_config.eos_token_ids,
@@ -84,6 +86,19 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         device=device.type,
     )
     return runner, info
+
+
+def _tokenizer_dir(config: EngineConfig, folder: Path) -> str:
+    """The tokenizer's folder; the checkpoint's own when it has none, for whoever works with token ids alone.
+
+    A front end that finds no tokenizer there refuses to start.
+    """
+    try:
+        return str(resolve_tokenizer(config.tokenizer, folder))
+    except ConfigError:
+        if config.tokenizer is not None:
+            raise
+        return str(folder)
 
 
 def _log_progress(fraction: float) -> None:

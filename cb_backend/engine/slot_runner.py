@@ -239,4 +239,4 @@ class SlotRunner:
         return torch.cat((decode.token_ids, token_ids)), metadata
 
     def _copy(self, array: NDArray) -> Tensor:
-        return copy_to(torch.from_numpy(np.ascontiguousarray(array)), self.device)
+        return copy_to(torch.from_numpy(np.require(array, requirements=["C", "W"])), self.device)

@@ -55,7 +55,9 @@ def run(
         assert out.num_steps < MAX_STEPS, "the engine makes no progress"
         if output is None:
             continue
-        entries = zip(output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True)
+        entries = zip(
+            output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True
+        )
         for index, token_id, reason in entries:
             assert index not in out.reasons, "an output after the end"
             if token_id != NO_TOKEN:
