@@ -1,0 +1,130 @@
+"""Line charts as inline SVG text, for a report that is one file and needs no library to be drawn or read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 560, 330
+LEFT, RIGHT, TOP, BOTTOM = 74, 16, 38, 52  # margins around the plotted area
+LEGEND_ROW = 18
+# Eight colours that stay apart for colour-blind readers (Okabe and Ito's set, the yellow darkened for white paper).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e69f00", "#444444")
+LOG_FROM_RATIO = 30.0  # an x axis that spans more than this is drawn in powers of ten
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. `dash` tells curves of one colour apart."""
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    colour: str
+    is_dashed: bool = False
+    has_markers: bool = False
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Maps values to pixels, linearly or by logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+
+    def pixel(self, value: float) -> float:
+        low, high, value = (math.log10(v) if self.is_log else v for v in (self.low, self.high, max(value, self.floor)))
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+    @property
+    def floor(self) -> float:
+        return self.low if self.is_log else -math.inf
+
+    def ticks(self) -> list[float]:
+        if not self.is_log:
+            return nice_ticks(self.low, self.high)
+        exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        return [m * 10.0**e for e in exponents for m in (1, 2, 5) if self.low <= m * 10.0**e <= self.high]
+
+
+def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """About `count` round values from `low` to `high`."""
+    step = 10.0 ** math.floor(math.log10((high - low) / count))
+    step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= count)
+    first = math.ceil(low / step - 1e-9)
+    return [round(index * step, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], y_max: float | None = None) -> str:
+    """An `<svg>` element with all `lines`, a legend, and axes from zero (x: logarithmic where values span widely)."""
+    drawn = [line for line in lines if len(line.xs)]
+    legend = [line for line in drawn if line.label] if len(drawn) > 1 else []
+    height = HEIGHT + LEGEND_ROW * ((len(legend) + 1) // 2)
+    bottom = HEIGHT - BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(title)}">',
+        f'<text x="{LEFT}" y="20" class="title">{escape(title)}</text>',
+    ]
+    if not drawn:
+        return "".join([*parts, f'<text x="{LEFT}" y="{HEIGHT // 2}">no data</text></svg>'])
+    x_axis, y_axis = _axes(drawn, y_max, bottom)
+    parts += _grid(x_axis, y_axis, bottom)
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{bottom + 38}" class="mid">{escape(x_label)}</text>')
+    parts.append(
+        f'<text transform="translate(16 {(TOP + bottom) / 2}) rotate(-90)" class="mid">{escape(y_label)}</text>'
+    )
+    parts += [_curve(line, x_axis, y_axis) for line in drawn]
+    parts += [_legend_entry(index, line) for index, line in enumerate(legend)]
+    return "".join([*parts, "</svg>"])
+
+
+def _axes(lines: Sequence[Line], y_max: float | None, bottom: float) -> tuple[_Axis, _Axis]:
+    xs = [x for line in lines for x in line.xs]
+    positive = [x for x in xs if x > 0]
+    is_log = len(positive) == len(xs) and max(xs) / min(positive) > LOG_FROM_RATIO
+    x_low, x_high = (min(xs), max(xs)) if is_log else (min(0.0, min(xs)), max(xs))
+    y_high = y_max if y_max is not None else 1.05 * max(y for line in lines for y in line.ys)
+    x_axis = _Axis(x_low, x_high if x_high > x_low else x_low + 1.0, LEFT, WIDTH - RIGHT, is_log)
+    return x_axis, _Axis(0.0, y_high if y_high > 0 else 1.0, bottom, TOP)
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis, bottom: float) -> list[str]:
+    parts = []
+    last_label_end = -math.inf
+    for tick in x_axis.ticks():
+        x = x_axis.pixel(tick)
+        parts.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}" class="grid"/>')
+        if x - last_label_end > 34 and x < WIDTH - RIGHT + 1:  # labels must not touch
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" class="mid">{tick:,.10g}</text>')
+            last_label_end = x
+    for tick in y_axis.ticks():
+        y = y_axis.pixel(tick)
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" class="grid"/>')
+        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" class="end">{tick:,.10g}</text>')
+    return parts
+
+
+def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
+    points = [(x_axis.pixel(x), y_axis.pixel(y)) for x, y in zip(line.xs, line.ys, strict=True)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dash = ' stroke-dasharray="6 4"' if line.is_dashed else ""
+    markers = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{line.colour}"/>' for x, y in points)
+    return f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2"{dash}/>' + (
+        markers if line.has_markers else ""
+    )
+
+
+def _legend_entry(index: int, line: Line) -> str:
+    x, y = LEFT + (index % 2) * 235, HEIGHT + 4 + (index // 2) * LEGEND_ROW
+    dash = ' stroke-dasharray="6 4"' if line.is_dashed else ""
+    label = line.label if len(line.label) <= 32 else line.label[:31] + "…"
+    return (
+        f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" stroke="{line.colour}" stroke-width="2"{dash}/>'
+        f'<text x="{x + 28}" y="{y}">{escape(label)}</text>'
+    )

@@ -1,0 +1,406 @@
+"""The load test against a scripted server: its figures must agree with what the script did and when.
+
+The server speaks the KServe gRPC stream with tritonclient's messages, in a thread of the test's process. It notes
+when it sent each response, on the same monotonic clock, so client times have an independent reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+CLIENT_DIR = Path(__file__).parents[2] / "client"
+sys.path.insert(0, str(CLIENT_DIR))
+
+import load_test  # noqa: E402
+from load_generator.records import RequestRecord, Status  # noqa: E402
+from load_generator.wire import WireOptions, exchange, is_refusal, open_connections  # noqa: E402
+
+SLACK_S = 0.06  # how late a loaded two-core machine may deliver a response
+TOKENS_PER_WORD = 2  # of the scripted server's "tokenizer"; each prompt has 3 tokens more
+
+
+@dataclass
+class Script:
+    """What the server does with one request: wait, then send each chunk of tokens, then end."""
+
+    chunks: list[tuple[float, int]] = field(default_factory=lambda: [(0.01, 1)])  # (delay before it in s, tokens)
+    error: tuple[grpc.StatusCode, str] | None = None  # instead of the final response
+    error_message: str = ""  # the older style: a message on the stream, no code
+    has_empty_final: bool = False
+    ends_without_final: bool = False
+
+
+class ScriptedServer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Follows `script(index, request)` for each stream, and notes what it received and sent."""
+
+    def __init__(self) -> None:
+        self.script: Callable[[int, dict[str, Any]], Script] = lambda index, request: Script()
+        self.requests: list[dict[str, Any]] = []
+        self.sent_at: dict[str, list[float]] = {}  # request id -> perf_counter of each response with tokens
+        self.num_cancelled = 0
+        self._index = count()
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        async for message in requests:
+            request = _decode(message)
+            self.requests.append(request)
+            script = Script() if request["id"] == "probe" else self.script(next(self._index), request)
+            try:
+                async for response in self._follow(script, request):
+                    yield response
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                raise
+            if script.error is not None:
+                await context.abort(*script.error)
+
+    async def _follow(self, script: Script, request: dict[str, Any]) -> AsyncIterator[Any]:
+        sent_at = self.sent_at.setdefault(request["id"], [])
+        is_whole = script.error is None and not script.error_message
+        for index, (delay, num_tokens) in enumerate(script.chunks):
+            await asyncio.sleep(delay)
+            is_last = is_whole and index == len(script.chunks) - 1
+            is_final = is_last and not script.has_empty_final and not script.ends_without_final
+            sent_at.append(time.perf_counter())
+            yield _response(request, num_tokens, is_last, is_final)
+        if script.error_message:
+            yield service_pb2.ModelStreamInferResponse(error_message=script.error_message)
+        elif script.has_empty_final and is_whole:
+            response = service_pb2.ModelStreamInferResponse()
+            response.infer_response.parameters["triton_final_response"].bool_param = True
+            yield response
+
+
+def _decode(message: Any) -> dict[str, Any]:
+    values = {
+        tensor.name: raw[4:].decode() if tensor.datatype == "BYTES" else bool(raw[0])
+        for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True)
+    }
+    return {"id": message.id, "model": message.model_name, **values, "parameters": message.parameters}
+
+
+def _response(request: dict[str, Any], num_tokens: int, is_last: bool, is_final: bool) -> Any:
+    stream_response = service_pb2.ModelStreamInferResponse()
+    response = stream_response.infer_response
+    response.id = request["id"]
+    response.parameters["triton_final_response"].bool_param = is_final
+
+    def add(name: str, datatype: str, raw: bytes) -> None:
+        response.outputs.add(name=name, datatype=datatype, shape=[1])
+        response.raw_output_contents.append(raw)
+
+    def text(value: bytes) -> bytes:
+        return len(value).to_bytes(4, "little") + value
+
+    add("text_output", "BYTES", text(b"word " * num_tokens))
+    if request.get("return_finish_reason"):
+        add("finish_reason", "BYTES", text(b"length" if is_last else b"None"))
+    if request.get("return_num_output_tokens"):
+        add("num_output_tokens", "UINT32", num_tokens.to_bytes(4, "little"))
+    if request.get("return_num_input_tokens"):
+        num_input = 3 + TOKENS_PER_WORD * len(request["text_input"].split())
+        add("num_input_tokens", "UINT32", num_input.to_bytes(4, "little"))
+    return stream_response
+
+
+@pytest.fixture()
+def server() -> Iterator[tuple[ScriptedServer, str]]:
+    """(server, its address)."""
+    servicer = ScriptedServer()
+    loop = asyncio.new_event_loop()
+
+    async def start() -> tuple[Any, int]:
+        grpc_server = grpc.aio.server()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
+        port = grpc_server.add_insecure_port("127.0.0.1:0")
+        await grpc_server.start()
+        return grpc_server, port
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    grpc_server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    yield servicer, f"127.0.0.1:{port}"
+    asyncio.run_coroutine_threadsafe(grpc_server.stop(0.2), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+def send(address: str, wire: WireOptions | None = None, **how: Any) -> RequestRecord:
+    """One request straight through `exchange`, on the clock the server's notes are kept in."""
+    record = RequestRecord(0, 0, time.perf_counter(), 4, 8)
+    request = (wire or WireOptions()).request("0", "a b", 8)
+
+    async def run() -> None:
+        async with open_connections(address, 1) as streams:
+            await exchange(next(streams), request, record, time.perf_counter, **how)
+
+    asyncio.run(run())
+    return record
+
+
+# One request
+
+
+def test_chunk_times_and_counts_agree_with_the_server(server: tuple[ScriptedServer, str]) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(0.08, 1), (0.03, 1), (0.05, 4), (0.02, 2)])
+    record = send(address)
+    assert list(record.chunk_tokens) == [1, 1, 4, 2]
+    assert (record.num_output_tokens, record.num_responses) == (8, 4)
+    assert (record.status, record.is_final, record.finish_reason) == (Status.OK, True, "length")
+    for received, sent in zip(record.chunk_times, servicer.sent_at["0"], strict=True):
+        assert 0.0 <= received - sent < SLACK_S
+    assert 0.08 <= record.chunk_times[0] - record.sent_s < 0.08 + 2 * SLACK_S
+    assert record.end_s == record.chunk_times[-1]
+
+
+def test_request_on_the_wire(server: tuple[ScriptedServer, str]) -> None:
+    servicer, address = server
+    send(address, wire=WireOptions(model="m", sampling={"temperature": 0.5}))
+    (request,) = servicer.requests
+    assert (request["model"], request["text_input"], request["stream"]) == ("m", "a b", True)
+    assert json.loads(request["sampling_parameters"]) == {
+        "max_tokens": 8,
+        "min_tokens": 8,
+        "ignore_eos": True,
+        "temperature": 0.5,
+    }
+    assert request["exclude_input_in_output"] is True
+    assert request["parameters"]["triton_enable_empty_final_response"].bool_param is True
+    assert "return_num_input_tokens" not in request
+
+
+def test_final_flag_alone_is_no_token(server: tuple[ScriptedServer, str]) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(0.0, 2)], has_empty_final=True)
+    record = send(address)
+    assert (record.status, record.num_output_tokens, record.num_responses) == (Status.OK, 2, 2)
+    assert record.end_s >= record.chunk_times[-1]
+
+
+def test_server_without_counts_has_one_token_a_response(server: tuple[ScriptedServer, str]) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(0.0, 3), (0.0, 3)])
+    wire = WireOptions(has_token_counts=False, has_finish_reason=False)
+    record = send(address, wire=wire, has_token_counts=False)
+    assert "return_num_output_tokens" not in servicer.requests[0]
+    assert (list(record.chunk_tokens), record.finish_reason, record.status) == ([1, 1], None, Status.OK)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "text"),
+    [
+        (Script([(0, 1)], error=(grpc.StatusCode.INVALID_ARGUMENT, "top_p too high")), Status.ERROR, "top_p too high"),
+        (Script([], error=(grpc.StatusCode.UNAVAILABLE, "the queue is full")), Status.REFUSED, "the queue is full"),
+        (Script([], error_message="Exceeds maximum queue size"), Status.REFUSED, "Exceeds maximum queue size"),
+        (Script([(0, 1)], error_message="broken"), Status.ERROR, "broken"),
+        (Script([(0, 1)], ends_without_final=True), Status.ERROR, "without a final response"),
+    ],
+)
+def test_failures_are_results(server: tuple[ScriptedServer, str], script: Script, status: Status, text: str) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: script
+    record = send(address)
+    assert record.status is status
+    assert text in (record.error or "")
+    assert record.num_output_tokens == sum(num for _, num in script.chunks)
+
+
+def test_nobody_listens_is_an_error_not_a_refusal() -> None:
+    record = send("127.0.0.1:1")
+    assert record.status is Status.ERROR
+    assert "connect" in (record.error or "").lower()
+    assert is_refusal(grpc.StatusCode.UNAVAILABLE, "engine restarting")
+
+
+def test_cancel_after_tokens_reaches_the_server(server: tuple[ScriptedServer, str]) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(0.01, 1)] * 200)
+    record = send(address, cancel_after_tokens=3)
+    assert (record.status, record.num_output_tokens, record.is_final) == (Status.CANCELLED, 3, False)
+    deadline = time.monotonic() + 5
+    while servicer.num_cancelled == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert servicer.num_cancelled == 1
+    assert len(servicer.sent_at["0"]) < 200
+
+
+def test_request_timeout(server: tuple[ScriptedServer, str]) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(30.0, 1)])
+    record = send(address, timeout_s=0.1)
+    assert record.status is Status.ERROR
+    assert (record.error or "").startswith("DEADLINE_EXCEEDED")
+
+
+# The whole command
+
+
+def run_main(tmp_path: Path, address: str, *options: str) -> tuple[int, dict[str, Any], list[dict[str, Any]], str]:
+    """(exit code, result, history rows, HTML) of a load test."""
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "history")}
+    written = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    code = load_test.main(["--url", address, "--seed", "7", *options, *written])
+    history = [json.loads(line) for line in files["history"].read_text().splitlines()]
+    return code, json.loads(files["json"].read_text()), history, files["html"].read_text()
+
+
+def _one_refusal_one_error(index: int, request: dict[str, Any]) -> Script:
+    if request["id"] == "3":
+        return Script([], error=(grpc.StatusCode.UNAVAILABLE, "the queue is full"))
+    if request["id"] == "5":
+        return Script([(0.0, 1)], error=(grpc.StatusCode.INTERNAL, "engine died"))
+    return Script([(0.1, 1), (0.04, 1), (0.08, 2)])
+
+
+def test_open_loop_end_to_end(
+    server: tuple[ScriptedServer, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, address = server
+    servicer.script = _one_refusal_one_error
+    code, result, history, page = run_main(
+        tmp_path, address, "--rate", "20", "40", "--arrival", "constant", "--num-requests", "20",
+        "--processes", "2", "--warm-up", "2", "--output-len", "4", "--input-len", "103",
+        "--slo-ttft-ms", "5000", "--slo-tpot-ms", "5000", "--label", "A <first>",
+    )  # fmt: skip
+    assert code == 0
+    # The probe: 40 and 440 words at 2 tokens a word and 3 more, so that 103 tokens are 50 words.
+    assert result["prompts"] == {"tokens_per_word": 2.0, "num_extra_tokens": 3.0, "source": "server"}
+    assert {len(r["text_input"].split()) for r in servicer.requests if r["id"].isdigit()} == {50}
+    assert len(servicer.requests) == 2 + 2 * (20 + 2)
+    for run, rate in zip(result["runs"], (20, 40), strict=True):
+        figures = run["summary"]
+        assert [figures[f"num_{k}"] for k in ("requests", "ok", "refused", "error", "cancelled")] == [20, 18, 1, 1, 0]
+        assert figures["output_tokens"] == 18 * 4 + 1
+        assert figures["errors"] == {"UNAVAILABLE: the queue is full": 1, "INTERNAL: engine died": 1}
+        assert 100 <= figures["ttft_ms"]["p50"] < 100 + 1e3 * SLACK_S
+        assert figures["tpot_ms"]["p50"] == pytest.approx(40, abs=1e3 * SLACK_S / 3)  # 120 ms over 3 tokens
+        assert figures["itl_chunk_ms"]["p50"] == pytest.approx(60, abs=1e3 * SLACK_S)  # between gaps of 40 and 80
+        assert 220 <= figures["e2e_ms"]["p50"] < 220 + 2e3 * SLACK_S
+        assert figures["goodput_share"] == 18 / 20
+        assert run["client"]["num_processes"] == 2
+        assert 20 / rate + 0.2 < figures["duration_s"] < 20 / rate + 0.22 + 3 * SLACK_S
+    assert len(history) == 40
+    assert sorted(row["scheduled_s"] for row in history[:20]) == pytest.approx([i / 20 for i in range(1, 21)])
+    assert all(row["sent_s"] >= row["scheduled_s"] for row in history)
+    finished = [row for row in history if row["status"] == "ok"]
+    assert all([n for _, n in row["chunks"]] == [1, 1, 2] and row["finish_reason"] == "length" for row in finished)
+    table = capsys.readouterr().out
+    assert "TTFT p99 [ms]" in table
+    assert "40 requests/s" in table
+    assert page.count("<svg") == 5 + 2 + 5  # CDFs, over time, against load
+    assert "A &lt;first&gt;" in page
+    assert "engine died" in page
+    assert not any(text in page for text in ("<script", "src=", "@import", "<link"))  # needs nothing beside itself
+
+
+def test_closed_loop_keeps_its_streams_and_cancels(server: tuple[ScriptedServer, str], tmp_path: Path) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(0.01, 1)] * 6)
+    code, result, history, _ = run_main(
+        tmp_path, address, "--concurrency", "5", "--num-requests", "40", "--processes", "2", "--warm-up", "0",
+        "--output-len", "6", "--cancel-fraction", "0.3", "--tokens-per-word", "1",
+    )  # fmt: skip
+    figures = result["runs"][0]["summary"]
+    assert code == 0
+    assert sorted(row["id"] for row in history) == list(range(40))
+    assert 4 <= figures["num_cancelled"] <= 20
+    assert figures["num_ok"] + figures["num_cancelled"] == 40
+    assert figures["cancelled_share"] == figures["num_cancelled"] / 40
+    events = sorted([(row["sent_s"], 1) for row in history] + [(row["end_s"], -1) for row in history])
+    level, highest = 0, 0
+    for _, step in events:
+        level += step
+        highest = max(highest, level)
+    assert highest == 5
+    assert all(0 <= row["sent_s"] - row["scheduled_s"] < SLACK_S for row in history)
+
+
+def test_duration_and_drain_bound_a_run(server: tuple[ScriptedServer, str], tmp_path: Path) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(0.0, 1), (60.0, 1)])
+    start = time.monotonic()
+    code, result, history, _ = run_main(
+        tmp_path, address, "--concurrency", "3", "--duration", "0.5", "--drain-timeout", "0.2",
+        "--warm-up", "0", "--tokens-per-word", "1",
+    )  # fmt: skip
+    assert code == 1
+    assert time.monotonic() - start < 15
+    assert [row["status"] for row in history] == ["unfinished"] * 3
+    assert result["runs"][0]["summary"]["output_tokens"] == 3
+
+
+def test_ctrl_c_reports_what_was_done(server: tuple[ScriptedServer, str], tmp_path: Path) -> None:
+    servicer, address = server
+    servicer.script = lambda index, request: Script([(0.02, 1)] * 2 if index < 5 else [(0.0, 1), (60.0, 1)])
+    command = [
+        sys.executable, str(CLIENT_DIR / "load_test.py"), "--url", address, "--rate", "inf", "--num-requests", "8",
+        "--warm-up", "0", "--tokens-per-word", "1", "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 20
+    while len(servicer.requests) < 8 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the five short answers
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["was_interrupted"] is True
+    assert (result["runs"][0]["summary"]["num_ok"], result["runs"][0]["summary"]["num_unfinished"]) == (5, 3)
+
+
+def test_no_server_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_test.main(["--url", "127.0.0.1:1", "--rate", "1"]) == 2
+    assert "no server takes requests at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_preemption_rate_from_metrics(server: tuple[ScriptedServer, str], tmp_path: Path) -> None:
+    _, address = server
+    texts = iter(
+        f'# TYPE x_preemptions_total counter\nx_preemptions_total{{model="llm"}} {value}\n'
+        f'x_preemptions_total{{model="other"}} {value * 100}\n# TYPE g gauge\ng 5\n'
+        for value in (2, 5)
+    )
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(next(texts).encode())
+
+        def log_message(self, *args: Any) -> None:
+            """Quiet."""
+
+    web = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=web.serve_forever, args=(0.05,), daemon=True).start()
+    _, result, _, page = run_main(
+        tmp_path, address, "--rate", "inf", "--num-requests", "6", "--output-len", "1", "--warm-up", "0",
+        "--tokens-per-word", "1", "--metrics-url", f"http://127.0.0.1:{web.server_port}/metrics",
+    )  # fmt: skip
+    web.shutdown()
+    web.server_close()
+    assert result["runs"][0]["server"] == {
+        "num_preemptions": 3.0,
+        "preemptions_per_request": 0.5,
+        "counters": {"x_preemptions_total": 3.0},
+    }
+    assert "x_preemptions_total" in page
