@@ -189,7 +189,8 @@ def _html_table(results: Sequence[dict[str, Any]]) -> str:
         better = better_of[row[0]] if header[-1] == "change" and row[-1][0] in "+-" else 0
         verdict = ("good" if (row[-1][0] == "+") == (better > 0) else "bad") if better else ""
         plain = "".join(f"<td>{escape(text)}</td>" for text in row[:-1])
-        lines.append(f'<tr>{plain}<td class="{verdict}">{escape(row[-1])}</td></tr>')
+        mark = f' class="{verdict}"' if verdict else ""
+        lines.append(f"<tr>{plain}<td{mark}>{escape(row[-1])}</td></tr>")
     return "".join([*lines, "</tbody></table></div>"])
 
 

@@ -6,7 +6,7 @@ Definitions (also printed in the report):
 - ITL per chunk: gaps between responses. Per token: a response of k tokens after a gap g counts as k gaps of g / k.
 - E2E: arrival of the final response minus the same start as TTFT.
 - Latencies are those of finished requests; tokens/s and responses/s count every token that arrived, those of cancelled
-  requests included, over the time from the start to the last arrival.
+  requests included, over the time from the start to the end of the last request.
 - Goodput: finished requests a second that met both limits. Its share leaves out those this client cancelled.
 """
 
@@ -111,7 +111,7 @@ def meets(record: RequestRecord, slo: Slo) -> bool:
 def summarise(records: Sequence[RequestRecord], slo: Slo) -> dict[str, Any]:
     """All figures of one run, as JSON values. Times in the names' units; rates over `duration_s`."""
     counts = Counter(record.status for record in records)
-    duration = max((max(record.end_s, *record.chunk_times[-1:]) for record in records), default=0.0)
+    duration = max((record.end_s for record in records), default=0.0)
     num_tokens = sum(record.num_output_tokens for record in records)
     num_chunks = sum(len(record.chunk_times) for record in records)
     num_prompt_tokens = sum(record.num_prompt_tokens for record in records if record.chunk_times)
@@ -152,8 +152,8 @@ def curves(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _over_time(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Tokens and finished requests a second, and requests in flight, in equal bins up to the last arrival."""
-    end = max((max(record.end_s, *record.chunk_times[-1:]) for record in records), default=0.0)
+    """Tokens and finished requests a second, and requests in flight, in equal bins up to the last end."""
+    end = max((record.end_s for record in records), default=0.0)
     if end <= 0:
         return {"time_s": [], "output_tokens_per_s": [], "requests_per_s": [], "in_flight": []}
     edges = np.linspace(0.0, end, NUM_TIME_BINS + 1)

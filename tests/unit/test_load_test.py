@@ -120,7 +120,7 @@ def _response(request: dict[str, Any], num_tokens: int, is_last: bool, is_final:
     return stream_response
 
 
-@pytest.fixture()
+@pytest.fixture
 def server() -> Iterator[tuple[ScriptedServer, str]]:
     """(server, its address)."""
     servicer = ScriptedServer()
@@ -277,7 +277,7 @@ def test_open_loop_end_to_end(
     servicer.script = _one_refusal_one_error
     code, result, history, page = run_main(
         tmp_path, address, "--rate", "20", "40", "--arrival", "constant", "--num-requests", "20",
-        "--processes", "2", "--warm-up", "2", "--output-len", "4", "--input-len", "103",
+        "--warm-up", "2", "--output-len", "4", "--input-len", "103",
         "--slo-ttft-ms", "5000", "--slo-tpot-ms", "5000", "--label", "A <first>",
     )  # fmt: skip
     assert code == 0
@@ -295,7 +295,7 @@ def test_open_loop_end_to_end(
         assert figures["itl_chunk_ms"]["p50"] == pytest.approx(60, abs=1e3 * SLACK_S)  # between gaps of 40 and 80
         assert 220 <= figures["e2e_ms"]["p50"] < 220 + 2e3 * SLACK_S
         assert figures["goodput_share"] == 18 / 20
-        assert run["client"]["num_processes"] == 2
+        assert run["client"]["num_processes"] == 1
         assert 20 / rate + 0.2 < figures["duration_s"] < 20 / rate + 0.22 + 3 * SLACK_S
     assert len(history) == 40
     assert sorted(row["scheduled_s"] for row in history[:20]) == pytest.approx([i / 20 for i in range(1, 21)])
@@ -311,12 +311,39 @@ def test_open_loop_end_to_end(
     assert not any(text in page for text in ("<script", "src=", "@import", "<link"))  # needs nothing beside itself
 
 
-def test_closed_loop_keeps_its_streams_and_cancels(server: tuple[ScriptedServer, str], tmp_path: Path) -> None:
+@pytest.fixture
+def metrics_url() -> Iterator[str]:
+    """A /metrics page on which this model's preemptions go from 2 to 5 between two visits, and another model's too."""
+    values = iter((2, 5))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            value = next(values)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(
+                f'# TYPE x_preemptions_total counter\nx_preemptions_total{{model="llm"}} {value}\n'
+                f'x_preemptions_total{{model="other"}} {100 * value}\n# TYPE g gauge\ng {value}\n'.encode()
+            )
+
+        def log_message(self, *args: Any) -> None:
+            """Quiet."""
+
+    web = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=web.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{web.server_port}/metrics"
+    web.shutdown()
+    web.server_close()
+
+
+def test_closed_loop_keeps_its_streams_and_cancels(
+    server: tuple[ScriptedServer, str], metrics_url: str, tmp_path: Path
+) -> None:
     servicer, address = server
     servicer.script = lambda index, request: Script([(0.01, 1)] * 6)
-    code, result, history, _ = run_main(
+    code, result, history, page = run_main(
         tmp_path, address, "--concurrency", "5", "--num-requests", "40", "--processes", "2", "--warm-up", "0",
-        "--output-len", "6", "--cancel-fraction", "0.3", "--tokens-per-word", "1",
+        "--output-len", "6", "--cancel-fraction", "0.3", "--tokens-per-word", "1", "--metrics-url", metrics_url,
     )  # fmt: skip
     figures = result["runs"][0]["summary"]
     assert code == 0
@@ -331,6 +358,13 @@ def test_closed_loop_keeps_its_streams_and_cancels(server: tuple[ScriptedServer,
         highest = max(highest, level)
     assert highest == 5
     assert all(0 <= row["sent_s"] - row["scheduled_s"] < SLACK_S for row in history)
+    assert result["runs"][0]["client"]["num_processes"] == 2
+    assert result["runs"][0]["server"] == {
+        "num_preemptions": 3.0,
+        "preemptions_per_request": 3.0 / figures["num_ok"],
+        "counters": {"x_preemptions_total": 3.0},
+    }
+    assert "x_preemptions_total" in page
 
 
 def test_duration_and_drain_bound_a_run(server: tuple[ScriptedServer, str], tmp_path: Path) -> None:
@@ -371,36 +405,3 @@ def test_ctrl_c_reports_what_was_done(server: tuple[ScriptedServer, str], tmp_pa
 def test_no_server_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_test.main(["--url", "127.0.0.1:1", "--rate", "1"]) == 2
     assert "no server takes requests at 127.0.0.1:1" in capsys.readouterr().err
-
-
-def test_preemption_rate_from_metrics(server: tuple[ScriptedServer, str], tmp_path: Path) -> None:
-    _, address = server
-    texts = iter(
-        f'# TYPE x_preemptions_total counter\nx_preemptions_total{{model="llm"}} {value}\n'
-        f'x_preemptions_total{{model="other"}} {value * 100}\n# TYPE g gauge\ng 5\n'
-        for value in (2, 5)
-    )
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(next(texts).encode())
-
-        def log_message(self, *args: Any) -> None:
-            """Quiet."""
-
-    web = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=web.serve_forever, args=(0.05,), daemon=True).start()
-    _, result, _, page = run_main(
-        tmp_path, address, "--rate", "inf", "--num-requests", "6", "--output-len", "1", "--warm-up", "0",
-        "--tokens-per-word", "1", "--metrics-url", f"http://127.0.0.1:{web.server_port}/metrics",
-    )  # fmt: skip
-    web.shutdown()
-    web.server_close()
-    assert result["runs"][0]["server"] == {
-        "num_preemptions": 3.0,
-        "preemptions_per_request": 0.5,
-        "counters": {"x_preemptions_total": 3.0},
-    }
-    assert "x_preemptions_total" in page

@@ -1,0 +1,397 @@
+"""The load test's parts that need no server: schedules, traces, prompts, figures, reports. Expected values by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import xml.etree.ElementTree as ElementTree
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "client"))
+
+import load_test
+from load_generator import charts, report, server_metrics, summary
+from load_generator.options import Load, check, lengths, loads, parser, plan_run
+from load_generator.prompts import PromptBuilder, Vocabulary, calibrate, vocabulary_of_tokenizer
+from load_generator.records import RequestRecord, Status
+from load_generator.summary import Slo, describe, judge_client, summarise
+from load_generator.traces import TraceError, read_trace
+from load_generator.worker import ClientHealth
+from load_generator.workload import (
+    LengthDistribution,
+    PlannedRequest,
+    WorkloadError,
+    arrival_times,
+    scaled_trace_times,
+)
+
+# Schedules and lengths
+
+
+@pytest.mark.parametrize(
+    ("kind", "cv", "expected_cv"), [("poisson", 9.0, 1.0), ("gamma", 2.0, 2.0), ("gamma", 0.5, 0.5)]
+)
+def test_gaps_have_the_wanted_mean_and_variation(kind: str, cv: float, expected_cv: float) -> None:
+    gaps = np.diff(arrival_times(kind, 50.0, 100_000, np.random.default_rng(1), cv))
+    assert gaps.min() >= 0
+    # The mean of n gaps has a standard error of cv / sqrt(n): four of them.
+    assert gaps.mean() == pytest.approx(1 / 50, rel=4 * expected_cv / math.sqrt(100_000))
+    assert gaps.std() / gaps.mean() == pytest.approx(expected_cv, rel=0.04)
+
+
+def test_poisson_counts_per_second_have_equal_mean_and_variance() -> None:
+    times = arrival_times("poisson", 20.0, 200_000, np.random.default_rng(2))
+    counts = np.bincount(times.astype(int))[:-1]
+    assert counts.mean() == pytest.approx(20, rel=0.02)
+    assert counts.var() == pytest.approx(20, rel=0.08)
+
+
+def test_constant_and_all_at_once() -> None:
+    rng = np.random.default_rng(0)
+    assert arrival_times("constant", 4.0, 4, rng).tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert arrival_times("poisson", math.inf, 3, rng).tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(WorkloadError, match="--rate must be above 0, got 0"):
+        arrival_times("poisson", 0.0, 3, rng)
+
+
+def test_length_distributions() -> None:
+    rng = np.random.default_rng(3)
+    assert LengthDistribution.parse("7").sample(rng, 2).tolist() == [7, 7]
+    uniform = LengthDistribution.parse("uniform:3:5").sample(rng, 3000)
+    assert np.bincount(uniform).nonzero()[0].tolist() == [3, 4, 5]
+    lognormal = LengthDistribution.parse("lognormal:220:0.8").sample(rng, 200_000)
+    assert lognormal.mean() == pytest.approx(220, rel=0.02)
+    assert np.median(lognormal) == pytest.approx(220 * math.exp(-(0.8**2) / 2), rel=0.02)
+    assert LengthDistribution.parse("lognormal:220:0.8:300").sample(rng, 1000).max() == 300
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "uniform:5", "uniform:5:3", "lognormal:10", "normal:1:2", "fixed:nan"])
+def test_bad_length_is_named(text: str) -> None:
+    with pytest.raises(WorkloadError, match=f"length '{text}'"):
+        LengthDistribution.parse(text)
+
+
+# Traces
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+)
+MOONCAKE = [
+    {"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
+    {"timestamp": 1500, "input_length": 1300, "output_length": 6, "hash_ids": [0, 1, 9]},
+    {"timestamp": 4000, "input_length": 700, "output_length": 7, "hash_ids": [4, 5]},
+]
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_azure_csv(tmp_path: Path) -> None:
+    rows = read_trace(_write(tmp_path / "a.csv", AZURE))
+    assert [(row.num_prompt_tokens, row.num_output_tokens) for row in rows] == [(374, 44), (396, 109)]
+    assert [row.arrival_s for row in rows] == pytest.approx([0.0, 4.314579])
+
+
+def test_mooncake_jsonl(tmp_path: Path) -> None:
+    path = _write(tmp_path / "m.jsonl", "\n".join(json.dumps(row) for row in MOONCAKE) + "\n")
+    rows = read_trace(path)
+    assert [row.arrival_s for row in rows] == [0.0, 0.5, 3.0]
+    assert [row.prefix_ids for row in rows] == [(0, 1, 2), (0, 1, 9), (4, 5)]
+    assert [(row.num_prompt_tokens, row.arrival_s) for row in read_trace(path, offset=1, limit=1)] == [(1300, 0.0)]
+    assert scaled_trace_times(rows, time_scale=0.5, rate=None).tolist() == [0.0, 0.25, 1.5]
+    assert scaled_trace_times(rows, time_scale=1.0, rate=4.0).tolist() == pytest.approx([0.0, 1 / 12, 0.5])
+
+
+def test_csv_with_length_columns(tmp_path: Path) -> None:
+    path = _write(tmp_path / "s.csv", "id,prompt_len,output_len,chars\n1,10,20,99\n2,11,0,99\n3,12,22,98\n")
+    assert [(r.num_prompt_tokens, r.num_output_tokens, r.arrival_s) for r in read_trace(path)] == [
+        (10, 20, None),
+        (12, 22, None),  # the row without any output cannot be asked for
+    ]
+    assert [r.num_prompt_tokens for r in read_trace(path, input_column="chars")] == [99, 98]
+    with pytest.raises(TraceError, match="no column tokens, only id, prompt_len"):
+        read_trace(path, input_column="tokens")
+    with pytest.raises(WorkloadError, match="has no times"):
+        scaled_trace_times(read_trace(path), time_scale=1.0, rate=None)
+    with pytest.raises(TraceError, match="line 2"):
+        read_trace(_write(tmp_path / "bad.csv", "input_len,output_len\nten,3\n"))
+
+
+def test_options_make_a_trace_workload(tmp_path: Path) -> None:
+    path = _write(tmp_path / "m.jsonl", "\n".join(json.dumps(row) for row in MOONCAKE))
+    args = parser().parse_args(
+        ["--arrival", "trace", "--trace", str(path), "--time-scale", "2", "--duration", "3", "--max-input-len", "1200"]
+    )
+    check(args)
+    (load,) = loads(args)
+    plans = plan_run(args, load, lengths(args), seed=0)
+    assert [(p.scheduled_s, p.num_prompt_tokens, p.num_output_tokens) for p in plans] == [
+        (0.0, 1100, 5),
+        (1.0, 1200, 6),
+    ]
+    assert load.to_json() == {"kind": "trace", "value": None, "label": "trace, gaps x 2"}
+
+
+def test_contradicting_options_are_refused() -> None:
+    for options, text in (
+        ([], "no load"),
+        (["--rate", "1", "--concurrency", "1"], "one of them"),
+        (["--concurrency", "0"], "at least 1, got 0"),
+    ):
+        with pytest.raises(WorkloadError, match=text):
+            loads(parser().parse_args(options))
+
+
+def test_cancel_fraction_and_points() -> None:
+    args = parser().parse_args(
+        ["--rate", "inf", "--num-requests", "4000", "--cancel-fraction", "0.25", "--output-len", "8"]
+    )
+    plans = plan_run(args, Load("rate", math.inf, ""), lengths(args), seed=5)
+    points = [p.cancel_after_tokens for p in plans if p.cancel_after_tokens is not None]
+    assert len(points) / 4000 == pytest.approx(0.25, abs=0.03)
+    assert sorted(set(points)) == list(range(8))
+
+
+# Prompts
+
+
+def _words(builder: PromptBuilder, request_id: int, num_tokens: int, prefix_ids: tuple[int, ...] = ()) -> list[str]:
+    return builder.build(PlannedRequest(request_id, 0.0, num_tokens, 1, prefix_ids)).split(" ")
+
+
+def test_prompts_share_text_exactly_where_ids_are_shared() -> None:
+    builder = PromptBuilder(Vocabulary(), seed=1)
+    first, second = _words(builder, 0, 1300, (0, 1, 2)), _words(builder, 1, 1400, (0, 1, 9))
+    assert (len(first), len(second)) == (1300, 1400)
+    assert first[:1024] == second[:1024]
+    assert first[1024:1044] != second[1024:1044]
+    # A last id stands for a part of a block; beyond the ids the text is the request's own.
+    assert _words(builder, 2, 1100, (0, 1, 2)) == first[:1100]
+    longer = [_words(builder, request_id, 600, (0,)) for request_id in (3, 4)]
+    assert longer[0][:512] == longer[1][:512] == first[:512]
+    assert longer[0][512:] != longer[1][512:]
+
+
+def test_prompts_depend_on_seed_and_request_alone() -> None:
+    builder = PromptBuilder(Vocabulary(), seed=1)
+    assert _words(builder, 3, 50) == _words(PromptBuilder(Vocabulary(), seed=1), 3, 50)
+    assert _words(builder, 3, 50) != _words(builder, 4, 50)
+    assert _words(builder, 3, 50) != _words(PromptBuilder(Vocabulary(), seed=2), 3, 50)
+
+
+def test_calibration_finds_cost_and_constant() -> None:
+    vocabulary = calibrate(lambda text: 5 + 3 * len(text.split()), "server")
+    assert (vocabulary.tokens_per_word, vocabulary.num_extra_tokens) == (3.0, 5.0)
+    assert [vocabulary.num_words(n) for n in (305, 306, 1)] == [100, 100, 1]
+    with pytest.raises(ValueError, match="counted as"):
+        calibrate(lambda text: 9, "server")
+
+
+def test_tokenizer_gives_exact_lengths(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    # A byte-level BPE trained on half of the words: only those are one token each.
+    known = sorted(Vocabulary().words)[::2]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=5000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(known)] * 3, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = vocabulary_of_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert set(known) <= set(vocabulary.words) < set(Vocabulary().words)
+    builder = PromptBuilder(vocabulary, seed=3)
+    for num_tokens in (1, 77, 1025):
+        text = builder.build(PlannedRequest(num_tokens, 0.0, num_tokens, 1, (7, 8)))
+        assert len(tokenizer.encode(text).ids) == num_tokens
+
+
+# Figures
+
+
+def record(
+    request_id: int, scheduled_s: float, chunks: list[tuple[float, int]], status: Status = Status.OK, **fields: Any
+) -> RequestRecord:
+    times, tokens = array("d", [t for t, _ in chunks]), array("I", [n for _, n in chunks])
+    filled = {"sent_s": scheduled_s, "end_s": chunks[-1][0] if chunks else scheduled_s, **fields}
+    total = sum(tokens)
+    return RequestRecord(
+        request_id, 0, scheduled_s, 10, total, chunk_times=times, chunk_tokens=tokens, status=status,
+        num_output_tokens=total, num_responses=len(chunks), **filled,
+    )  # fmt: skip
+
+
+RECORDS = [
+    record(0, 0.0, [(0.1, 1), (0.2, 1), (0.5, 3)], end_s=0.6),
+    record(1, 1.0, [(1.3, 2)]),
+    record(2, 1.0, [(1.1, 1), (1.2, 1)], Status.CANCELLED),
+    record(3, 1.5, [], Status.REFUSED, error="full", sent_s=1.52),
+    record(4, 1.0, [(1.4, 1), (2.0, 1)]),
+]
+
+
+def test_percentiles_by_hand() -> None:
+    assert describe(np.array([4.0, 1.0, 3.0, 2.0])) == pytest.approx(
+        {"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97, "max": 4.0}
+    )
+    assert describe(np.zeros(0)) == {}
+
+
+def test_latencies_by_hand() -> None:
+    samples = summary.collect_samples(RECORDS)
+    assert samples.ttft.tolist() == pytest.approx([100, 300, 400])
+    assert samples.tpot.tolist() == pytest.approx([400 / 4, 0.0, 600])  # record 1: two tokens in one response
+    assert samples.itl_chunk.tolist() == pytest.approx([100, 300, 600])
+    assert samples.itl_token.tolist() == pytest.approx([100, 100, 100, 100, 600])
+    assert samples.e2e.tolist() == pytest.approx([600, 300, 1000])
+
+
+def test_rates_shares_and_goodput_by_hand() -> None:
+    figures = summarise(RECORDS, Slo(ttft_ms=350, tpot_ms=50))
+    assert figures["duration_s"] == 2.0
+    counts = [figures[f"num_{k}"] for k in ("requests", "ok", "refused", "error", "cancelled", "unfinished")]
+    assert counts == [5, 3, 1, 0, 1, 0]
+    assert figures["cancelled_share"] == 0.2
+    assert figures["output_tokens_per_s"] == 11 / 2
+    assert figures["total_tokens_per_s"] == (11 + 4 * 10) / 2  # the refused prompt was not read
+    assert figures["responses_per_s"] == 8 / 2
+    assert figures["tokens_per_response"] == 11 / 8
+    assert figures["requests_per_s"] == 3 / 2
+    # Record 0 misses the limit per token, 4 both; of the four judged (not the cancelled one) only 1 is good.
+    assert (figures["goodput_per_s"], figures["goodput_share"]) == (0.5, 0.25)
+    assert summarise(RECORDS, Slo())["goodput_share"] == 0.75
+    assert figures["errors"] == {"full": 1}
+    assert summarise([], Slo())["output_tokens_per_s"] == 0.0
+
+
+def test_over_time_adds_up() -> None:
+    over_time = summary.curves(RECORDS)["over_time"]
+    width = 2.0 / 60
+    assert sum(over_time["output_tokens_per_s"]) * width == pytest.approx(11, rel=1e-3)
+    assert sum(over_time["requests_per_s"]) * width == pytest.approx(3, rel=1e-3)
+    at = dict(zip(over_time["time_s"], over_time["in_flight"], strict=True))
+    assert [at[min(at, key=lambda t: abs(t - moment))] for moment in (0.3, 0.8, 1.15, 1.8)] == [1, 0, 3, 1]
+
+
+def test_slow_client_is_told() -> None:
+    figures, warnings = judge_client(RECORDS, [ClientHealth(0, 0.3, [0.001] * 50)], 0.2)
+    assert figures["send_lag_p99_ms"] == pytest.approx(np.percentile([0, 0, 0, 0, 20], 99))
+    assert [w.split(":")[0] for w in warnings] == ["the client sent late"]
+    _, warnings = judge_client(RECORDS[:3], [ClientHealth(0, 0.95, [0.05] * 50)], 0.99)
+    assert len(warnings) == 3
+    assert "95% of a core" in warnings[1]
+    assert judge_client(RECORDS[:3], [ClientHealth(0, 0.1, [0.001])], 0.1)[1] == []
+
+
+def test_metrics_without_preemption_counter() -> None:
+    text = '# TYPE a_total counter\na_total{model="m",version="1"} 4\na_total{model="m",version="2"} 1.5e1\n'
+    assert server_metrics.counters(text, "m") == {"a_total": 19.0}
+    moved = server_metrics.difference("", text, "m", 3)
+    assert moved == {"num_preemptions": None, "preemptions_per_request": None, "counters": {"a_total": 19.0}}
+
+
+# Reports
+
+
+def result(label: str, factor: float, rates: tuple[float, ...] = (1.0,)) -> dict[str, Any]:
+    """A result file's content, all times of RECORDS stretched by `factor`."""
+    stretched = []
+    for r in RECORDS:
+        chunks = [(t * factor, n) for t, n in zip(r.chunk_times, r.chunk_tokens, strict=True)]
+        stretched.append(record(r.request_id, r.scheduled_s * factor, chunks, r.status, error=r.error))
+    run = {
+        "summary": summarise(stretched, Slo()),
+        "curves": summary.curves(stretched),
+        "client": judge_client(stretched, [ClientHealth(0, 0.1, [0.0])], 0.1)[0],
+        "server": None,
+    }
+    return {
+        "schema": report.SCHEMA,
+        "label": label,
+        "started_at": "2026-01-01T00:00:00",
+        "command": "load_test.py --rate 1",
+        "url": "localhost:8001",
+        "model": "llm",
+        "client_cpus": 2,
+        "prompts": {"tokens_per_word": 1.0, "num_extra_tokens": 0.0, "source": "server"},
+        "was_interrupted": False,
+        "runs": [
+            {
+                **run,
+                "load": {"kind": "rate", "value": rate, "label": f"{rate:g} requests/s"},
+                "warnings": [f"w{rate:g}"],
+            }
+            for rate in rates
+        ],
+    }
+
+
+def svg_elements(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in page.split("<svg")[1:]]
+
+
+def texts(svg: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in svg.iter() if element.tag.endswith("text")]
+
+
+def test_html_report_has_figures_and_plots() -> None:
+    page = report.html_report([result("one", 1.0)])
+    for cell in ("<td>finished requests [/s]</td><td>1.5</td>", "<td>TTFT p50 [ms]</td><td>300</td>", "w1"):
+        assert cell in page
+    charts_by_title = {texts(svg)[0]: svg for svg in svg_elements(page)}
+    assert list(charts_by_title)[:2] == ["TTFT: share of requests", "TPOT: share of requests"]
+    assert len(charts_by_title) == 7
+    (curve,) = [e for e in charts_by_title["TTFT: share of requests"].iter() if e.tag.endswith("polyline")]
+    points = [tuple(map(float, point.split(","))) for point in (curve.get("points") or "").split()]
+    assert len(points) == len(summary.CDF_POINTS)
+    assert all(0 <= x <= charts.WIDTH and 0 <= y <= charts.HEIGHT for x, y in points)
+    assert points == sorted(points, key=lambda point: (point[0], -point[1]))  # to the right and up
+
+
+def test_sweep_report_plots_latency_against_load() -> None:
+    titles = [texts(svg)[0] for svg in svg_elements(report.html_report([result("s", 1.0, (1.0, 2.0, 4.0))]))]
+    assert titles[7:] == [
+        "TTFT against load",
+        "TPOT against load",
+        "E2E against load",
+        "Output tokens/s against load",
+        "Goodput, requests/s against load",
+    ]
+
+
+def test_compare_two_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, (label, factor) in zip(paths, (("old", 1.0), ("new", 0.5)), strict=True):
+        path.write_text(json.dumps(result(label, factor)))
+    page_path = tmp_path / "c.html"
+    assert load_test.main(["--compare", *map(str, paths), "--html", str(page_path)]) == 0
+    page = page_path.read_text()
+    assert "<th>old</th><th>new</th><th>change</th>" in page
+    assert '<td>TTFT p50 [ms]</td><td>300</td><td>150</td><td class="good">-50.0 %</td>' in page
+    assert '<td>output tokens [/s]</td><td>5.5</td><td>11</td><td class="good">+100.0 %</td>' in page
+    ttft = next(svg for svg in svg_elements(page) if texts(svg)[0].startswith("TTFT"))
+    assert len([e for e in ttft.iter() if e.tag.endswith("polyline")]) == 2
+    assert {"old", "new"} <= set(texts(ttft))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("TTFT p50"))
+    assert line.split()[-4:] == ["300", "150", "-50.0", "%"]
+
+
+def test_compare_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path / "x.json", '{"schema": "other"}')
+    assert load_test.main(["--compare", str(path), str(path)]) == 2
+    assert "x.json is not a result of this load test" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 100, [0, 20, 40, 60, 80, 100]), (0, 0.7, [0, 0.2, 0.4, 0.6]), (3, 17, [5, 10, 15])],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert charts.nice_ticks(low, high) == pytest.approx(expected)
