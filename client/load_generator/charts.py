@@ -9,7 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 330
 LEFT, RIGHT, TOP, BOTTOM = 74, 16, 38, 52  # margins around the plotted area
-LEGEND_ROW = 18
+LEGEND_ROW, LEGEND_GAP = 18, 10
 # Eight colours that stay apart for colour-blind readers (Okabe and Ito's set, the yellow darkened for white paper).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e69f00", "#444444")
 LOG_FROM_RATIO = 30.0  # an x axis that spans more than this is drawn in powers of ten
@@ -60,11 +60,22 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     return [round(index * step, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], y_max: float | None = None) -> str:
-    """An `<svg>` element with all `lines`, a legend, and axes from zero (x: logarithmic where values span widely)."""
+def line_chart(
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Sequence[Line],
+    *,
+    y_max: float | None = None,
+    may_be_log: bool = False,
+) -> str:
+    """An `<svg>` element with all `lines`, a legend, and axes from zero.
+
+    `may_be_log`: the x axis is logarithmic where its values span widely.
+    """
     drawn = [line for line in lines if len(line.xs)]
     legend = [line for line in drawn if line.label] if len(drawn) > 1 else []
-    height = HEIGHT + LEGEND_ROW * ((len(legend) + 1) // 2)
+    height = HEIGHT + LEGEND_ROW * ((len(legend) + 1) // 2) + LEGEND_GAP * bool(legend)
     bottom = HEIGHT - BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
@@ -73,7 +84,7 @@ def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], y_
     ]
     if not drawn:
         return "".join([*parts, f'<text x="{LEFT}" y="{HEIGHT // 2}">no data</text></svg>'])
-    x_axis, y_axis = _axes(drawn, y_max, bottom)
+    x_axis, y_axis = _axes(drawn, y_max, may_be_log, bottom)
     parts += _grid(x_axis, y_axis, bottom)
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{bottom + 38}" class="mid">{escape(x_label)}</text>')
     parts.append(
@@ -84,10 +95,10 @@ def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], y_
     return "".join([*parts, "</svg>"])
 
 
-def _axes(lines: Sequence[Line], y_max: float | None, bottom: float) -> tuple[_Axis, _Axis]:
+def _axes(lines: Sequence[Line], y_max: float | None, may_be_log: bool, bottom: float) -> tuple[_Axis, _Axis]:
     xs = [x for line in lines for x in line.xs]
     positive = [x for x in xs if x > 0]
-    is_log = len(positive) == len(xs) and max(xs) / min(positive) > LOG_FROM_RATIO
+    is_log = may_be_log and len(positive) == len(xs) and max(xs) / min(positive) > LOG_FROM_RATIO
     x_low, x_high = (min(xs), max(xs)) if is_log else (min(0.0, min(xs)), max(xs))
     y_high = y_max if y_max is not None else 1.05 * max(y for line in lines for y in line.ys)
     x_axis = _Axis(x_low, x_high if x_high > x_low else x_low + 1.0, LEFT, WIDTH - RIGHT, is_log)
@@ -121,7 +132,7 @@ def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
 
 
 def _legend_entry(index: int, line: Line) -> str:
-    x, y = LEFT + (index % 2) * 235, HEIGHT + 4 + (index // 2) * LEGEND_ROW
+    x, y = LEFT + (index % 2) * 235, HEIGHT + LEGEND_GAP + (index // 2) * LEGEND_ROW
     dash = ' stroke-dasharray="6 4"' if line.is_dashed else ""
     label = line.label if len(line.label) <= 32 else line.label[:31] + "…"
     return (

@@ -211,7 +211,9 @@ def plots(results: Sequence[dict[str, Any]]) -> list[str]:
             for column, colour in zip(columns, colours, strict=True)
             if (quantiles := column.run["curves"]["quantiles"][name])
         ]
-        charts.append(line_chart(f"{label}: share of {_counted(name)}", "ms", "% at or below", lines, y_max=100))
+        charts.append(
+            line_chart(f"{label}: share of {_counted(name)}", "ms", "% at or below", lines, y_max=100, may_be_log=True)
+        )
     for name, label in (("output_tokens_per_s", "Output tokens/s"), ("in_flight", "Requests in flight")):
         lines = [
             Line(column.label, over_time["time_s"], over_time[name], colour, is_dashed=column.result_index % 2 == 1)
@@ -251,7 +253,7 @@ def _load_lines(
     for index, (label, runs) in enumerate(sweeps):
         for dash, (path, suffix) in enumerate(figures):
             points = [(run["load"]["value"], value) for run in runs if (value := _value(run, path)) is not None]
-            name = " ".join(part for part in (label, suffix) if part)
+            name = suffix if len(sweeps) == 1 else f"{label} {suffix}".strip()
             xs, ys = [x for x, _ in points], [y for _, y in points]
             lines.append(Line(name, xs, ys, COLOURS[index % len(COLOURS)], is_dashed=dash > 0, has_markers=True))
     return lines

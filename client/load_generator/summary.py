@@ -1,7 +1,7 @@
 """From records to figures. Pure functions of the records: no clock, no server, no files.
 
 Definitions (also printed in the report):
-- TTFT: arrival of the first token minus the *scheduled* time in an open loop, minus the send time in a closed one.
+- TTFT: arrival of the first token minus the scheduled time in an open loop, minus the send time in a closed one.
 - TPOT: (arrival of the last token - arrival of the first) / (tokens - 1), for answers of two tokens or more.
 - ITL per chunk: gaps between responses. Per token: a response of k tokens after a gap g counts as k gaps of g / k.
 - E2E: arrival of the final response minus the same start as TTFT.
