@@ -1,0 +1,377 @@
+"""The engine process: one loop around `LLMEngine`, its front ends at the other end of a socket.
+
+    python -m cb_backend.engine.engine_process --socket PATH --server-pid PID --config-json JSON
+
+One thread, one loop: take messages (without waiting while there is work), step, send one `StepOutput` to each front
+end that the step concerns. The process ends with its server, with its last front end, or when three steps in a row
+failed. It does not know text, tokenizers or the server's interface.
+
+Exit codes: 0 nothing more to do, 1 the start failed, 2 the start failed for a reason that a retry cannot mend
+(`ConfigError`), 3 the engine gave up while serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import numpy as np
+import zmq
+
+from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
+from cb_backend.errors import CbError, ConfigError, ErrorCode
+from cb_backend.messages import (
+    REQUEST_ID_BITS,
+    AddRequest,
+    CancelRequests,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    Goodbye,
+    Hello,
+    RequestFailed,
+    StepOutput,
+    decode_front_end_message,
+    encode,
+    token_ids_from_bytes,
+)
+from cb_backend.outputs import EngineOutput
+from cb_backend.process_watch import ProcessWatch
+
+EXIT_DONE = 0
+EXIT_START_FAILED = 1
+EXIT_CONFIG_ERROR = 2
+EXIT_GAVE_UP = 3
+
+MAX_MESSAGES_PER_STEP = 1024  # so that a flood of requests cannot hold up the running ones
+IDLE_POLL_MS = 500
+WATCH_INTERVAL_S = 0.1  # how often dead processes are looked for while steps run
+STATS_INTERVAL_S = 0.5
+BUSY_COLLECT_INTERVAL_S = 30.0  # garbage is collected when idle, and this often in a load that never pauses
+FIRST_FRONT_END_TIMEOUT_S = 60.0
+STALL_TIMEOUT_S = 10.0  # unfinished requests, but nothing to run
+MAX_FAILED_STEPS_IN_A_ROW = 3
+FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why
+
+logger = logging.getLogger("cb_backend.engine")
+
+
+class GaveUpError(Exception):
+    """The engine cannot go on; the process ends and is started again by a front end."""
+
+
+class _FrontEnd:
+    """One connected front end: its address on the socket, its process, its open requests."""
+
+    def __init__(self, identity: bytes, hello: Hello) -> None:
+        self.identity = identity
+        self.front_end_id = hello.front_end_id
+        self.watch = ProcessWatch(hello.pid)
+        self.open_request_ids: set[int] = set()
+
+
+class FrontEndLink:
+    """The ROUTER socket and who is connected to it. Knows nothing of the engine's state."""
+
+    def __init__(self, socket_path: str, server_pid: int) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a dropped step output would leave its requests open for ever
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(f"ipc://{socket_path}")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._server = ProcessWatch(server_pid)
+        self._watch(self._server)
+        self.front_ends: dict[int, _FrontEnd] = {}  # by front end id
+        self.has_had_front_end = False
+
+    @property
+    def is_server_alive(self) -> bool:
+        return self._server.is_alive
+
+    def wait(self, timeout_ms: int) -> None:
+        """Return when a message has come, a watched process has ended, or the time is over."""
+        self._poller.poll(timeout_ms)
+
+    def receive(self) -> tuple[bytes, object] | None:
+        """The next message with its sender's identity, or None when there is none now. Malformed ones are skipped."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                if len(frames) != 2:
+                    raise msgspec.DecodeError(f"{len(frames)} frames")
+                return frames[0], decode_front_end_message(frames[1])
+            except msgspec.DecodeError as error:
+                logger.warning("ignored a malformed message: %s", error)
+
+    def send(self, identity: bytes, message: EngineMessage) -> None:
+        self._socket.send_multipart((identity, encode(message)), zmq.NOBLOCK)
+
+    def send_to_all(self, message: EngineMessage) -> None:
+        for front_end in self.front_ends.values():
+            self.send(front_end.identity, message)
+
+    def join(self, identity: bytes, hello: Hello) -> None:
+        if hello.front_end_id in self.front_ends:
+            return
+        front_end = _FrontEnd(identity, hello)
+        self.front_ends[hello.front_end_id] = front_end
+        self.has_had_front_end = True
+        self._watch(front_end.watch)
+
+    def leave(self, front_end_id: int) -> set[int]:
+        """Forget a front end; returns its open requests."""
+        front_end = self.front_ends.pop(front_end_id, None)
+        if front_end is None:
+            return set()
+        if front_end.watch.fd is not None:
+            self._poller.unregister(front_end.watch.fd)
+        front_end.watch.close()
+        return front_end.open_request_ids
+
+    def sender(self, identity: bytes, request_id: int) -> _FrontEnd | None:
+        """The front end that may speak of this request: the one that its id names, at its own address."""
+        front_end = self.front_ends.get(request_id >> REQUEST_ID_BITS)
+        return front_end if front_end is not None and front_end.identity == identity else None
+
+    def dead_front_ends(self) -> list[int]:
+        return [fid for fid, front_end in self.front_ends.items() if not front_end.watch.is_alive]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _watch(self, watch: ProcessWatch) -> None:
+        if watch.fd is not None:
+            self._poller.register(watch.fd, zmq.POLLIN)
+
+
+class EngineProcess:
+    """The loop. `run` returns the exit code."""
+
+    def __init__(self, engine: LLMEngine, link: FrontEndLink) -> None:
+        self.engine = engine
+        self.link = link
+        self.is_stopping = False
+        now = time.monotonic()
+        self._start_time = now
+        self._next_watch = now
+        self._next_stats = now
+        self._next_collect = now + BUSY_COLLECT_INTERVAL_S
+        self._last_progress = now
+        self._was_busy = False
+        self._num_failed_steps = 0  # in a row
+        self._step_id = 0
+
+    def run(self) -> int:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            while not self.is_stopping:
+                self._take_messages()
+                if self.engine.has_unfinished():
+                    self._step()
+                self._look_around()
+            return EXIT_DONE
+        except GaveUpError as error:
+            logger.error("%s", error)
+            self.link.send_to_all(EngineFailed(str(error)))
+            return EXIT_GAVE_UP
+
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    def _take_messages(self) -> None:
+        if not self.engine.has_unfinished():
+            self.link.wait(IDLE_POLL_MS)
+            self._last_progress = time.monotonic()
+        for _ in range(MAX_MESSAGES_PER_STEP):
+            received = self.link.receive()
+            if received is None:
+                return
+            self._handle(*received)
+
+    def _handle(self, identity: bytes, message: object) -> None:
+        if isinstance(message, AddRequest):
+            self._add_request(identity, message)
+        elif isinstance(message, CancelRequests):
+            self._cancel(identity, message.request_ids)
+        elif isinstance(message, Hello):
+            self.link.join(identity, message)
+            self.link.send(identity, EngineReady(pid=os.getpid(), info=self.engine.info))
+            self.link.send(identity, self.engine.stats())
+        elif isinstance(message, Goodbye):
+            self._drop_front_end(message.front_end_id)
+
+    def _add_request(self, identity: bytes, message: AddRequest) -> None:
+        front_end = self.link.sender(identity, message.request_id)
+        if front_end is None:
+            logger.warning("ignored a request of a front end that has not said hello")
+            return
+        try:
+            token_ids = token_ids_from_bytes(message.prompt_token_ids)
+            request = self.engine.make_request(message.request_id, token_ids, message.params, message.cache_salt)
+            self.engine.add_request(request)
+        except CbError as error:
+            self.link.send(identity, RequestFailed(message.request_id, int(error.code), str(error)))
+        except Exception:
+            logger.exception("request %d could not be added", message.request_id)
+            reason = "the engine could not take the request; the server's log has the reason"
+            self.link.send(identity, RequestFailed(message.request_id, int(ErrorCode.INTERNAL), reason))
+        else:
+            front_end.open_request_ids.add(message.request_id)
+
+    def _cancel(self, identity: bytes, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            front_end = self.link.sender(identity, request_id)
+            if front_end is not None:
+                front_end.open_request_ids.discard(request_id)
+                self.engine.cancel(request_id)
+
+    def _drop_front_end(self, front_end_id: int) -> None:
+        for request_id in self.link.leave(front_end_id):
+            self.engine.cancel(request_id)
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        try:
+            output = self.engine.step()
+            self._num_failed_steps = 0
+        except StepFailedError as error:
+            logger.exception("a step failed; its requests end with an error")
+            output = error.output
+            self._num_failed_steps += 1
+        if output is not None:
+            self._last_progress = time.monotonic()
+            self._send_output(output)
+        elif self.engine.has_unfinished():
+            self._wait_out_stall()
+        if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise GaveUpError(f"{self._num_failed_steps} steps in a row failed; the reasons are above")
+
+    def _wait_out_stall(self) -> None:
+        if time.monotonic() - self._last_progress > STALL_TIMEOUT_S:
+            raise GaveUpError(f"no progress for {STALL_TIMEOUT_S:.0f} s though requests are open: {self.engine.stats()}")
+        self.link.wait(1)
+
+    def _send_output(self, output: EngineOutput) -> None:
+        """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
+        self._step_id += 1
+        owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
+        for front_end in self.link.front_ends.values():
+            mask = owners == front_end.front_end_id
+            num_entries = int(np.count_nonzero(mask))
+            if num_entries == 0:
+                continue
+            pick = slice(None) if num_entries == len(mask) else mask
+            request_ids = output.request_ids[pick].astype("<i8", copy=False)
+            finish_reasons = output.finish_reasons[pick]
+            message = StepOutput(
+                step_id=self._step_id,
+                request_ids=request_ids.tobytes(),
+                token_ids=output.token_ids[pick].astype("<i4", copy=False).tobytes(),
+                finish_reasons=finish_reasons.astype(np.uint8, copy=False).tobytes(),
+                num_cached_tokens={
+                    rid: count
+                    for rid, count in output.num_cached_tokens.items()
+                    if rid >> REQUEST_ID_BITS == front_end.front_end_id
+                },
+            )
+            self.link.send(front_end.identity, message)
+            front_end.open_request_ids.difference_update(request_ids[finish_reasons != 0].tolist())
+
+    # ---- between steps ----------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """What must happen now and then: statistics, dead processes, garbage."""
+        now = time.monotonic()
+        is_busy = self.engine.has_unfinished()
+        if (is_busy and now >= self._next_stats) or (self._was_busy and not is_busy):
+            self.link.send_to_all(self.engine.stats())
+            self._next_stats = now + STATS_INTERVAL_S
+        if now >= self._next_watch or not is_busy:
+            self._watch_processes(now)
+            self._next_watch = now + WATCH_INTERVAL_S
+        if now >= self._next_collect:
+            gc.collect()
+            self._next_collect = now + BUSY_COLLECT_INTERVAL_S
+        self._was_busy = is_busy
+
+    def _watch_processes(self, now: float) -> None:
+        for front_end_id in self.link.dead_front_ends():
+            logger.warning("front end %d is gone; its requests are aborted", front_end_id)
+            self._drop_front_end(front_end_id)
+        if not self.link.is_server_alive:
+            logger.info("the server is gone; the engine ends")
+            self.is_stopping = True
+        if not self.link.front_ends:
+            is_too_late = now - self._start_time > FIRST_FRONT_END_TIMEOUT_S
+            if self.link.has_had_front_end or is_too_late:
+                logger.info("no front end is left; the engine ends")
+                self.is_stopping = True
+
+
+def report_failed_start(link: FrontEndLink, reason: str) -> None:
+    """Tell every front end that says hello why there is no engine, for as long as they may still be coming."""
+    deadline = time.monotonic() + FAILED_START_LINGER_S
+    while time.monotonic() < deadline and link.is_server_alive:
+        link.wait(100)
+        while (received := link.receive()) is not None:
+            identity, message = received
+            if isinstance(message, Hello):
+                link.join(identity, message)
+                link.send(identity, EngineFailed(reason))
+
+
+def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:
+    """Load the model, then run the loop until the end. Returns the exit code."""
+    link = FrontEndLink(socket_path, server_pid)
+    try:
+        begin = time.monotonic()
+        engine = create_engine(config)
+    except Exception as error:
+        is_final = isinstance(error, ConfigError)
+        reason = str(error) if isinstance(error, CbError) else f"{type(error).__name__}: {error}"
+        logger.error("the engine cannot start: %s", reason, exc_info=None if is_final else error)
+        report_failed_start(link, " ".join(reason.split()))
+        link.close()
+        return EXIT_CONFIG_ERROR if is_final else EXIT_START_FAILED
+    logger.info("ready after %.1f s: %s", time.monotonic() - begin, engine.info)
+    process = EngineProcess(engine, link)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(process, "is_stopping", True))
+    try:
+        return process.run()
+    finally:
+        engine.close()
+        link.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="cb_backend.engine.engine_process", description=__doc__)
+    parser.add_argument("--socket", required=True, help="path of the socket that front ends connect to")
+    parser.add_argument("--server-pid", type=int, required=True, help="the engine ends with this process")
+    parser.add_argument("--config-json", required=True, help="engine arguments, as in model.json")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(process)d %(levelname)s %(message)s"
+    )
+    return serve(engine_config_from_dict(json.loads(options.config_json)), options.socket, options.server_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

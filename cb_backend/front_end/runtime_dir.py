@@ -1,0 +1,161 @@
+"""The folder in which the front ends of one model copy in one server find each other and their engine.
+
+It holds sockets and four small files: `owner` (locked by the front end that looks after the engine), `members`
+(locked, shared, by every front end), `next_id` (a counter) and `engine.json` (the engine that runs now). The folder's
+name begins with the server's pid and start time, so that what a killed server left behind can be told and removed.
+It does not know what an engine is or how it is started.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cb_backend.errors import ConfigError
+from cb_backend.process_watch import process_start_time
+
+MAX_SOCKET_PATH = 100  # the kernel's limit for a socket's path is 107 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLife:
+    """One run of the engine process. A restarted engine has another socket, so nothing stale can reach it."""
+
+    pid: int
+    start_time: int  # process_watch.process_start_time
+    socket_path: str
+
+
+def runtime_base() -> Path:
+    """The user's private folder for all servers. Raises `ConfigError` if somebody else owns it."""
+    roots = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    for root in filter(None, roots):
+        base = Path(root) / f"cb_backend-{os.getuid()}"
+        if len(str(base)) > MAX_SOCKET_PATH - 50 or not os.access(root, os.W_OK):
+            continue
+        base.mkdir(mode=0o700, exist_ok=True)
+        info = base.lstat()
+        if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
+            raise ConfigError(f"{base} belongs to another user; remove it or set XDG_RUNTIME_DIR")
+        base.chmod(0o700)
+        return base
+    raise ConfigError("no writable folder for the engine's socket; set XDG_RUNTIME_DIR to one with a short path")
+
+
+class RuntimeDir:
+    """This front end's view of the folder. Not thread-safe: one owner calls everything."""
+
+    def __init__(self, server_pid: int, key: str, base: Path | None = None) -> None:
+        """`key` names the model copy: name, version and engine arguments. Joins (and creates) the folder."""
+        base = base or runtime_base()
+        remove_leftovers(base)
+        start_time = process_start_time(server_pid) or 0
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        self.path = base / f"{server_pid}-{start_time}-{digest}"
+        self._owner_fd: int | None = None
+        self._members_fd = self._join()
+        self.front_end_id = self._take_id()
+
+    @property
+    def is_owner(self) -> bool:
+        return self._owner_fd is not None
+
+    def try_own(self) -> bool:
+        """Become the owner unless another front end is. True if this one is the owner now."""
+        if self._owner_fd is None:
+            fd = _open(self.path / "owner")
+            if _lock(fd, fcntl.LOCK_EX):
+                self._owner_fd = fd
+            else:
+                os.close(fd)
+        return self.is_owner
+
+    def engine(self) -> EngineLife | None:
+        """The engine written down last; it may have ended since."""
+        try:
+            return EngineLife(**json.loads((self.path / "engine.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write_engine(self, life: EngineLife) -> None:
+        temporary = self.path / "engine.json.new"
+        temporary.write_text(json.dumps(asdict(life)))
+        temporary.replace(self.path / "engine.json")
+
+    def new_socket_path(self) -> str:
+        """A path that no engine has used before."""
+        return str(self.path / f"{time.monotonic_ns():x}.sock")
+
+    def leave(self) -> bool:
+        """Give up membership. True if no other front end is a member, so that the caller must clean up."""
+        is_last = _lock(self._members_fd, fcntl.LOCK_EX)
+        if not is_last:
+            self.close()
+        return is_last
+
+    def close(self) -> None:
+        """Let go of all locks."""
+        for fd in (self._owner_fd, self._members_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self._owner_fd, self._members_fd = None, -1
+
+    def remove(self) -> None:
+        """Remove the folder; only the last member (see `leave`) may."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def _join(self) -> int:
+        """Take the shared lock on a folder that is still there once the lock is held."""
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            try:
+                fd = _open(self.path / "members")
+            except FileNotFoundError:
+                continue  # removed by the last member just now
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                if os.fstat(fd).st_ino == (self.path / "members").stat().st_ino:
+                    return fd
+            except FileNotFoundError:
+                pass
+            os.close(fd)
+
+    def _take_id(self) -> int:
+        fd = _open(self.path / "next_id")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            front_end_id = int(os.pread(fd, 20, 0) or b"1")
+            os.pwrite(fd, str(front_end_id + 1).encode(), 0)
+            return front_end_id
+        finally:
+            os.close(fd)
+
+
+def remove_leftovers(base: Path) -> None:
+    """Remove the folders of servers that are gone."""
+    for folder in base.iterdir():
+        pid, _, rest = folder.name.partition("-")
+        start_time = rest.partition("-")[0]
+        if pid.isdigit() and start_time.isdigit() and (process_start_time(int(pid)) or 0) != int(start_time):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

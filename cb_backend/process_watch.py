@@ -1,0 +1,59 @@
+"""Whether another process still lives: a pidfd where the kernel has them, /proc otherwise.
+
+Front ends, the engine and the server watch one another by this. It does not know what any of them do.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+
+
+def process_start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of `pid`, or None if there is no such process. With the pid it names a process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+class ProcessWatch:
+    """Tells when one process has ended, even as an unreaped zombie. Close it when done.
+
+    `fd` becomes readable at the end of the process, for pollers; it is None where pidfds are missing.
+    """
+
+    def __init__(self, pid: int, start_time: int | None = None) -> None:
+        """`start_time` (of `process_start_time`) tells a process from a later one that got the same pid."""
+        self.pid = pid
+        self.fd: int | None = None
+        self._is_gone = False
+        try:
+            self.fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._is_gone = True
+        except (AttributeError, OSError):
+            self.fd = None
+        self._start_time = process_start_time(pid)
+        if self._start_time is None or (start_time is not None and start_time != self._start_time):
+            self._is_gone = True
+
+    @property
+    def is_alive(self) -> bool:
+        if not self._is_gone:
+            self._is_gone = not self._ask()
+        return not self._is_gone
+
+    def _ask(self) -> bool:
+        if self.fd is not None:
+            poller = select.poll()
+            poller.register(self.fd, select.POLLIN)
+            return not poller.poll(0)
+        return process_start_time(self.pid) == self._start_time
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None

@@ -1,0 +1,179 @@
+"""`TritonPythonModel`, the class that the server's Python backend drives. A door: it wires the rooms together.
+
+`execute` copies each request's inputs, opens its line of responses and hands it to a few workers that parse,
+tokenise and submit it; it returns at once and never raises (an exception out of it would leak shared memory). No
+torch here: the process that the server starts must not be able to die, because a dead one leaves its streams silent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from cb_backend.config import load_engine_config
+from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.front_end.output_text import OutputText
+from cb_backend.front_end.protocol import parse_request
+from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.messages import AddRequest, token_ids_to_bytes
+from cb_backend.serving.cancellation import CancellationPoller
+from cb_backend.serving.housekeeping import Housekeeping
+from cb_backend.serving.model_config import complete_model_config
+from cb_backend.serving.responder import LiveRequest, Responder
+
+NUM_WORKERS = 2
+DEFAULT_SENDER_THREADS = 4
+STOPPING = "the server is stopping this model; send the request to another server or again later"
+
+logger = logging.getLogger("cb_backend.serving")
+
+# What a worker needs of a request: its line of responses, its inputs by name, its parameters as JSON.
+_Work = tuple[LiveRequest, dict[str, NDArray[Any]], str]
+
+
+class TritonPythonModel:
+    """One front end. The server makes one of these in each of the model's instance processes."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        return complete_model_config(auto_complete_model_config)
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Returns when the engine is ready. Raises with the reason when the model cannot be served."""
+        configure_logging(args["model_instance_name"])
+        refuse_unusable_numpy()
+        model_config = json.loads(args["model_config"])
+        name, version = args["model_name"], args["model_version"]
+        config = load_engine_config(Path(args["model_repository"]) / version / "model.json")
+        server_pid = os.getppid()
+        self._supervisor = EngineSupervisor(config, server_pid, name, version)
+        try:
+            self._info = self._supervisor.start()
+            self._tokenizer = Tokenizer(self._info.tokenizer_dir)
+        except BaseException:
+            self._supervisor.close()
+            raise
+        self._client = self._supervisor.client
+        self._responder = Responder(sender_threads(model_config), self._client.cancel)
+        self._cancellation = CancellationPoller(self._responder, self._client.cancel)
+        self._housekeeping = Housekeeping(self._responder, self._supervisor, server_pid, name, version)
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._workers = [
+            threading.Thread(target=self._run_worker, name=f"worker-{i}", daemon=True) for i in range(NUM_WORKERS)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            try:
+                self._accept(request)
+            except Exception:
+                logger.exception("a request could not be taken from the server")
+
+    def is_ready(self) -> bool:
+        """Asked by newer servers for each readiness probe."""
+        return self._client.is_ready and not self._housekeeping.is_draining and not self._housekeeping.is_engine_stuck
+
+    def finalize(self) -> None:
+        """End everything. NOTE: a thread that still speaks to the server after this returns crashes the server."""
+        if not hasattr(self, "_workers"):
+            return  # initialize failed and cleaned up
+        self._cancellation.close()
+        self._housekeeping.close()
+        for _ in self._workers:
+            self._work.put(None)
+        for worker in self._workers:
+            worker.join()
+        self._responder.end_all(ErrorCode.UNAVAILABLE, STOPPING)
+        self._responder.close()
+        self._supervisor.close()
+
+    # ---- one request ------------------------------------------------------------------------------------------
+
+    def _accept(self, request: Any) -> None:
+        """From here on exactly one final response is owed, and the responder sees to it."""
+        live = self._responder.open(self._client.new_request_id(), request.get_response_sender())
+        try:
+            if self._housekeeping.is_draining:
+                raise UnavailableError(STOPPING)
+            # Copies: the tensors lie in shared memory that the server takes back when `execute` returns.
+            inputs = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+            self._work.put((live, inputs, request.parameters()))
+        except Exception as error:
+            end_with(live, error)
+
+    def _run_worker(self) -> None:
+        while (work := self._work.get()) is not None:
+            live = work[0]
+            try:
+                self._submit(*work)
+            except Exception as error:
+                end_with(live, error)
+
+    def _submit(self, live: LiveRequest, inputs: dict[str, NDArray[Any]], parameters: str) -> None:
+        if live.is_ended:  # cancelled while it waited here
+            return
+        generate = parse_request(inputs, parameters, self._info.vocab_size)
+        max_model_len = self._info.max_model_len
+        token_ids = self._tokenizer.encode(generate.text, max_model_len)
+        if len(token_ids) >= max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; at most {max_model_len - 1} fit beside one output token"
+            )
+        live.begin(generate, OutputText(self._tokenizer, generate.params, token_ids), len(token_ids))
+        request = AddRequest(live.request_id, token_ids_to_bytes(token_ids), generate.params)
+        self._client.submit(request, live)
+        if live.is_ended:  # cancelled just before the engine client knew of it
+            self._client.cancel([live.request_id])
+
+
+def end_with(live: LiveRequest, error: Exception) -> None:
+    """Answer a request with what went wrong; only errors made for users say what it was."""
+    if isinstance(error, CbError):
+        live.end(error.code, str(error))
+        return
+    logger.error("a request failed before it reached the engine", exc_info=error)
+    live.end(ErrorCode.INTERNAL, "the request could not be processed; the server's log says why")
+
+
+def sender_threads(model_config: dict[str, Any]) -> int:
+    """The parameter `sender_threads` of config.pbtxt: threads that send responses, in each front end."""
+    value = model_config.get("parameters", {}).get("sender_threads", {}).get("string_value", "")
+    if not value:
+        return DEFAULT_SENDER_THREADS
+    if not value.isdigit() or not 1 <= int(value) <= 64:
+        raise ConfigError(f"parameter sender_threads in config.pbtxt is {value!r}; use a number from 1 to 64")
+    return int(value)
+
+
+def refuse_unusable_numpy() -> None:
+    """Stubs before 24.11 abort with numpy 2 at the first string tensor, taking every open stream with them."""
+    is_old_stub = not hasattr(pb_utils.InferenceResponse, "parameters")
+    if is_old_stub and int(np.__version__.partition(".")[0]) >= 2:
+        raise ConfigError(
+            f"this server's Python backend cannot work with numpy {np.__version__}; install 'numpy<2' for the "
+            "server's Python (the engine can have another one: engine_python in model.json)"
+        )
+
+
+def configure_logging(instance_name: str) -> None:
+    root = logging.getLogger("cb_backend")
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {instance_name} %(levelname)s %(message)s"))
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        root.propagate = False

@@ -1,0 +1,84 @@
+"""What a front end does between requests, on one thread: notice a stopping server, watch the engine, publish metrics."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from cb_backend.errors import ErrorCode
+from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.serving.drain import DrainWatch
+from cb_backend.serving.metrics import Metrics
+from cb_backend.serving.responder import Responder
+
+INTERVAL_S = 0.25
+METRICS_EVERY = 2  # intervals
+ENGINE_SILENCE_S = 10.0  # of an engine that has work: it speaks twice a second
+TIME_IS_UP = "the server is stopping and the request did not end in time; send it to another server"
+
+logger = logging.getLogger("cb_backend.serving")
+
+
+class Housekeeping:
+    """Runs from its making to `close`."""
+
+    def __init__(
+        self, responder: Responder, supervisor: EngineSupervisor, server_pid: int, model_name: str, model_version: str
+    ) -> None:
+        self._responder = responder
+        self._supervisor = supervisor
+        self._drain = DrainWatch(server_pid, model_name, model_version)
+        self._metrics = Metrics(model_name, model_version)
+        self._silence_begin: float | None = None
+        self.is_engine_stuck = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="housekeeping", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drain.is_draining
+
+    def close(self) -> None:
+        """Returns when the thread has ended and the metrics are given back."""
+        self._stop.set()
+        self._thread.join()
+        self._metrics.close()
+
+    def _run(self) -> None:
+        num_rounds = 0
+        while not self._stop.wait(INTERVAL_S):
+            num_rounds += 1
+            try:
+                self._drain.check()
+                if self._drain.is_time_up and self._responder.num_live:
+                    self._responder.end_all(ErrorCode.UNAVAILABLE, TIME_IS_UP)
+                self._watch_engine()
+                if num_rounds % METRICS_EVERY == 0 and not self._drain.is_draining:
+                    self._publish()
+            except Exception:
+                logger.exception("housekeeping failed")
+
+    def _watch_engine(self) -> None:
+        """An engine that has requests of ours and says nothing is stuck: not ready, and the log says so."""
+        client = self._supervisor.client
+        is_silent = client.num_open_requests > 0 and time.monotonic() - client.last_message_time > ENGINE_SILENCE_S
+        if not is_silent:
+            self._silence_begin = None
+        elif self._silence_begin is None:
+            self._silence_begin = time.monotonic()  # the request may be new: count from here
+        begin = self._silence_begin
+        is_stuck = begin is not None and time.monotonic() - begin > ENGINE_SILENCE_S / 2
+        if is_stuck and not self.is_engine_stuck:
+            logger.error("the engine has open requests and has been silent for %.0f s", ENGINE_SILENCE_S)
+        self.is_engine_stuck = is_stuck
+
+    def _publish(self) -> None:
+        self._metrics.publish(self._responder.counts())
+        client = self._supervisor.client
+        if client.stats is not None and client.info is not None:
+            if self._supervisor.is_owner:
+                self._metrics.publish_engine(client.stats, client.info)
+            else:
+                self._metrics.skip_engine(client.stats)
