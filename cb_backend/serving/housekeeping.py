@@ -8,7 +8,7 @@ import time
 
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.supervisor import EngineSupervisor
-from cb_backend.serving.drain import DrainWatch
+from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readiness_probe, server_arguments
 from cb_backend.serving.metrics import Metrics
 from cb_backend.serving.responder import Responder
 
@@ -28,8 +28,10 @@ class Housekeeping:
     ) -> None:
         self._responder = responder
         self._supervisor = supervisor
-        self._drain = DrainWatch(server_pid, model_name, model_version)
-        self._metrics = Metrics(model_name, model_version)
+        arguments = server_arguments(server_pid)
+        probe = readiness_probe(arguments, model_name, model_version)
+        self._drain = DrainWatch(probe, exit_timeout_s(arguments))
+        self._metrics = Metrics(model_name, model_version, is_on(arguments, "allow-metrics"))
         self._silence_begin: float | None = None
         self.is_engine_stuck = False
         self._stop = threading.Event()

@@ -30,16 +30,20 @@ logger = logging.getLogger("cb_backend.serving")
 
 
 class Metrics:
-    """Does nothing where the server was started without metrics."""
+    """Does nothing where the server was started without metrics.
 
-    def __init__(self, model_name: str, model_version: str) -> None:
+    NOTE: making a metric family there is an error, and reading an error of this kind can crash the process (see
+    `drain`), so the caller must know beforehand: `is_on`.
+    """
+
+    def __init__(self, model_name: str, model_version: str, is_on: bool = True) -> None:
         self._labels = {"model": model_name, "version": model_version}
         self._families: dict[str, Any] = {}  # a family must outlive its metrics
         self._metrics: dict[tuple[str, str], Any] = {}
         self._last_value: dict[tuple[str, str], float] = {}
         self._last_stats: EngineStats | None = None
         self._last_counts: Counter[str] = Counter()
-        self._is_on = True
+        self._is_on = is_on
 
     def publish(self, counts: Counter[str]) -> None:
         """This front end's own counts, as `Responder.counts` gives them."""

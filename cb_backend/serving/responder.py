@@ -3,6 +3,9 @@
 One response a token while a sender keeps up; when it is behind, one response carries everything since the last one.
 Everything that is sent for a request is sent by its one sender thread, so its responses keep their order and its
 final flag goes out exactly once. Where requests come from, and the engine's socket, are not known here.
+
+NOTE: while the server completes a model's configuration, `pb_utils` has only a few of its names, so nothing of it is
+touched when this room is imported.
 """
 
 from __future__ import annotations
@@ -21,16 +24,6 @@ from cb_backend.errors import ErrorCode
 from cb_backend.front_end.output_text import OutputText
 from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.request import FinishReason
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-_SERVER_CODE = {
-    ErrorCode.INVALID_ARG: pb_utils.TritonError.INVALID_ARG,
-    ErrorCode.UNAVAILABLE: pb_utils.TritonError.UNAVAILABLE,
-    ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-    ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
-    ErrorCode.UNSUPPORTED: pb_utils.TritonError.UNSUPPORTED,
-}
 
 # What the engine's own ends mean for the client, where no text can follow.
 _ENGINE_ERROR = {
@@ -222,14 +215,14 @@ class Responder:
     def _send_error(self, live: LiveRequest, code: ErrorCode, message: str, counts: Counter[str]) -> None:
         counts["responses"] += 1
         counts[code.name.lower()] += 1
-        error = pb_utils.TritonError(message, _SERVER_CODE[code])
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code.name))
         self._send_final(live, pb_utils.InferenceResponse(output_tensors=[], error=error))
 
     def _send_final(self, live: LiveRequest, response: Any) -> None:
         with live.close_lock:
             live.is_closed = True
             self._live.pop(live.request_id, None)
-            live.response_sender.send(response, flags=FINAL)
+            live.response_sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _give_up(self, live: LiveRequest, counts: Counter[str]) -> None:
         """Last resort when sending failed: an error response if one can be sent, and nothing left open."""
