@@ -10,7 +10,10 @@ import select
 
 
 def process_start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of `pid`, or None if there is no such process. With the pid it names a process for good."""
+    """Clock ticks from boot to the start of `pid`, or None if there is no such process.
+
+    With the pid it names a process for good.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()

@@ -21,11 +21,10 @@ import signal
 import sys
 import time
 
-import msgspec
 import numpy as np
-import zmq
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.engine.front_end_link import FrontEndLink
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
 from cb_backend.errors import CbError, ConfigError, ErrorCode
 from cb_backend.messages import (
@@ -33,18 +32,14 @@ from cb_backend.messages import (
     AddRequest,
     CancelRequests,
     EngineFailed,
-    EngineMessage,
     EngineReady,
     Goodbye,
     Hello,
     RequestFailed,
     StepOutput,
-    decode_front_end_message,
-    encode,
     token_ids_from_bytes,
 )
 from cb_backend.outputs import EngineOutput
-from cb_backend.process_watch import ProcessWatch
 
 EXIT_DONE = 0
 EXIT_START_FAILED = 1
@@ -66,97 +61,6 @@ logger = logging.getLogger("cb_backend.engine")
 
 class GaveUpError(Exception):
     """The engine cannot go on; the process ends and is started again by a front end."""
-
-
-class _FrontEnd:
-    """One connected front end: its address on the socket, its process, its open requests."""
-
-    def __init__(self, identity: bytes, hello: Hello) -> None:
-        self.identity = identity
-        self.front_end_id = hello.front_end_id
-        self.watch = ProcessWatch(hello.pid)
-        self.open_request_ids: set[int] = set()
-
-
-class FrontEndLink:
-    """The ROUTER socket and who is connected to it. Knows nothing of the engine's state."""
-
-    def __init__(self, socket_path: str, server_pid: int) -> None:
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a dropped step output would leave its requests open for ever
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.bind(f"ipc://{socket_path}")
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._server = ProcessWatch(server_pid)
-        self._watch(self._server)
-        self.front_ends: dict[int, _FrontEnd] = {}  # by front end id
-        self.has_had_front_end = False
-
-    @property
-    def is_server_alive(self) -> bool:
-        return self._server.is_alive
-
-    def wait(self, timeout_ms: int) -> None:
-        """Return when a message has come, a watched process has ended, or the time is over."""
-        self._poller.poll(timeout_ms)
-
-    def receive(self) -> tuple[bytes, object] | None:
-        """The next message with its sender's identity, or None when there is none now. Malformed ones are skipped."""
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            try:
-                if len(frames) != 2:
-                    raise msgspec.DecodeError(f"{len(frames)} frames")
-                return frames[0], decode_front_end_message(frames[1])
-            except msgspec.DecodeError as error:
-                logger.warning("ignored a malformed message: %s", error)
-
-    def send(self, identity: bytes, message: EngineMessage) -> None:
-        self._socket.send_multipart((identity, encode(message)), zmq.NOBLOCK)
-
-    def send_to_all(self, message: EngineMessage) -> None:
-        for front_end in self.front_ends.values():
-            self.send(front_end.identity, message)
-
-    def join(self, identity: bytes, hello: Hello) -> None:
-        if hello.front_end_id in self.front_ends:
-            return
-        front_end = _FrontEnd(identity, hello)
-        self.front_ends[hello.front_end_id] = front_end
-        self.has_had_front_end = True
-        self._watch(front_end.watch)
-
-    def leave(self, front_end_id: int) -> set[int]:
-        """Forget a front end; returns its open requests."""
-        front_end = self.front_ends.pop(front_end_id, None)
-        if front_end is None:
-            return set()
-        if front_end.watch.fd is not None:
-            self._poller.unregister(front_end.watch.fd)
-        front_end.watch.close()
-        return front_end.open_request_ids
-
-    def sender(self, identity: bytes, request_id: int) -> _FrontEnd | None:
-        """The front end that may speak of this request: the one that its id names, at its own address."""
-        front_end = self.front_ends.get(request_id >> REQUEST_ID_BITS)
-        return front_end if front_end is not None and front_end.identity == identity else None
-
-    def dead_front_ends(self) -> list[int]:
-        return [fid for fid, front_end in self.front_ends.items() if not front_end.watch.is_alive]
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
-
-    def _watch(self, watch: ProcessWatch) -> None:
-        if watch.fd is not None:
-            self._poller.register(watch.fd, zmq.POLLIN)
 
 
 class EngineProcess:
@@ -265,7 +169,9 @@ class EngineProcess:
 
     def _wait_out_stall(self) -> None:
         if time.monotonic() - self._last_progress > STALL_TIMEOUT_S:
-            raise GaveUpError(f"no progress for {STALL_TIMEOUT_S:.0f} s though requests are open: {self.engine.stats()}")
+            raise GaveUpError(
+                f"no progress for {STALL_TIMEOUT_S:.0f} s though requests are open: {self.engine.stats()}"
+            )
         self.link.wait(1)
 
     def _send_output(self, output: EngineOutput) -> None:

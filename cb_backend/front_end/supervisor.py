@@ -200,7 +200,7 @@ class EngineSupervisor:
 
 
 def find_python() -> str:
-    """An interpreter like the one this code runs in; inside the server's stub `sys.executable` may be something else."""
+    """An interpreter like the one this code runs in; in the server's stub `sys.executable` need not be one."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [
         sys.executable,

@@ -75,12 +75,13 @@ def exit_timeout_s(arguments: dict[str, str]) -> float:
 
 
 def readiness_probe(arguments: dict[str, str], model_name: str, model_version: str) -> Probe | None:
-    """How to ask the server with this command line: over HTTP, else gRPC; None when it has neither, or only with TLS."""
+    """How to ask the server with this command line: over HTTP, else gRPC; None if it has neither without TLS."""
     if is_on(arguments, "allow-http"):
         host, port = _address(arguments, "http"), int(arguments.get("http-port", 8000))
         return lambda: ask_over_http(host, port, model_name, model_version)
     if is_on(arguments, "allow-grpc") and not is_on(arguments, "grpc-use-ssl", "false"):
-        return _grpc_probe(f"{_address(arguments, 'grpc')}:{arguments.get('grpc-port', '8001')}", model_name, model_version)
+        url = f"{_address(arguments, 'grpc')}:{arguments.get('grpc-port', '8001')}"
+        return _grpc_probe(url, model_name, model_version)
     logger.warning("the server has no HTTP port, and no gRPC port without TLS: its stopping will not be noticed")
     return None
 

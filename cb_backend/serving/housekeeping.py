@@ -1,4 +1,4 @@
-"""What a front end does between requests, on one thread: notice a stopping server, watch the engine, publish metrics."""
+"""What a front end does between requests, on one thread: notice a stopping server, watch the engine, publish."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class Metrics:
             "tokens_per": info.block_size,
             "fraction": num_used / max(stats.num_blocks, 1),
         }
-        for kind, value in blocks.items():
-            self._set(family, "KV cache blocks", label, kind, value)
+        for kind, amount in blocks.items():
+            self._set(family, "KV cache blocks", label, kind, amount)
         before = self._last_stats
         for name, (field, description) in _ENGINE_COUNTERS.items():
             value, base = getattr(stats, field), getattr(before, field) if before is not None else 0

@@ -174,7 +174,8 @@ class Responder:
         if error is not None:
             self._send_error(live, *error, counts)
             return
-        assert live.generate is not None and live.output is not None  # tokens come only after `begin`
+        assert live.generate is not None  # tokens come only after `begin`
+        assert live.output is not None
         delta = live.output.push(tokens, reason)
         live.num_unsent_tokens += delta.num_tokens
         if delta.text:

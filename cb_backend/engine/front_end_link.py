@@ -1,0 +1,114 @@
+"""The engine's end of the socket to its front ends: who is connected, whose process still lives.
+
+Messages come out decoded, malformed ones never. What they mean is the engine process's business.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import zmq
+
+from cb_backend.messages import (
+    REQUEST_ID_BITS,
+    EngineMessage,
+    FrontEndMessage,
+    Hello,
+    decode_front_end_message,
+    encode,
+)
+from cb_backend.process_watch import ProcessWatch
+
+logger = logging.getLogger("cb_backend.engine")
+
+
+class FrontEnd:
+    """One connected front end: its address on the socket, its process, its open requests."""
+
+    def __init__(self, identity: bytes, hello: Hello) -> None:
+        self.identity = identity
+        self.front_end_id = hello.front_end_id
+        self.watch = ProcessWatch(hello.pid)
+        self.open_request_ids: set[int] = set()
+
+
+class FrontEndLink:
+    """The ROUTER socket and who is connected to it. Knows nothing of the engine's state."""
+
+    def __init__(self, socket_path: str, server_pid: int) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a dropped step output would leave its requests open for ever
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(f"ipc://{socket_path}")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._server = ProcessWatch(server_pid)
+        self._watch(self._server)
+        self.front_ends: dict[int, FrontEnd] = {}  # by front end id
+        self.has_had_front_end = False
+
+    @property
+    def is_server_alive(self) -> bool:
+        return self._server.is_alive
+
+    def wait(self, timeout_ms: int) -> None:
+        """Return when a message has come, a watched process has ended, or the time is over."""
+        self._poller.poll(timeout_ms)
+
+    def receive(self) -> tuple[bytes, FrontEndMessage] | None:
+        """The next message with its sender's identity, or None when there is none now. Malformed ones are skipped."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                if len(frames) != 2:
+                    raise msgspec.DecodeError(f"{len(frames)} frames")
+                return frames[0], decode_front_end_message(frames[1])
+            except msgspec.DecodeError as error:
+                logger.warning("ignored a malformed message: %s", error)
+
+    def send(self, identity: bytes, message: EngineMessage) -> None:
+        self._socket.send_multipart((identity, encode(message)), zmq.NOBLOCK)
+
+    def send_to_all(self, message: EngineMessage) -> None:
+        for front_end in self.front_ends.values():
+            self.send(front_end.identity, message)
+
+    def join(self, identity: bytes, hello: Hello) -> None:
+        if hello.front_end_id in self.front_ends:
+            return
+        front_end = FrontEnd(identity, hello)
+        self.front_ends[hello.front_end_id] = front_end
+        self.has_had_front_end = True
+        self._watch(front_end.watch)
+
+    def leave(self, front_end_id: int) -> set[int]:
+        """Forget a front end; returns its open requests."""
+        front_end = self.front_ends.pop(front_end_id, None)
+        if front_end is None:
+            return set()
+        if front_end.watch.fd is not None:
+            self._poller.unregister(front_end.watch.fd)
+        front_end.watch.close()
+        return front_end.open_request_ids
+
+    def sender(self, identity: bytes, request_id: int) -> FrontEnd | None:
+        """The front end that may speak of this request: the one that its id names, at its own address."""
+        front_end = self.front_ends.get(request_id >> REQUEST_ID_BITS)
+        return front_end if front_end is not None and front_end.identity == identity else None
+
+    def dead_front_ends(self) -> list[int]:
+        return [fid for fid, front_end in self.front_ends.items() if not front_end.watch.is_alive]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _watch(self, watch: ProcessWatch) -> None:
+        if watch.fd is not None:
+            self._poller.register(watch.fd, zmq.POLLIN)
