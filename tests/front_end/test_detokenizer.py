@@ -97,6 +97,20 @@ def test_a_long_byte_fallback_run_streams(byte_fallback: ByteFallbackKit) -> Non
     assert longest_wait < MAX_HELD_RUN_BYTES
 
 
+def test_a_long_broken_byte_fallback_run_stays_broken(byte_fallback: ByteFallbackKit) -> None:
+    """One bad byte makes replacement characters of its whole run, also of good characters long after it."""
+    ids = byte_fallback.ids(b"\xff" + b"a" * MAX_HELD_RUN_BYTES, CJK, "x", CJK)
+    expected = "\ufffd" * (MAX_HELD_RUN_BYTES + 4) + "x中"
+    assert "".join(deltas(byte_fallback, ids)) == expected == byte_fallback.full_decode(ids)
+
+
+def test_characters_let_go_are_not_taken_back(byte_fallback: ByteFallbackKit) -> None:
+    """The one difference to the full decode: it breaks a whole run after the fact, here only what is still held."""
+    ids = byte_fallback.ids(CJK * (MAX_HELD_RUN_BYTES // 3), CJK, b"\xff", "x")
+    assert "".join(deltas(byte_fallback, ids)) == "中" * (MAX_HELD_RUN_BYTES // 3) + "\ufffd" * 4 + "x"
+    assert byte_fallback.full_decode(ids) == "\ufffd" * (MAX_HELD_RUN_BYTES + 4) + "x"
+
+
 @pytest.mark.parametrize("kit_name", ["byte_fallback", "metaspace"])
 def test_leading_space_follows_the_prompt(kit_name: str, request: pytest.FixtureRequest) -> None:
     kit = request.getfixturevalue(kit_name)

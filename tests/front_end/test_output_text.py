@@ -69,6 +69,13 @@ def test_c6_a_stop_string_within_min_tokens_is_text(byte_level: ByteLevelKit) ->
     assert whole(byte_level, ids, FinishReason.LENGTH, stop=("x",), min_tokens=4) == ("GxGJG", 6, True)
 
 
+def test_c6_min_tokens_is_passed_by_the_token_after_it(byte_level: ByteLevelKit) -> None:
+    """As for EOS: with min_tokens=4 the earliest end is the fifth token."""
+    ids = byte_level.ids("G", "G", "G", "x", "x", "J")
+    assert whole(byte_level, ids, FinishReason.LENGTH, stop=("x",), min_tokens=4) == ("GGGx", 5, True)
+    assert whole(byte_level, ids, FinishReason.LENGTH, stop=("x",), min_tokens=3) == ("GGG", 4, True)
+
+
 def test_a_stop_string_of_a_character_in_pieces(byte_level: ByteLevelKit) -> None:
     ids = byte_level.ids("ok", CJK, EMOJI)
     assert whole(byte_level, ids, FinishReason.LENGTH, stop=("中",)) == ("ok", 4, True)
