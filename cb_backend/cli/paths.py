@@ -14,12 +14,8 @@ class CliError(Exception):
 
 
 def cache_dir() -> Path:
-    """`$CB_BACKEND_CACHE`, or the user's cache folder. Not created here."""
-    configured = os.environ.get("CB_BACKEND_CACHE")
-    if configured:
-        return Path(configured).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cb_backend"
+    """`$CB_BACKEND_CACHE`, or `~/.cache/cb_backend`, as for checkpoints. Not created here."""
+    return Path(os.environ.get("CB_BACKEND_CACHE") or Path.home() / ".cache" / "cb_backend").expanduser()
 
 
 def checkout_path(name: str) -> Path:

@@ -151,5 +151,5 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CB_BACKEND_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
     monkeypatch.delenv("CB_BACKEND_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert cache_dir() == tmp_path / "x" / "cb_backend"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_dir() == tmp_path / "home" / ".cache" / "cb_backend"

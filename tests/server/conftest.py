@@ -1,0 +1,158 @@
+"""Real servers for the tests: one shared by most, others for tests that end or change theirs.
+
+Every server carries a mark in its environment, which its stubs and its engine inherit: so a test can say that no
+process is left, whoever its parent is by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cb_backend.cli.local_server import find_server
+from cb_backend.cli.model_repository import copy_with_model
+from cb_backend.cli.paths import CliError, checkout_path, load_client
+from cb_backend.cli.processes import descendants
+from cb_backend.cli.server_process import ServerOptions, ServerProcess, free_ports
+from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
+
+MARK = "CB_BACKEND_TEST_SERVER"
+START_TIMEOUT_S = 120.0
+MAX_NUM_SEQS = 16  # few, so that tests can fill the batch and have a queue
+
+
+def wait_until(is_true: Callable[[], bool], timeout: float, what: str) -> None:
+    deadline = time.monotonic() + timeout
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of living processes that inherited a server's mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+class RunningServer:
+    """A started, ready server with the tiny model as `llm`."""
+
+    def __init__(self, process: ServerProcess, mark: str) -> None:
+        self.process = process
+        self.mark = mark
+        self.url = process.grpc_address
+        self.client = load_client().Client(self.url, "llm", timeout=60.0)
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes below the server."""
+        return [
+            process.pid
+            for process in descendants(self.process.pid)
+            if "cb_backend.engine.engine_process" in _command_line(process.pid)
+        ]
+
+    def gauge(self, family: str, label: str) -> float | None:
+        """A value of /metrics; None if it is not there."""
+        with urllib.request.urlopen(f"http://{self.process.metrics_address}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        match = re.search(rf'^{family}{{[^}}]*="{label}"[^}}]*}} (\S+)$', text, re.MULTILINE)
+        return float(match.group(1)) if match else None
+
+    def num_used_blocks(self) -> float | None:
+        return self.gauge("nv_trt_llm_kv_cache_block_metrics", "used")
+
+    def num_active_requests(self) -> float | None:
+        return self.gauge("nv_trt_llm_request_metrics", "active")
+
+    def wait_idle(self, timeout: float = 15.0) -> None:
+        """Every block free and no request left, by the server's own gauges."""
+        wait_until(
+            lambda: (self.num_used_blocks(), self.num_active_requests()) == (0.0, 0.0),
+            timeout,
+            f"blocks used {self.num_used_blocks()}, requests active {self.num_active_requests()}; both should be 0",
+        )
+
+    def post(self, path: str, body: dict[str, object]) -> tuple[int, str]:
+        """Status and text of an HTTP request with a JSON body."""
+        request = urllib.request.Request(
+            f"http://{self.process.http_address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
+@contextlib.contextmanager
+def running_server(
+    checkpoint: Path, folder: Path, front_ends: int = 2, exit_timeout_secs: int = 5, **engine_arguments: object
+) -> Iterator[RunningServer]:
+    """Start a server and wait for it; at the end stop it and fail if a process of it is left."""
+    repository = copy_with_model(checkout_path("model_repository/llm"), str(checkpoint), folder, front_ends)
+    arguments = {"model": str(checkpoint), "max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 32 << 20}
+    (repository / "llm" / "1" / "model.json").write_text(json.dumps({**arguments, **engine_arguments}))
+    mark = uuid.uuid4().hex
+    options = ServerOptions(
+        repository,
+        "127.0.0.1",
+        *free_ports(3),
+        exit_timeout_secs=exit_timeout_secs,
+        extra_environment={MARK: mark, "OMP_NUM_THREADS": "1"},
+    )
+    process = ServerProcess(find_server(), options)
+    process.start()
+    try:
+        process.wait_ready(START_TIMEOUT_S)
+        yield RunningServer(process, mark)
+    finally:
+        print("\n".join(list(process.lines)[-60:]))  # shown by pytest where a test fails
+        process.stop()
+        left = marked_processes(mark)
+        assert left == [], f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_is_installed() -> None:
+    try:
+        find_server()
+    except CliError as error:
+        if "no Triton server found" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The shared server: two front ends."""
+    with running_server(checkpoint, tmp_path_factory.mktemp("repository")) as running:
+        yield running

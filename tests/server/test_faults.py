@@ -1,0 +1,132 @@
+"""Processes that die or are told to end, several front ends, a broken model. pytest tests/server/test_faults.py"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.server_process import free_ports, http_status
+from tests.server.conftest import RunningServer, marked_processes, running_server, wait_until
+from tests.server.raw_stream import RawStream
+from tests.server.test_streams import LONG
+from tests.server.tiny_checkpoint import Reference
+
+pytestmark = pytest.mark.server
+
+SHORT = {"max_tokens": 8, "temperature": 0}
+
+
+def test_two_front_ends_share_one_engine(server: RunningServer) -> None:
+    assert len(server.engine_pids()) == 1
+
+
+def test_engine_killed_under_8_streams(server: RunningServer, reference: Reference) -> None:
+    streams = [RawStream(server.url, f"stream {i}", LONG) for i in range(8)]
+    for stream in streams:
+        stream.wait(num_texts=2)
+    (engine,) = server.engine_pids()
+    killed_at = time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    for stream in streams:
+        stream.wait(timeout=10).close()
+        assert len(stream.errors) == 1
+        assert stream.num_finals == 1
+        assert stream.events[-1][0] - killed_at < 2.0
+    answer = None
+    while answer is None:
+        assert time.monotonic() - killed_at < 30, "not serving again within 30 s"
+        attempt = RawStream(server.url, "fox", SHORT).wait()
+        attempt.close()
+        if attempt.errors:
+            time.sleep(0.2)  # refused while the engine starts
+        else:
+            answer = attempt.text
+    assert answer == reference.greedy_text("fox", SHORT["max_tokens"])
+    assert len(server.engine_pids()) == 1
+    assert engine not in server.engine_pids()
+    server.wait_idle()
+
+
+def test_sigterm_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Path, reference: Reference) -> None:
+    with running_server(checkpoint, tmp_path, front_ends=1, exit_timeout_secs=6) as server:
+        assert len(server.engine_pids()) == 1
+        long = [RawStream(server.url, f"long {i}", LONG) for i in range(3)]
+        short = [RawStream(server.url, "fox", {"max_tokens": 60, "temperature": 0}) for _ in range(3)]
+        for stream in [*long, *short]:
+            stream.wait(num_texts=1)
+        asked_at = time.monotonic()
+        server.process.terminate()
+        for stream in short:
+            stream.wait(timeout=10)
+            assert stream.errors == []
+            assert stream.text == reference.greedy_text("fox", 60)
+        for stream in long:
+            stream.wait(timeout=10)
+            assert len(stream.errors) == 1
+            assert stream.num_finals == 1
+            assert stream.events[-1][0] - asked_at < 6.0
+        assert server.process.wait(timeout=15) == 0
+        wait_until(lambda: marked_processes(server.mark) == [], 5, "every process of the server has ended")
+
+
+def test_four_front_ends_share_one_engine(checkpoint: Path, tmp_path: Path, reference: Reference) -> None:
+    with running_server(checkpoint, tmp_path, front_ends=4) as server:
+        assert len(server.engine_pids()) == 1
+        streams = [RawStream(server.url, f"fox {i}", SHORT) for i in range(16)]
+        for i, stream in enumerate(streams):
+            stream.wait().close()
+            assert stream.errors == []
+            assert stream.text == reference.greedy_text(f"fox {i}", SHORT["max_tokens"])
+        server.wait_idle()
+
+
+def test_a_broken_checkpoint_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(CliError) as raised, running_server(broken, tmp_path / "repository"):
+        pass
+    reason = str(raised.value)
+    assert reason.startswith("model 'llm' could not be loaded: ")
+    assert "\n" not in reason
+    assert "model.safetensors" in reason
+
+
+def test_serve_command_from_start_to_sigterm(checkpoint: Path, tmp_path: Path) -> None:
+    http_port, grpc_port, metrics_port = free_ports(3)
+    ports = [f"--http-port={http_port}", f"--grpc-port={grpc_port}", f"--metrics-port={metrics_port}"]
+    command = [sys.executable, "-m", "cb_backend.cli.main", "serve", "--model", str(checkpoint), *ports]
+    mark = tmp_path.name
+    serve = subprocess.Popen(
+        command,
+        env={**os.environ, "CB_BACKEND_TEST_SERVER": mark, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert serve.stdout is not None
+    try:
+        lines = []
+        for line in serve.stdout:
+            lines.append(line)
+            if line.startswith("ready: llm"):
+                break
+        assert lines[-1].startswith("ready: llm"), "".join(lines)
+        assert http_status(f"127.0.0.1:{http_port}", "/v2/models/llm/ready") == 200
+        serve.send_signal(signal.SIGTERM)
+        rest, _ = serve.communicate(timeout=40)
+        assert f"http://127.0.0.1:{http_port}/v2/models/llm/generate" in rest
+        assert "Traceback" not in rest
+        assert serve.returncode == 0
+        wait_until(lambda: marked_processes(mark) == [], 5, "every process of the server has ended")
+    finally:
+        serve.kill()
