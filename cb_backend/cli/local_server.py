@@ -21,7 +21,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from cb_backend.cli.paths import CliError, cache_dir
+from cb_backend.cli.paths import CliError
+from cb_backend.models.checkpoint import cache_dir
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
 WHEEL_MIN_GLIBC = (2, 35)

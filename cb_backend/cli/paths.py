@@ -1,9 +1,8 @@
-"""Where the commands find things on disk: the cache, the repository checkout, its client. Knows no server."""
+"""Where the commands find things on disk: the repository checkout, its client. Knows no server."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,11 +10,6 @@ from types import ModuleType
 
 class CliError(Exception):
     """A command cannot go on. The message is one line that names the remedy."""
-
-
-def cache_dir() -> Path:
-    """`$CB_BACKEND_CACHE`, or `~/.cache/cb_backend`, as for checkpoints. Not created here."""
-    return Path(os.environ.get("CB_BACKEND_CACHE") or Path.home() / ".cache" / "cb_backend").expanduser()
 
 
 def checkout_path(name: str) -> Path:

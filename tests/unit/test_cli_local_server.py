@@ -19,7 +19,8 @@ from cb_backend.cli.local_server import (
     stub_needs_libpython,
     stub_python_version,
 )
-from cb_backend.cli.paths import CliError, cache_dir
+from cb_backend.cli.paths import CliError
+from cb_backend.models.checkpoint import cache_dir
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -145,11 +146,3 @@ def test_package_missing_where_the_stub_looks(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(CliError, match=r"cb_backend is not installed for .*python3.*`pip install -e \.`"):
         check_stub_python({"PATH": str(tmp_path)})
-
-
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CB_BACKEND_CACHE", str(tmp_path))
-    assert cache_dir() == tmp_path
-    monkeypatch.delenv("CB_BACKEND_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_dir() == tmp_path / "home" / ".cache" / "cb_backend"
