@@ -6,6 +6,8 @@ import re
 
 _LOG_LINE = re.compile(r"^([IWEF])\d{4} [\d:.]+ \d+ (\S+?):\d+\] (.*)$")
 _LOAD_FAILURE = re.compile(r"failed to load '([^']+)' version \d+: [\w ]+: (.*)")
+# Errors whose text is a sentence for the user; other classes' names say something.
+_OWN_ERROR = re.compile(r"^(TritonModelException|ConfigError): ")
 # What every machine without a GPU is told at each start; true, and of no use to the reader.
 _NOISE = ("pinned system memory", "CudaDriverHelper", "NVML", "DCGM", "in-flight inferences")
 
@@ -29,7 +31,7 @@ def failure_reason(lines: list[str], exit_code: int | None) -> str:
         if match:
             # The rest of the text is a Python trace, after an escaped end of line.
             text = match.group(2).split("\\n")[0].strip().rstrip('"')
-            return f"model {match.group(1)!r} could not be loaded: {text.removeprefix('TritonModelException: ')}"
+            return f"model {match.group(1)!r} could not be loaded: {_OWN_ERROR.sub('', text)}"
     for line in reversed(lines):
         if line.startswith(("error:", "Error:", "E", "F")) and is_worth_showing(line):
             match = _LOG_LINE.match(line)

@@ -20,7 +20,6 @@ from cb_backend.cli.local_server import (
     stub_python_version,
 )
 from cb_backend.cli.paths import CliError
-from cb_backend.models.checkpoint import cache_dir
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
