@@ -23,6 +23,7 @@ from cb_backend.cli.server_process import ServerOptions, ServerProcess, free_por
 START_TIMEOUT_S = 120.0
 STREAM_TIMEOUT_S = 60.0
 STAGGER_S = 0.4
+SHOWN_LINES = 20  # of the server's log, after a failure
 
 # (prompt, max_tokens): short and long prompts, short and long answers, in an order in which they overtake each other.
 PROMPTS = (
@@ -65,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
         streams = stream_all(client, view)
     finally:
         exit_code = server.stop()
-    check(streams, exit_code)
+    try:
+        check(streams, exit_code)
+    except CliError:
+        print("the server's last lines:", *server.last_lines(SHOWN_LINES), sep="\n  ", file=sys.stderr)
+        raise
     print_table(streams)
     _say(f"\nserver stopped cleanly; the whole demo took {time.monotonic() - started:.0f} s")
     return 0

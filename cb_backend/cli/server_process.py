@@ -121,7 +121,7 @@ class ServerProcess:
                 raise CliError(failure_reason(list(self.lines), self.poll()))
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"the server was not ready after {timeout:.0f} s; its last line: {self._last_line()}"
+                    f"the server was not ready after {timeout:.0f} s; its last line: {self.last_lines(1)}"
                 )
             time.sleep(READY_POLL_S)
 
@@ -181,8 +181,9 @@ class ServerProcess:
         if self._reader is not None:
             self._reader.join(timeout=2.0)
 
-    def _last_line(self) -> str:
-        return next((line for line in reversed(self.lines) if is_worth_showing(line)), "none")
+    def last_lines(self, count: int) -> list[str]:
+        """The newest lines of output that are worth showing, oldest first."""
+        return [line for line in self.lines if is_worth_showing(line)][-count:]
 
 
 def check_ports(options: ServerOptions) -> None:
