@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import queue
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,9 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
+
+
+_Event = tuple[Any, Any, float]  # result, error, time of arrival
 
 
 class ClientError(Exception):
@@ -82,7 +85,7 @@ class Client:
 
     def responses(self, prompt: str, *, is_streaming: bool, **sampling: Any) -> Generator[Response, None, None]:
         """Every response of one request, the final one last. Closing the iterator cancels the request."""
-        arrived: queue.SimpleQueue[tuple[Any, Any, float]] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         connection = grpc.InferenceServerClient(self.url)
         is_complete = False
         try:
@@ -96,13 +99,15 @@ class Client:
                 yield response
         except InferenceServerException as error:
             is_complete = True
-            raise _client_error(error, self.url) from None
+            # A broken stream refuses the request with a general text; what broke it came through the callback.
+            cause = next((event[1] for event in _drain(arrived) if event[1] is not None), error)
+            raise _client_error(cause, self.url) from None
         finally:
             # cancel_requests is what tells the server; without it the stream would wait for the end of the answer.
             connection.stop_stream(cancel_requests=not is_complete)
             connection.close()
 
-    def _next(self, arrived: queue.SimpleQueue[tuple[Any, Any, float]]) -> tuple[Any, float]:
+    def _next(self, arrived: queue.SimpleQueue[_Event]) -> tuple[Any, float]:
         try:
             result, error, received_at = arrived.get(timeout=self._timeout)
         except queue.Empty:
@@ -150,8 +155,13 @@ def _first(result: grpc.InferResult, name: str, default: Any) -> Any:
     return default if array is None or array.size == 0 else array.reshape(-1)[0]
 
 
+def _drain(arrived: queue.SimpleQueue[_Event]) -> Iterator[_Event]:
+    while not arrived.empty():
+        yield arrived.get_nowait()
+
+
 def _client_error(error: InferenceServerException, url: str) -> ClientError:
-    text = error.message() or str(error)
-    if "failed to connect" in text.lower() or "connection refused" in text.lower() or "DNS resolution" in text:
-        return ServerUnreachableError(f"no server answers at {url}; start one (make serve) or give its address")
-    return ClientError(text)
+    # Errors of the model carry no status on a stream; this one is the connection's.
+    if error.status() == "StatusCode.UNAVAILABLE":
+        return ServerUnreachableError(f"no server answers at {url} ({error.message()}); start one or give its address")
+    return ClientError(error.message() or str(error))

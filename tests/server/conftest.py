@@ -125,7 +125,7 @@ def running_server(
         process.wait_ready(START_TIMEOUT_S)
         yield RunningServer(process, mark)
     finally:
-        print("\n".join(list(process.lines)[-60:]))  # shown by pytest where a test fails
+        print("\n".join(process.last_lines(60)))  # shown by pytest where a test fails
         process.stop()
         left = marked_processes(mark)
         assert left == [], f"processes left behind: {left}"
