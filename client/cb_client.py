@@ -22,7 +22,6 @@ import numpy as np
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-
 _Event = tuple[Any, Any, float]  # result, error, time of arrival
 
 
