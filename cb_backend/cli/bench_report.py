@@ -71,7 +71,7 @@ def _limit(workload: Workload, result: PassResult, limits: Limits) -> Record:
     record: Record = {
         "bandwidth": card.bandwidth,
         "flops": card.flops,
-        "executed_s": round(executed, 4),
+        "executed_s": round(executed, 6),
         "fraction_executed": round(executed / (result.seconds - result.idle_seconds), 4),
         # One prompt of the middle length alone; the steps that ran, weighted by the rows that waited for them.
         "ttft_ms": _ms(prefill_seconds(shape, card, [int(np.median(workload.prompt_lens))])),
@@ -87,7 +87,7 @@ def _limit(workload: Workload, result: PassResult, limits: Limits) -> Record:
             limits.num_cache_tokens,
             workload.num_shared_tokens,
         )
-        record["ideal_s"] = round(ideal.seconds, 4)
+        record["ideal_s"] = round(ideal.seconds, 6)
         record["output_tok_s"] = round(result.num_output_tokens / ideal.seconds, 1)
         record["fraction_ideal"] = round(ideal.seconds / result.seconds, 4)
     return record

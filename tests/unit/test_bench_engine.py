@@ -1,0 +1,183 @@
+"""A benchmark pass over a runner without a model: pytest tests/unit/test_bench_engine.py"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cb_backend.cli import bench_pass
+from cb_backend.cli.bench_pass import BenchmarkError, PassResult, fresh_engine, run_pass
+from cb_backend.cli.bench_report import Limits, pairs_record, pass_record, table
+from cb_backend.cli.bench_workloads import Workload, offline
+from cb_backend.cli.roofline import CardLimits, ModelShape, decode_seconds
+from cb_backend.config import engine_config_from_dict
+from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.messages import ModelInfo
+from cb_backend.outputs import SchedulerOutput
+from tests.fakes.runners import FakePending, ScriptedRunner
+
+BLOCK_SIZE = 4
+SHAPE = ModelShape(
+    num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=16, vocab_size=32
+)
+CARD = CardLimits(bandwidth=1e7, flops=1e7)
+LIMITS = Limits(SHAPE, CARD, num_cache_tokens=4000)
+STEP_SECONDS = 0.004
+
+
+class SlowRunner(ScriptedRunner):
+    """Every step takes the same time, so that latencies can be told beforehand; ids may start again."""
+
+    def execute_model(self, plan: SchedulerOutput) -> FakePending:
+        if plan.step_id == 1:
+            self.num_steps = 0  # another pass over the same runner
+        time.sleep(STEP_SECONDS)
+        return super().execute_model(plan)
+
+
+def engine(max_num_seqs: int = 4, num_blocks: int = 1000, run_ahead: int = 0, is_delayed: bool = False) -> LLMEngine:
+    config = engine_config_from_dict(
+        {"model": "fake", "max_num_seqs": max_num_seqs, "run_ahead": run_ahead, "enable_prefix_caching": False}
+    )
+    info = ModelInfo(
+        model="fake",
+        tokenizer_dir="",
+        vocab_size=32,
+        max_model_len=500,
+        eos_token_ids=(1,),
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        dtype="bfloat16",
+        device="cpu",
+    )
+    return LLMEngine(config, SlowRunner(BLOCK_SIZE, lambda request, n: (request + n) % 32, is_delayed), info)
+
+
+def workload(prompt_lens: list[int], output_lens: list[int]) -> Workload:
+    return offline("test", [[index % 32 for index in range(length)] for length in prompt_lens], output_lens)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_pass_counts_every_token_and_step(run_ahead: int) -> None:
+    """Three requests of 5, 5 and 9 tokens: one step with the prompts, then decode steps of 3 and of 1 rows."""
+    result = run_pass(engine(run_ahead=run_ahead, is_delayed=run_ahead > 0), workload([6, 7, 8], [5, 5, 9]), 0.6)
+    steps = list(result.steps.steps.values())
+    assert result.num_output_tokens == 19
+    assert [step.num_scheduled_tokens.sum() for step in steps[:2]] == [21, 3]
+    assert steps[0].num_sampling_rows == 3
+    assert not steps[0].is_decode
+    assert all(step.is_decode for step in steps[1:])
+    if not run_ahead:
+        assert [step.num_rows for step in steps] == [3] * 5 + [1] * 4
+        assert len(result.steps.full_decode_steps()) == 4
+        assert len(result.steps.step_intervals()) == 3
+        assert result.steps.step_intervals().min() >= STEP_SECONDS
+    assert len(result.latencies.ttft) == 3
+    assert len(result.latencies.token_gaps) == 4 + 4 + 8
+    # Nine steps one after the other, and a first token after one of them.
+    assert result.seconds >= 9 * STEP_SECONDS
+    assert result.latencies.ttft.min() >= STEP_SECONDS
+    assert result.latencies.e2e.max() == pytest.approx(result.seconds, abs=1e-9)
+
+
+def test_host_time_is_split_by_call() -> None:
+    host = run_pass(engine(), workload([4, 4], [6, 6]), 0.0).steps.host_summary()
+    parts = [host[name] for name in ("schedule", "execute_model", "update_from_output")]
+    assert all(part is not None and part["min"] > 0 for part in parts)
+    assert parts[1] is not None
+    assert parts[1]["min"] >= STEP_SECONDS * 1e6  # this runner sleeps where a real one launches
+    assert host["total"] is not None
+    assert host["total"]["mean"] == pytest.approx(sum(part["mean"] for part in parts if part), rel=1e-6)
+
+
+def test_the_executed_floor_is_the_sum_over_steps() -> None:
+    result = run_pass(engine(), workload([6], [4]), 0.6)
+    floors = [result.steps.floor_seconds(SHAPE, CARD, [step]) for step in result.steps.steps.values()]
+    # After the prompt: contexts of 7, 8 and 9 tokens, the row's own token included.
+    assert floors[1:] == pytest.approx([decode_seconds(SHAPE, CARD, 1, context) for context in (7, 8, 9)])
+    assert result.steps.floor_seconds(SHAPE, CARD) == pytest.approx(sum(floors))
+
+
+def test_requests_join_when_they_arrive() -> None:
+    late = replace(workload([4, 4], [2, 2]), arrivals=[0.0, 0.15])
+    result = run_pass(engine(), late, 0.6)
+    assert [step.num_rows for step in result.steps.steps.values()] == [1, 1, 1, 1]  # they never met
+    assert result.seconds >= 0.15
+    assert 0.05 < result.idle_seconds < 0.15
+    assert result.latencies.ttft.max() < 0.1  # from the arrival, not from the start
+
+
+def test_a_request_that_ends_early_has_no_figures() -> None:
+    with pytest.raises(BenchmarkError, match="2 requests ended early, the first with 36 of 60 tokens"):
+        run_pass(engine(num_blocks=10), workload([4, 4], [60, 60]), 0.6)  # the whole cache holds 40 tokens
+
+
+def test_a_fresh_engine_starts_cold_over_the_same_runner() -> None:
+    first = engine()
+    again = fresh_engine(first, max_num_seqs=1)
+    assert again.runner is first.runner
+    assert again.config.max_num_seqs == 1
+    run_pass(again, workload([4, 4], [3, 3]), 0.6)
+    assert run_pass(fresh_engine(first), workload([4, 4], [3, 3]), 0.6).stats.num_output_tokens == 6
+
+
+def passes(*pairs: tuple[float, float]) -> list[tuple[Workload, PassResult, Workload, PassResult]]:
+    """(seconds of the one-token pass, of the five-token pass), over real results."""
+    short, full = workload([4], [1]), workload([4], [5])
+    results = [run_pass(engine(), one, 0.6) for one in (short, full)]
+    return [(short, replace(results[0], seconds=a), full, replace(results[1], seconds=b)) for a, b in pairs]
+
+
+def test_latency_pairs_as_the_peer_computes_them() -> None:
+    record = pairs_record(passes((0.1, 0.5), (0.3, 0.9), (0.2, 0.6)), None)
+    assert record["ttft_ms"]["p50"] == 200.0
+    assert record["tpot_ms"] == {
+        "mean": 116.6667, "min": 75.0, "p50": 100.0, "p90": 160.0, "p99": 173.5, "max": 175.0
+    }  # fmt: skip
+    assert record["seconds"] == 0.6  # the pass of the median time stands for the rest
+    assert record["passes"] == 3
+
+
+def test_a_record_and_its_table_line() -> None:
+    result = run_pass(engine(), workload([6, 7, 8], [5, 5, 9]), 0.6)
+    record = pass_record(workload([6, 7, 8], [5, 5, 9]), result, LIMITS)
+    assert (record["requests"], record["prompt_tokens"], record["output_tokens"]) == (3, 21, 19)
+    assert record["output_tok_s"] == pytest.approx(19 / result.seconds, rel=1e-3)
+    assert record["total_tok_s"] == pytest.approx(40 / result.seconds, rel=1e-3)
+    assert record["batch_histogram"] == {"1": 4, "3-4": 5}
+    limit = record["limit"]
+    assert limit["fraction_executed"] == pytest.approx(limit["executed_s"] / result.seconds, abs=0.01)
+    assert limit["output_tok_s"] == pytest.approx(19 / limit["ideal_s"], rel=1e-3)
+    # The first row of the ideal schedule runs 8 decode steps; here 9 steps ran, the prompts' one among them.
+    assert limit["ideal_s"] <= limit["executed_s"] * 1.01
+    line = table([{**record, "peak_memory_bytes": 2e9}]).splitlines()[1]
+    assert line.startswith("test ")
+    assert line.endswith(" 2.0")
+    assert f"{record['output_tok_s']:,.0f}" in line
+
+
+def test_a_record_without_a_measured_card() -> None:
+    record = pass_record(workload([4], [3]), run_pass(engine(), workload([4], [3]), 0.6), None)
+    assert record["limit"] is None
+    assert " - " in table([{**record, "peak_memory_bytes": 1e9}]).splitlines()[1]
+
+
+def test_the_driver_sleeps_until_the_next_arrival() -> None:
+    """With a clock of its own the driver sleeps exactly until the next arrival."""
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    late = replace(workload([4, 4], [1, 1]), arrivals=[2.0, 5.0])
+    params = [bench_pass.SamplingParams(max_tokens=1, ignore_eos=True, seed=0)] * 2
+    outputs, idle = bench_pass._drive(engine(), late, params, 0.0, clock=lambda: now[0], sleep=sleep)
+    assert slept == [2.0, 3.0]
+    assert idle == 5.0
+    assert [moment for moment, _ in outputs] == [2.0, 5.0]
+    assert np.concatenate([output.request_ids for _, output in outputs]).tolist() == [0, 1]
