@@ -1,5 +1,8 @@
 """Attention of one query token a request over a paged KV cache.
 
+Bound by reading K and V once, so the work is cut into pieces of equal length: a plan, made on the device from the
+lengths (a graph may be replayed with any), gives each row as many splits as balance the card. A program attends one
+split of one KV head for all query heads that share it; the last program of a row to finish merges the row's splits.
 Knows rows, block tables and lengths, not requests or steps.
 """
 
@@ -8,7 +11,194 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.decode_plan import (
+    PLAN_HEADER,
+    PLAN_ITEM,
+    decode_parameters,
+    max_items,
+    padded_head_dim,
+    plan_decode,
+    tile_alignment,
+)
+from cb_backend.kernels.launch import jit, needs_twin, next_power_of_2, tl
+
 _PADDED_TOKENS = 16384  # most (rows x longest context) the twin gathers at once, so that a long row costs no memory
+
+
+@jit("num_items_bound")
+def _decode_attention_kernel(
+    q_ptr,
+    kv_cache_ptr,
+    block_tables_ptr,
+    slots_ptr,
+    seq_lens_ptr,
+    plan_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    num_items_bound,
+    scale_log2e,
+    q_stride,
+    block_stride,
+    value_stride,
+    head_stride,
+    table_stride,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a KV head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,  # BLOCK_N where a tile lies in one cache block, else 1
+    HEADER: tl.constexpr,
+    ITEM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # GROUP, rounded up
+    MERGED: tl.constexpr,  # partial results read together
+):
+    """One split of one row and KV head a program; BLOCK_M >= GROUP query heads are the rows of its tiles."""
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(plan_ptr):
+        return
+    item_ptr = plan_ptr + HEADER + item * ITEM
+    row, split = tl.load(item_ptr), tl.load(item_ptr + 1)
+    num_splits, tokens = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+    seq_len = tl.load(seq_lens_ptr + row)
+    table_ptr = block_tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    start = split * tokens
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - WINDOW, 0)  # first position the row sees
+        start += first // ALIGN * ALIGN
+    end = tl.minimum(start + tokens, seq_len)
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    is_head, is_dim = m < GROUP, d < HEAD_DIM
+    head = kv_head * GROUP + m
+    q_tile_ptr = q_ptr + row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_tile_ptr, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    key_ptr = kv_cache_ptr + kv_head * head_stride
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # NOTE: the block ids of a tile are loaded one iteration ahead. A load that depends on a load of the same
+    # iteration keeps Triton from pipelining: K and V would be single-buffered whatever num_stages says.
+    if ALIGN > 1:
+        block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        block = tl.load(table_ptr + tl.minimum(start + n, end - 1) // BLOCK_SIZE, mask=start < end, other=0)
+    for tile in range(start, end, BLOCK_N):
+        # Positions past the end read the last token again: no mask on the loads, and nothing stale is touched.
+        position = tl.minimum(tile + n, end - 1)
+        cell = block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * HEAD_DIM  # [BLOCK_N]
+        if ALIGN > 1:
+            block = tl.load(table_ptr + tl.minimum(tile + BLOCK_N, end - 1) // BLOCK_SIZE)
+        else:
+            block = tl.load(table_ptr + tl.minimum(tile + BLOCK_N + n, end - 1) // BLOCK_SIZE)
+        cell_ptr = key_ptr + cell[:, None] + d[None, :]
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(cell_ptr)  # [BLOCK_N, BLOCK_D]
+        else:
+            k = tl.load(cell_ptr, mask=is_dim[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
+        is_seen = tile + n < end
+        if WINDOW > 0:
+            is_seen = is_seen & (tile + n >= first)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        correction = tl.exp2(largest - new_largest)
+        weights = tl.exp2(scores - new_largest[:, None])
+        denominator = denominator * correction + tl.sum(weights, axis=1)
+        if BLOCK_D == HEAD_DIM:
+            v = tl.load(cell_ptr + value_stride)
+        else:
+            v = tl.load(cell_ptr + value_stride, mask=is_dim[None, :], other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        largest = new_largest
+    attended = acc / tl.where(denominator > 0, denominator, 1.0)[:, None]  # a row of padding: 0 / 1
+    out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
+    is_stored = is_head[:, None] & is_dim[None, :]
+    if num_splits == 1:
+        tl.store(out_tile_ptr, attended.to(out_ptr.dtype.element_ty), mask=is_stored)
+        return
+    partial_row = (item * NUM_KV_HEADS + kv_head) * GROUP + m
+    tl.store(partial_ptr + partial_row.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], attended, mask=is_stored)
+    tl.store(partial_lse_ptr + partial_row, largest + tl.log2(denominator), mask=is_head)
+    # The barrier and the atomic make this program's partials visible before the count that announces them.
+    tl.debug_barrier()
+    counter_ptr = plan_ptr + HEADER + num_items_bound * ITEM + row * NUM_KV_HEADS + kv_head
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < num_splits - 1:
+        return
+    tl.debug_barrier()
+    tl.store(counter_ptr, 0)  # the next layer uses the same plan
+    s, g = tl.arange(0, MERGED), tl.arange(0, BLOCK_G)
+    is_stored = (g < GROUP)[:, None] & is_dim[None, :]
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for index in range(0, num_splits, MERGED):
+        is_part = index + s < num_splits
+        part_row = ((item - split + index + s) * NUM_KV_HEADS + kv_head)[:, None] * GROUP + g[None, :]
+        mask = is_part[:, None] & (g < GROUP)[None, :]  # [MERGED, BLOCK_G]
+        # .cg: from L2, where other programs' stores are; this multiprocessor's L1 may hold an older layer's.
+        lse = tl.load(partial_lse_ptr + part_row, mask=mask, other=0.0, cache_modifier=".cg")
+        lse = tl.where(is_part[:, None], lse, float("-inf"))
+        part_ptr = partial_ptr + part_row.to(tl.int64)[:, :, None] * HEAD_DIM + d[None, None, :]
+        mask_3d = mask[:, :, None] & is_dim[None, None, :]
+        part = tl.load(part_ptr, mask=mask_3d, other=0.0, cache_modifier=".cg")  # [MERGED, BLOCK_G, BLOCK_D]
+        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
+        correction, weight = tl.exp2(largest - new_largest), tl.exp2(lse - new_largest[None, :])
+        denominator = denominator * correction + tl.sum(weight, axis=0)
+        acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        largest = new_largest
+    head = kv_head * GROUP + g
+    out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
+    tl.store(out_tile_ptr, (acc / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=is_stored)
+
+
+def decode_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+    plans: dict[int, Tensor] | None = None,
+) -> Tensor:
+    """`decode_attention_torch` in one launch, and one more for the plan of each window in a step.
+
+    plans: the step's plans by window; starts empty, filled here, and passed to every layer of the same step.
+    """
+    if needs_twin(q):
+        return decode_attention_torch(q, kv_cache, block_tables, slots, seq_lens, scale, window, out)
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
+    group, block_d = num_heads // num_kv_heads, padded_head_dim(head_dim)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_rows == 0:
+        return out
+    plan = None if plans is None else plans.get(window)
+    if plan is None:
+        plan = plan_decode(seq_lens, num_kv_heads, head_dim, block_size, window)
+        if plans is not None:
+            plans[window] = plan
+    parameters = decode_parameters(head_dim, q.device)
+    block_n = parameters["block_n"]
+    bound = max_items(num_rows, num_kv_heads, head_dim, q.device)
+    partial = torch.empty(bound * num_heads, head_dim + 1, dtype=torch.float32, device=q.device)
+    _decode_attention_kernel[(num_kv_heads, bound)](
+        q, kv_cache, block_tables, slots, seq_lens, plan,
+        partial, partial.view(-1)[bound * num_heads * head_dim :], out,
+        bound, scale * 1.4426950408889634,
+        q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
+        WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
+        BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,
+        BLOCK_G=next_power_of_2(group), MERGED=min(max(4096 // (next_power_of_2(group) * block_d), 1), 16),
+        num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+    )  # fmt: skip
+    return out
 
 
 def decode_attention_torch(
@@ -20,13 +210,14 @@ def decode_attention_torch(
     scale: float,
     window: int = 0,
     out: Tensor | None = None,
+    plans: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Row i attends to the first seq_lens[i] tokens of slot slots[i], its own token (already in the cache) included.
 
     q [num_rows, num_heads, head_dim]; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim];
     block_tables [num_slots, max_blocks] int32; slots, seq_lens [num_rows] int32. With window w > 0 a row sees only the
     last w of its tokens. A row of length 0 (padding) reads nothing and gives zeros. Returns q's shape and type;
-    scores and sums are fp32.
+    scores and sums are fp32. `plans` is the kernel's and not looked at.
     """
     out = torch.empty_like(q) if out is None else out
     lengths: list[int] = seq_lens.tolist()

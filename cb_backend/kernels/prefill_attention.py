@@ -1,6 +1,8 @@
 """Attention of several query tokens a request over a paged KV cache: whole prompts, chunks of them, cached prefixes.
 
-Knows rows, block tables and lengths, not requests or steps.
+Bound by arithmetic, so tiles are those of the tensor cores: the query heads that share a KV head are packed into the
+rows of a tile, and only the tiles that cross the causal border (or the window's) are masked. Knows rows, block tables
+and lengths, not requests or steps.
 """
 
 from __future__ import annotations
@@ -8,7 +10,203 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+
 _QUERIES_AT_ONCE = 128  # bounds the twin's score matrix
+
+
+@jit()
+def _attend_tiles(
+    acc,
+    largest,
+    denominator,
+    q,
+    position,  # [BLOCK_M] of the queries
+    start,
+    end,
+    last,  # last position in the cache: nothing is read past it
+    table_ptr,
+    key_ptr,
+    scale_log2e,
+    block_stride,
+    value_stride,
+    IS_MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The keys of positions [start, end), BLOCK_N at a time, folded into the running softmax."""
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    # NOTE: block ids are loaded one iteration ahead, as in decode attention, or K and V would be single-buffered.
+    if ALIGN > 1:
+        block = tl.load(table_ptr + tl.minimum(start, last) // BLOCK_SIZE)
+    else:
+        block = tl.load(table_ptr + tl.minimum(start + n, last) // BLOCK_SIZE)
+    for tile in range(start, end, BLOCK_N):
+        cell = block.to(tl.int64) * block_stride + (tl.minimum(tile + n, last) % BLOCK_SIZE) * HEAD_DIM
+        if ALIGN > 1:
+            block = tl.load(table_ptr + tl.minimum(tile + BLOCK_N, last) // BLOCK_SIZE)
+        else:
+            block = tl.load(table_ptr + tl.minimum(tile + BLOCK_N + n, last) // BLOCK_SIZE)
+        cell_ptr = key_ptr + cell[:, None] + d[None, :]
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(cell_ptr)  # [BLOCK_N, BLOCK_D]
+        else:
+            k = tl.load(cell_ptr, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
+        if IS_MASKED:
+            key_position = (tile + n)[None, :]
+            is_seen = key_position <= position[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (key_position > position[:, None] - WINDOW)
+            # Finite, so that a row that has seen no key yet does not make NaN of -inf - -inf.
+            scores = tl.where(is_seen, scores, -1.0e38)
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        correction = tl.exp2(largest - new_largest)
+        weights = tl.exp2(scores - new_largest[:, None])
+        denominator = denominator * correction + tl.sum(weights, axis=1)
+        if BLOCK_D == HEAD_DIM:
+            v = tl.load(cell_ptr + value_stride)
+        else:
+            v = tl.load(cell_ptr + value_stride, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        largest = new_largest
+    return acc, largest, denominator
+
+
+@jit("num_tokens", "num_requests")
+def _prefill_attention_kernel(
+    q_ptr,
+    kv_cache_ptr,
+    block_tables_ptr,
+    slots_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    num_tokens,
+    num_requests,
+    scale_log2e,
+    q_stride,
+    block_stride,
+    value_stride,
+    head_stride,
+    table_stride,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a KV head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,  # BLOCK_N where a tile lies in one cache block, else 1
+    QUERIES: tl.constexpr,  # tokens a tile: BLOCK_M // GROUP
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """QUERIES tokens of one request and one KV head a program; row r of a tile is token r // GROUP, head r % GROUP."""
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # a prompt's last tile has the most keys: it goes first
+    # Request r owns the tiles from query_start_loc[r] // QUERIES + r on: enough for it, whatever its neighbours need.
+    # The tiles after the last request's are those of padding.
+    request, above = 0, num_requests
+    while request < above:
+        middle = (request + above + 1) // 2
+        is_before = tl.load(query_start_loc_ptr + middle) // QUERIES + middle <= tile
+        request = tl.where(is_before, middle, request)
+        above = tl.where(is_before, above, middle - 1)
+    query_start = tl.load(query_start_loc_ptr + request)
+    is_request = request < num_requests
+    query_end = tl.load(query_start_loc_ptr + request + 1, mask=is_request, other=num_tokens)
+    query_end = tl.where(is_request, query_end, num_tokens)
+    first_query = (tile - (query_start // QUERIES + request)) * QUERIES
+    if query_start + first_query >= query_end:
+        return
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token = query_start + first_query + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    is_row = ((m < QUERIES * GROUP) & (token < query_end))[:, None] & (d < HEAD_DIM)[None, :]
+    out_tile_ptr = out_ptr + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
+    if request == num_requests:
+        tl.store(out_tile_ptr, tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty), mask=is_row)
+        return
+    q_tile_ptr = q_ptr + token.to(tl.int64)[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_tile_ptr, mask=is_row, other=0.0)
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_position = seq_len - (query_end - query_start) + first_query  # of the tile's first token
+    last_position = tl.minimum(first_position + QUERIES, seq_len) - 1
+    position = tl.minimum(first_position + m // GROUP, last_position)
+    table_ptr = block_tables_ptr + tl.load(slots_ptr + request).to(tl.int64) * table_stride
+    key_ptr = kv_cache_ptr + kv_head * head_stride
+    # Keys before whole_end are seen by every row of the tile, those from whole_start on are in every row's window.
+    start = 0
+    whole_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_M], tl.float32)
+    if WINDOW > 0:
+        first_key = tl.maximum(first_position - WINDOW + 1, 0)
+        start = first_key // ALIGN * ALIGN
+        whole_start = tl.maximum(last_position - WINDOW + 1, 0)
+        masked_end = start + (whole_start - start + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        masked_end = tl.minimum(masked_end, last_position + 1)
+        acc, largest, denominator = _attend_tiles(
+            acc, largest, denominator, q, position, start, masked_end, last_position, table_ptr, key_ptr,
+            scale_log2e, block_stride, value_stride, True, WINDOW, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        start = start + (whole_start - start + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        whole_end = start + tl.maximum(first_position + 1 - start, 0) // BLOCK_N * BLOCK_N
+    acc, largest, denominator = _attend_tiles(
+        acc, largest, denominator, q, position, start, whole_end, last_position, table_ptr, key_ptr,
+        scale_log2e, block_stride, value_stride, False, 0, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    acc, largest, denominator = _attend_tiles(
+        acc, largest, denominator, q, position, whole_end, last_position + 1, last_position, table_ptr, key_ptr,
+        scale_log2e, block_stride, value_stride, True, WINDOW, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    tl.store(out_tile_ptr, (acc / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+def prefill_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    *,
+    max_query_len: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`prefill_attention_torch` in one launch. query_start_loc[0] must be 0."""
+    if needs_twin(q):
+        return prefill_attention_torch(
+            q, kv_cache, block_tables, slots, query_start_loc, seq_lens, scale, window,
+            max_query_len=max_query_len, out=out,
+        )  # fmt: skip
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
+    group, block_d = num_heads // num_kv_heads, max(next_power_of_2(head_dim), 16)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_tokens == 0:
+        return out
+    parameters = launch_parameters("prefill_attention", q.device, block_d=block_d)
+    block_m, block_n = max(parameters["block_m"], next_power_of_2(group)), parameters["block_n"]
+    queries = block_m // group
+    num_tiles = num_tokens // queries + slots.shape[0] + 1
+    _prefill_attention_kernel[(num_kv_heads, num_tiles)](
+        q, kv_cache, block_tables, slots, query_start_loc, seq_lens, out,
+        num_tokens, slots.shape[0], scale * 1.4426950408889634,
+        q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
+        WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        ALIGN=block_n if block_size % block_n == 0 else 1,
+        QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+    )  # fmt: skip
+    return out
 
 
 def prefill_attention_torch(

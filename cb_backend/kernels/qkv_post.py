@@ -9,6 +9,110 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+
+
+@jit()
+def _qkv_post_kernel(
+    qkv_ptr,
+    cos_sin_ptr,
+    cos_sin_rows_ptr,
+    slot_mapping_ptr,
+    kv_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    qkv_stride,
+    cos_sin_stride,
+    block_stride,
+    value_stride,
+    head_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # rotary_dim / 2
+    HAS_NORM: tl.constexpr,
+    eps: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """HEADS heads of one token a program; the heads of a row are q's, then k's, then v's."""
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
+    column = tl.arange(0, BLOCK_D)
+    is_q, is_rotated = head < NUM_HEADS, head < NUM_HEADS + NUM_KV_HEADS
+    is_inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :]
+    # Column c of the first half is turned with column c + HALF, and the other way round.
+    partner = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
+    row_ptr = qkv_ptr + token.to(tl.int64) * qkv_stride + head[:, None] * HEAD_DIM
+    x = tl.load(row_ptr + column[None, :], mask=is_inside, other=0.0)  # [HEADS, BLOCK_D]
+    x_partner = tl.load(row_ptr + partner[None, :], mask=is_inside & is_rotated[:, None], other=0.0)
+    rotated, rotated_partner = x.to(tl.float32), x_partner.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / HEAD_DIM + eps)[:, None]
+        in_head = column < HEAD_DIM
+        q_weight = tl.load(q_norm_ptr + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(k_norm_ptr + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        weight = tl.where(is_q[:, None], q_weight, k_weight)
+        rotated = ((rotated * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
+        q_weight = tl.load(q_norm_ptr + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(k_norm_ptr + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        weight = tl.where(is_q[:, None], q_weight, k_weight)
+        rotated_partner = ((rotated_partner * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
+    angles_ptr = cos_sin_ptr + tl.load(cos_sin_rows_ptr + token).to(tl.int64) * cos_sin_stride
+    angle = tl.where(column < HALF, column, column - HALF)
+    cos = tl.load(angles_ptr + angle, mask=column < 2 * HALF, other=1.0)
+    sin = tl.load(angles_ptr + HALF + angle, mask=column < 2 * HALF, other=0.0)
+    sin = tl.where(column < HALF, -sin, sin)
+    rotated = (rotated * cos[None, :] + rotated_partner * sin[None, :]).to(x.dtype)
+    q_ptr = out_ptr + (token.to(tl.int64) * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
+    tl.store(q_ptr, rotated, mask=is_inside & is_q[:, None])
+    slot = tl.load(slot_mapping_ptr + token)
+    block = (slot // BLOCK_SIZE).to(tl.int64)  # a large cache has more elements than an int32 counts
+    kv_head = tl.where(is_rotated, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
+    cell = block * block_stride + kv_head * head_stride + (slot % BLOCK_SIZE) * HEAD_DIM
+    cell = tl.where(is_rotated, cell, cell + value_stride)
+    cached = tl.where(is_rotated[:, None], rotated, x)
+    tl.store(kv_cache_ptr + cell[:, None] + column[None, :], cached, mask=is_inside & (head >= NUM_HEADS)[:, None])
+
+
+def qkv_post(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    cos_sin_rows: Tensor,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`qkv_post_torch` in one launch; rows of qkv and of cos_sin may be strided. Both norms are given, or none."""
+    if needs_twin(qkv):
+        return qkv_post_torch(
+            qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, num_heads, num_kv_heads, head_dim,
+            q_norm, k_norm, eps, out,
+        )  # fmt: skip
+    num_tokens = qkv.shape[0]
+    if out is None:
+        out = qkv.new_empty(num_tokens, num_heads, head_dim)
+    if num_tokens == 0:
+        return out
+    parameters = launch_parameters("qkv_post", qkv.device)
+    heads = parameters["heads"]
+    _qkv_post_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // heads))](
+        qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, q_norm, k_norm, out,
+        qkv.stride(0), cos_sin.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
+        HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, eps=eps,
+        HEADS=heads, BLOCK_D=next_power_of_2(head_dim), num_warps=parameters["num_warps"],
+    )  # fmt: skip
+    return out
+
 
 def qkv_post_torch(
     qkv: Tensor,

@@ -9,6 +9,78 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+
+
+@jit()
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    out_residual_ptr,
+    x_stride,
+    residual_stride,
+    hidden_size: tl.constexpr,
+    eps: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_inside = column < hidden_size
+    x = tl.load(x_ptr + row * x_stride + column, mask=is_inside, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(out_residual_ptr + row * hidden_size + column, x, mask=is_inside)
+    weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0)
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / hidden_size + eps)
+    normed = (x32 * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row * hidden_size + column, normed.to(x.dtype), mask=is_inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """`rms_norm_torch` in one launch; rows of x may be strided."""
+    if needs_twin(x):
+        return rms_norm_torch(x, weight, eps, out)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _launch(x, None, weight, eps, out, None)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm_torch` in one launch; rows of x and residual may be strided."""
+    if needs_twin(x):
+        return add_rms_norm_torch(x, residual, weight, eps, out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(residual)
+    _launch(x, residual, weight, eps, *out)
+    return out
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_residual: Tensor | None
+) -> None:
+    num_tokens, hidden_size = x.shape
+    if num_tokens == 0:
+        return
+    block = next_power_of_2(hidden_size)
+    _rms_norm_kernel[(num_tokens,)](
+        x, residual, weight, out, out_residual,
+        x.stride(0), 0 if residual is None else residual.stride(0),
+        hidden_size=hidden_size, eps=eps, HAS_RESIDUAL=residual is not None, BLOCK=block,
+        **launch_parameters("rms_norm", x.device, block=block),
+    )  # fmt: skip
+
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """`weight * x / sqrt(mean(x ** 2) + eps)` over the last dimension.

@@ -1,0 +1,109 @@
+"""The work list of one decode step: which programs attend to which part of which row.
+
+Made on the device from the lengths, so that a captured graph balances whatever batch it is replayed with, and once a
+step: every layer with the same window uses it. Knows lengths, not what is computed from the list.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cb_backend.kernels.launch import jit, launch_parameters, next_power_of_2, num_multiprocessors, tl
+
+MAX_SPLITS = 64  # of one row
+PLAN_HEADER = 4  # int32 values before a plan's items; the first is the number of items
+PLAN_ITEM = 4  # int32 values an item: row, split, number of splits of the row, tokens a split
+
+
+@jit("num_rows", "num_counters", "num_items_bound", "target_items")
+def _plan_kernel(
+    seq_lens_ptr,
+    plan_ptr,
+    num_rows,
+    num_counters,
+    num_items_bound,
+    target_items,
+    WINDOW: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HEADER: tl.constexpr,
+    ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program: cut every row into splits of at most total / target_items tokens, and list them."""
+    row = tl.arange(0, ROWS)
+    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    length = seq_len
+    if WINDOW > 0:
+        length -= tl.maximum(seq_len - WINDOW, 0) // ALIGN * ALIGN
+    total = tl.sum(length.to(tl.int64), axis=0)
+    split = tl.maximum((total + target_items - 1) // target_items, MIN_SPLIT).to(tl.int32)
+    num_splits = tl.minimum((length + split - 1) // split, MAX_SPLITS)
+    num_splits = tl.maximum(num_splits, 1)  # a row of padding has one, which writes its zeros
+    tokens = (length + num_splits - 1) // num_splits
+    tokens = tl.maximum((tokens + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
+    num_splits = tl.where(row < num_rows, tl.maximum((length + tokens - 1) // tokens, 1), 0)
+    first_item = tl.cumsum(num_splits, axis=0) - num_splits
+    tl.store(plan_ptr, tl.sum(num_splits, axis=0))
+    most = tl.max(num_splits, axis=0)
+    for index in range(0, most):
+        item_ptr = plan_ptr + HEADER + (first_item + index) * ITEM
+        is_item = index < num_splits
+        tl.store(item_ptr, row, mask=is_item)
+        tl.store(item_ptr + 1, tl.zeros_like(row) + index, mask=is_item)
+        tl.store(item_ptr + 2, num_splits, mask=is_item)
+        tl.store(item_ptr + 3, tokens, mask=is_item)
+    for start in range(0, num_counters, ROWS):
+        counter = start + row
+        tl.store(plan_ptr + HEADER + num_items_bound * ITEM + counter, 0, mask=counter < num_counters)
+
+
+def plan_decode(
+    seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: int, window: int = 0, out: Tensor | None = None
+) -> Tensor:
+    """The work list of one decode step, int32 on the device: valid for every layer of that step with this window.
+
+    seq_lens [num_rows] int32. Holds the counters of the merges as well, so two streams must not share it.
+    """
+    num_rows, device = seq_lens.shape[0], seq_lens.device
+    parameters = decode_parameters(head_dim, device)
+    block_n = parameters["block_n"]
+    target = _target_items(num_kv_heads, head_dim, device)
+    bound = max_items(num_rows, num_kv_heads, head_dim, device)
+    size = PLAN_HEADER + bound * PLAN_ITEM + num_rows * num_kv_heads
+    out = torch.empty(size, dtype=torch.int32, device=device) if out is None else out
+    _plan_kernel[(1,)](
+        seq_lens, out,
+        num_rows, num_rows * num_kv_heads, bound, target,
+        WINDOW=window, MIN_SPLIT=parameters["min_split"], BLOCK_N=block_n, ALIGN=tile_alignment(block_n, block_size),
+        MAX_SPLITS=MAX_SPLITS, HEADER=PLAN_HEADER, ITEM=PLAN_ITEM, ROWS=max(next_power_of_2(num_rows), 16),
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def decode_parameters(head_dim: int, device: torch.device) -> dict[str, int]:
+    return launch_parameters("decode_attention", device, block_d=padded_head_dim(head_dim))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return max(next_power_of_2(head_dim), 16)
+
+
+def max_items(num_rows: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:
+    """No plan for `num_rows` rows has more items, whatever their lengths: the grid of a captured launch."""
+    return num_rows + _target_items(num_kv_heads, head_dim, device)
+
+
+def tile_alignment(block_n: int, block_size: int) -> int:
+    """block_n where a tile of keys lies in one cache block, so that one id serves it; 1 where it gathers."""
+    return block_n if block_size % block_n == 0 else 1
+
+
+def _target_items(num_kv_heads: int, head_dim: int, device: torch.device) -> int:
+    """Splits that fill the card; an item is num_kv_heads programs."""
+    programs = num_multiprocessors(device) * decode_parameters(head_dim, device)["ctas_per_sm"]
+    return max(1, programs // num_kv_heads)

@@ -1,0 +1,62 @@
+"""Counter-based random numbers: Gumbel noise that is a function of (seed, position, token id) and of nothing else.
+
+The same 32 bits come out of the twin and of the function that kernels call. Knows nothing of logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cb_backend.kernels.launch import jit, tl
+
+
+@jit()
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit()
+def gumbel_noise(seed, position, token_ids):
+    """The noise of `gumbel_noise_torch`, out of the same bits. seed, position int64 scalars; token_ids [n] int32."""
+    key = _mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)
+    key = _mix(_mix(key) ^ position.to(tl.uint32)) ^ (position >> 32).to(tl.uint32)
+    key_2 = _mix(key ^ 0xFFFFFFFF)
+    bits = _mix(_mix(token_ids.to(tl.uint32) * 0x9E3779B9 + key) ^ key_2)
+    u = bits.to(tl.float32) * 2.0**-32 + 2.0**-33
+    series = u + u * u * (0.5 + u * (1.0 / 3.0))
+    exponential = tl.where(u < 1e-3, series, -tl.log(1.0 - tl.minimum(u, 1.0 - 2.0**-24)))
+    return -tl.log(exponential)
+
+
+def gumbel_noise_torch(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [num_rows, vocab_size] fp32: -log(E), E exponential, out of `random_bits_torch`."""
+    bits = random_bits_torch(seeds, positions, vocab_size)
+    u = (bits.long() & 0xFFFFFFFF).float() * 2.0**-32 + 2.0**-33
+    # Small E decides who wins: near 0 the series keeps the bits that 1 - u would round away.
+    exponential = torch.where(u < 1e-3, u + u * u * (0.5 + u * (1 / 3)), -(1 - u.clamp(max=1 - 2.0**-24)).log())
+    return -exponential.log()
+
+
+def random_bits_torch(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """32 random bits a (row, token id), as int32 [num_rows, vocab_size]: three rounds of mixing of a row's key."""
+    low, high = seeds.to(torch.int32), (seeds >> 32).to(torch.int32)
+    position_low, position_high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
+    key = _mix_torch(_mix_torch(_mix_torch(low) ^ high) ^ position_low) ^ position_high
+    key_2 = _mix_torch(~key)
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
+    bits = _mix_torch(ids * _as_int32(0x9E3779B9) + key.unsqueeze(1))
+    return _mix_torch(bits ^ key_2.unsqueeze(1))
+
+
+def _mix_torch(x: Tensor) -> Tensor:
+    """A bijection of 32 bits in which every input bit moves every output bit (int32 arithmetic wraps)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _as_int32(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _as_int32(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value

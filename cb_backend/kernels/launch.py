@@ -1,0 +1,98 @@
+"""What the kernels' launchers share: where Triton is, whether it can run here, and the launch parameters of this GPU.
+
+Launch parameters are data: `tuned/<gpu>.json`, then `tuned/default.json`; `kernels/tune.py` writes the first kind.
+Nothing is tuned while serving. This module does not know what any kernel computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without Triton runs the twins
+    triton = tl = None
+
+# Triton's interpreter runs kernels on CPU tensors. It reads this when it is imported, so later changes have no effect.
+IS_INTERPRETING = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+TUNED = Path(__file__).parent / "tuned"
+
+
+def jit(*do_not_specialize: str) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit`, or the bare function where Triton is missing: modules import everywhere.
+
+    The named integers change from step to step; a variant compiled for each of their kinds would come late.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return function if triton is None else triton.jit(function, do_not_specialize=do_not_specialize)
+
+    return decorate
+
+
+def needs_twin(tensor: Tensor) -> bool:
+    """Whether the kernels cannot run on this tensor's device: no Triton, or a CPU outside the interpreter."""
+    return triton is None or not (tensor.is_cuda or IS_INTERPRETING)
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 4 stands for the interpreter's CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def max_shared_bytes(device: torch.device) -> int:
+    """Shared memory one program may have; without bound on the interpreter's CPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
+
+
+@functools.cache
+def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[str, int]:
+    """The launch parameters of `op`, from the first entry whose `when` agrees with `conditions`.
+
+    A file maps an op to a list of {"when": {condition: value}, "shared_bytes": n, "use": {parameter: value}}; an entry
+    that needs more shared memory than a program may have here is passed over. The GPU's own file goes before the
+    default. Raises `KeyError` for an op that no file knows.
+    """
+    entries = [*_read(_gpu_file(device)).get(op, []), *_read("default.json").get(op, [])]
+    for entry in entries:
+        if entry.get("shared_bytes", 0) > max_shared_bytes(device):
+            continue
+        if all(conditions.get(name) == value for name, value in entry.get("when", {}).items()):
+            use: dict[str, int] = entry["use"]
+            return use
+    raise KeyError(f"no launch parameters for {op} with {conditions} in {TUNED.name}/default.json")
+
+
+def gpu_slug(device: torch.device) -> str:
+    """The GPU's name as a file name: `nvidia-h100-80gb-hbm3`."""
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+
+
+def _gpu_file(device: torch.device) -> str:
+    return f"{gpu_slug(device)}.json" if device.type == "cuda" else "default.json"
+
+
+@functools.cache
+def _read(name: str) -> dict[str, Any]:
+    path = TUNED / name
+    parsed: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return parsed

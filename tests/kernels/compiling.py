@@ -1,0 +1,174 @@
+"""Compile the kernels for GPUs that are not here, exactly as their launchers would launch them.
+
+A launcher is called with CPU tensors while its kernels are replaced by recorders; what the recorders saw (types,
+alignment, constants, options) is compiled for the architecture asked for. Run as a program it compiles the cases given
+as JSON on standard input and prints one JSON line a kernel; it must not run under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+OPTIONS = ("num_warps", "num_stages")
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Recorder:
+    """Stands where a kernel stands; keeps the arguments of its launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: setattr(self, "launch", (args, kwargs))
+
+    def source(self, overrides: dict[str, int]) -> tuple[ASTSource, dict[str, int]]:
+        """The recorded launch as Triton's compiler wants it."""
+        assert self.launch is not None
+        args, kwargs = self.launch
+        kwargs = {**kwargs, **overrides}
+        names = self.kernel.arg_names
+        signature, constants, attrs = {}, {}, {}
+        for index, name in enumerate(names):
+            value = args[index] if index < len(args) else kwargs[name]
+            if isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+                attrs[(index,)] = [["tt.divisibility", 16]]
+            elif self.kernel.params[index].is_constexpr or value is None or value == 1:
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32"
+                if value % 16 == 0 and name not in (self.kernel.do_not_specialize or ()):
+                    attrs[(index,)] = [["tt.divisibility", 16]]
+        options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+        return ASTSource(self.kernel, signature, constants, attrs), options
+
+
+def record(op: str, kernel: str, call: dict[str, Any]) -> Recorder:
+    """Call `cb_backend.kernels.<op>`'s launcher on small tensors of the case's shapes; return what it launched."""
+    launched = importlib.import_module(f"cb_backend.kernels.{op}")
+    recorders: dict[str, Recorder] = {}
+    originals: list[tuple[Any, str, Any]] = []
+    for module in [value for name, value in sys.modules.items() if name.startswith("cb_backend.kernels.")]:
+        for name, value in list(vars(module).items()):
+            if name.endswith("_kernel") and hasattr(value, "arg_names"):
+                originals.append((module, name, value))
+                setattr(module, name, recorders.setdefault(name, Recorder(value)))
+        if hasattr(module, "needs_twin"):
+            originals.append((module, "needs_twin", module.needs_twin))
+            module.needs_twin = lambda tensor: False  # type: ignore[attr-defined]
+    try:
+        LAUNCHES[op](launched, **call)
+    finally:
+        for module, name, value in originals:
+            setattr(module, name, value)
+    return recorders[kernel]
+
+
+def _attention(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> dict[str, Any]:
+    kind = getattr(torch, dtype)
+    return {
+        "q": torch.zeros(2, num_heads, head_dim, dtype=kind),
+        "kv_cache": torch.zeros(2, 2, num_kv_heads, block_size, head_dim, dtype=kind),
+        "block_tables": torch.zeros(2, 16, dtype=torch.int32),
+        "slots": torch.zeros(2, dtype=torch.int32),
+        "seq_lens": torch.ones(2, dtype=torch.int32),
+        "scale": 0.1,
+    }
+
+
+def _decode(module: Any, window: int = 0, **shapes: Any) -> None:
+    module.decode_attention(**_attention(**shapes), window=window)
+
+
+def _prefill(module: Any, window: int = 0, **shapes: Any) -> None:
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    module.prefill_attention(**_attention(**shapes), window=window, query_start_loc=starts, max_query_len=1)
+
+
+def _rms_norm(module: Any, hidden_size: int) -> None:
+    x, weight = torch.zeros(2, hidden_size, dtype=torch.bfloat16), torch.zeros(hidden_size, dtype=torch.bfloat16)
+    module.add_rms_norm(x, x, weight, 1e-6)
+
+
+def _silu_mul(module: Any, intermediate_size: int) -> None:
+    module.silu_mul(torch.zeros(2, 2 * intermediate_size, dtype=torch.bfloat16))
+
+
+def _qkv_post(module: Any, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool) -> None:
+    tokens = torch.zeros(2, dtype=torch.int32)
+    norm = torch.zeros(head_dim, dtype=torch.bfloat16) if has_norm else None
+    module.qkv_post(
+        torch.zeros(2, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16),
+        torch.zeros(4, head_dim), tokens, tokens, torch.zeros(2, 2, num_kv_heads, 16, head_dim, dtype=torch.bfloat16),
+        num_heads, num_kv_heads, head_dim, norm, norm,
+    )  # fmt: skip
+
+
+def _sample(module: Any, vocab_size: int) -> None:
+    floats, ints = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    logits = torch.zeros(2, vocab_size, dtype=torch.bfloat16)
+    module.sample(logits, floats, ints.int(), floats, floats, ints, ints)
+
+
+LAUNCHES = {
+    "decode_attention": _decode,
+    "prefill_attention": _prefill,
+    "rms_norm": _rms_norm,
+    "silu_mul": _silu_mul,
+    "qkv_post": _qkv_post,
+    "sample": _sample,
+}
+
+
+def compile_case(case: dict[str, Any]) -> dict[str, Any]:
+    """What the compiler made of one case: its resources, and signs of what was meant in the intermediate code."""
+    source, options = record(case["op"], case["kernel"], case["call"]).source(case.get("overrides", {}))
+    options.update(case.get("options", {}))
+    compiled = triton.compile(source, target=GPUTarget("cuda", case["arch"], 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    stages = [int(size) for size in re.findall(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x", compiled.asm["ttgir"])]
+    return {
+        "registers": int(numbers["REG"]),
+        "stack_bytes": int(numbers["STACK"]) + int(numbers["LOCAL"]),
+        "shared_bytes": compiled.metadata.shared,
+        "num_buffers": stages,  # leading dimension of each multi-buffered tile
+        "has_wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
+        "has_tensor_core": "mma.sync" in compiled.asm["ptx"] or "wgmma" in compiled.asm["ptx"]
+        or "tcgen05.mma" in compiled.asm["ptx"],
+        "has_async_copy": "cp.async" in compiled.asm["ptx"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    for given in json.load(sys.stdin):
+        print(json.dumps(compile_case(given)), flush=True)
