@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.engine.slot_table import Rows
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchedStep:
@@ -20,11 +22,12 @@ class LaunchedStep:
 
     step_id: int
     table_version: int  # of the slot table when the plan was made
-    slots: NDArray[np.intp]
-    epochs: NDArray[np.int32]  # of the slots when the plan was made: other now = the row's request has left
+    rows: Rows  # epoch other than the slot's now = the row's request has left
     num_computed_after: NDArray[np.int32]
     is_sampling: NDArray[np.bool_]
     num_decode_rows: int
+    filled: NDArray[np.intp]  # rows (indices) that complete a block
+    may_end: bool  # False: no row reaches its length limit with this step's token
 
 
 class InFlightSteps:
@@ -65,8 +68,8 @@ class InFlightSteps:
     def free_when_safe(self, block_ids: list[int], slot: int, epoch: int) -> None:
         """Free blocks of the request that had `slot` in `epoch`: now, or after the last launched step with it."""
         for step in reversed(self._steps):
-            rows = np.flatnonzero(step.slots == slot)
-            if len(rows) and step.epochs[rows[0]] == epoch:
+            rows = np.flatnonzero(step.rows.slots == slot)
+            if len(rows) and step.rows.epochs[rows[0]] == epoch:
                 self._deferred.append((step.step_id, block_ids))
                 return
         self._free_blocks(block_ids)

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cb_backend.config import EngineConfig
 from cb_backend.engine.admission import AdmissionPolicy, FcfsAdmission, StaticAdmission
 from cb_backend.engine.in_flight import InFlightSteps
 from cb_backend.engine.slot_table import SlotTable
-from cb_backend.engine.step_plan import PlanBuilder, StepPlan
+from cb_backend.engine.step_plan import DecodeBatch, StepPlan, launch
 from cb_backend.engine.step_result import StepCounters, StepResults
 from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.kv_cache.manager import KVCacheManager
@@ -48,7 +45,7 @@ class Scheduler:
         self._in_flight = InFlightSteps(1 + run_ahead, kv.free_blocks)
         self._counters = StepCounters()
         self._results = StepResults(self._table, kv, self._in_flight, self._counters)
-        self._builder = PlanBuilder(self._table)
+        self._decode_batch = DecodeBatch(self._table)
         self._admission: AdmissionPolicy = FcfsAdmission()
         if config.scheduling_policy == "static":
             self._admission = StaticAdmission(kv, num_slots)
@@ -129,7 +126,7 @@ class Scheduler:
         if plan.num_rows == 0:
             return None
         self._step_id += 1
-        output, step = self._builder.build(self._step_id, plan)
+        output, step = launch(self._step_id, plan, self._table)
         self._in_flight.launch(step)
         return output
 
@@ -143,44 +140,43 @@ class Scheduler:
 
     def _plan_decode_rows(self, plan: StepPlan) -> bool:
         """Plan one token for every request past its prefill. False if blocks were short, so nobody may be admitted."""
-        table, order = self._table, self._table.order
-        if not len(order):
-            return True
-        computed = table.num_computed_tokens[order]
-        # At max_computed_tokens the request's last token has been sampled; its end comes with a launched result.
-        is_decode = (computed >= table.num_prefill_tokens[order]) & (computed < table.max_computed_tokens[order])
-        slots = order if is_decode.all() else order[is_decode]
-        is_out_of_room = table.num_computed_tokens[slots] >= table.num_block_tokens[slots]
-        if not is_out_of_room.any():
-            plan.set_decode(slots)
-            return True
-        growing = slots[is_out_of_room].tolist()
-        has_enough = len(growing) <= self._kv.num_free_blocks
-        if not has_enough:
-            growing, slots = self._make_room(growing, slots)
-        for slot in growing:
-            self._grow(slot, plan)
-        plan.set_decode(slots)
+        if not self._decode_batch.can_continue:
+            self._decode_batch = DecodeBatch(self._table)
+        batch = self._decode_batch
+        has_enough = True
+        if len(batch.out_of_room):
+            growing = batch.slots[batch.out_of_room].tolist()
+            has_enough = len(growing) <= self._kv.num_free_blocks
+            if not has_enough:
+                growing = self._make_room(growing, batch)
+            self._grow(growing, plan, batch)
+        if len(batch.slots):
+            plan.set_decode(batch)
         return has_enough
 
-    def _grow(self, slot: int, plan: StepPlan) -> None:
-        request = self._table.request_at(slot)
-        start = len(request.block_table)
-        added = self._kv.allocate_slots(request, start * self._kv.block_size + 1)
-        assert added is not None
-        self._table.num_block_tokens[slot] += self._kv.block_size
-        plan.new_blocks.append(NewBlocks(slot, start, tuple(added)))
+    def _grow(self, slots: list[int], plan: StepPlan, batch: DecodeBatch) -> None:
+        """One more block for each slot; the caller has seen to it that they are free."""
+        requests = [self._table.request_at(slot) for slot in slots]
+        block_ids = self._kv.append_blocks(requests)
+        self._table.num_block_tokens[slots] += self._kv.block_size
+        batch.room = self._table.num_block_tokens[batch.slots]
+        plan.new_blocks.extend(
+            NewBlocks(slot, len(request.block_table) - 1, (block_id,))
+            for slot, request, block_id in zip(slots, requests, block_ids, strict=True)
+        )
 
-    def _make_room(self, growing: list[int], slots: NDArray[np.intp]) -> tuple[list[int], NDArray[np.intp]]:
+    def _make_room(self, growing: list[int], batch: DecodeBatch) -> list[int]:
         """Preempt the youngest until every other growing slot can have a block, now or once launched steps are back.
 
-        Returns the slots that get a block now, and all that can decode in this step. Preempting comes before any row
-        is planned, so no row has to be taken back; blocks on their way count, so that no victim is taken in vain.
+        Returns the slots that get a block now; victims and those who must wait leave the batch. Preempting comes
+        before any row is planned, so no row has to be taken back; blocks on their way count, so that no victim is
+        taken in vain.
         """
         table = self._table
         is_ending = table.num_computed_tokens[table.order] >= table.max_computed_tokens[table.order]
         ending = [table.request_at(slot).block_table for slot in table.order[is_ending].tolist()]
         victims = table.order[~is_ending].tolist()
+        dropped = []
         while len(growing) > self._kv.num_free_blocks + self._in_flight.num_blocks_coming(
             self._kv.pool.ref_cnt, ending
         ):
@@ -188,9 +184,10 @@ class Scheduler:
             assert victims, "the oldest request alone must fit the cache"
             self._preempt(victim)
             growing = [slot for slot in growing if slot != victim]
-            slots = slots[slots != victim]
+            dropped.append(victim)
         num_free = self._kv.num_free_blocks
-        return growing[:num_free], slots[~np.isin(slots, growing[num_free:])]
+        batch.drop([*dropped, *growing[num_free:]])
+        return growing[:num_free]
 
     def _preempt(self, slot: int) -> None:
         """Give the request's blocks away and put it at the head of the queue; it will be recomputed.

@@ -11,12 +11,27 @@ the last of them perhaps sampled by a step whose result has not been read yet; b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.request import NO_SLOT, FinishReason, Request
 
 _NO_STOP_ID = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What of some slots stays as it is for as long as their requests run. Arrays over the rows."""
+
+    slots: NDArray[np.intp]
+    epochs: NDArray[np.int32]
+    request_ids: NDArray[np.int64]
+    stop_ids: NDArray[np.int32]  # [num_rows, widest] padded with -1
+
+    def take(self, mask: NDArray[np.bool_]) -> Rows:
+        return Rows(self.slots[mask], self.epochs[mask], self.request_ids[mask], self.stop_ids[mask])
 
 
 class SlotTable:
@@ -45,7 +60,6 @@ class SlotTable:
         self.max_total_tokens = counts()
         self.max_computed_tokens = counts()  # max_total_tokens - 1: the last token is never an input
         self.min_total_tokens = counts()  # a stop id ends the request only at this length or beyond
-        self.next_full_at = counts()  # num_computed_tokens at which the next block is full
         self.stop_ids = np.full((num_slots, 0), _NO_STOP_ID, np.int32)  # [num_slots, widest] padded with -1
 
     @property
@@ -72,7 +86,6 @@ class SlotTable:
         self.max_total_tokens[slot] = request.max_total_tokens
         self.max_computed_tokens[slot] = request.max_total_tokens - 1
         self.min_total_tokens[slot] = request.num_prompt_tokens + min(request.params.min_tokens, 2**30)
-        self.next_full_at[slot] = num_computed_tokens + self.block_size
         self._set_stop_ids(slot, request.stop_token_ids)
         self.order = np.append(self.order, slot)
         self.version += 1
@@ -96,29 +109,26 @@ class SlotTable:
         assert request is not None
         return request
 
+    def rows(self, slots: NDArray[np.intp]) -> Rows:
+        return Rows(slots, self.epoch[slots], self.request_ids[slots], self.stop_ids[slots])
+
     def record_sampled(
-        self, slots: NDArray[np.intp], num_tokens_before: NDArray[np.int32], token_ids: NDArray[np.int32]
+        self, rows: Rows, num_tokens_before: NDArray[np.int32], token_ids: NDArray[np.int32], may_end: bool
     ) -> NDArray[np.uint8]:
-        """Append one sampled token to each slot; returns what that means for it, as `FinishReason` values [n]."""
-        num_tokens = num_tokens_before + 1
+        """Append one sampled token to each row; returns what that means for it, as `FinishReason` values [num_rows].
+
+        `may_end` False promises that no row reaches its length limit.
+        """
+        slots, num_tokens = rows.slots, num_tokens_before + 1
         self.token_ids[slots, num_tokens_before] = token_ids
         self.num_known_tokens[slots] = num_tokens
         reasons = np.zeros(len(slots), np.uint8)
-        is_at_end = num_tokens >= self.max_total_tokens[slots]
-        if is_at_end.any():
-            reasons[is_at_end] = FinishReason.LENGTH
-        if self.stop_ids.shape[1]:
-            is_stop = (self.stop_ids[slots] == token_ids[:, None]).any(1)
-            if is_stop.any():
-                reasons[is_stop & (num_tokens >= self.min_total_tokens[slots])] = FinishReason.STOP
+        if may_end:
+            reasons[num_tokens >= self.max_total_tokens[slots]] = FinishReason.LENGTH
+        is_stop = rows.stop_ids == token_ids[:, None]
+        if is_stop.any():
+            reasons[is_stop.any(1) & (num_tokens >= self.min_total_tokens[slots])] = FinishReason.STOP
         return reasons
-
-    def take_full(self, slots: NDArray[np.intp], num_computed: NDArray[np.int32]) -> NDArray[np.intp]:
-        """Indices into `slots` of those that have completed a block since they were last returned here."""
-        filled = np.flatnonzero(num_computed >= self.next_full_at[slots])
-        if len(filled):
-            self.next_full_at[slots[filled]] = (num_computed[filled] // self.block_size + 1) * self.block_size
-        return filled
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]

@@ -1,4 +1,7 @@
-"""One step's plan while it is being made. Knows rows and the token budget; not why a row is in the plan."""
+"""One step's plan while it is being made, and the decode batch that stays the same from plan to plan.
+
+Knows rows, progress and the token budget; not why a row is in the plan.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.engine.in_flight import LaunchedStep
-from cb_backend.engine.slot_table import SlotTable
+from cb_backend.engine.slot_table import Rows, SlotTable
 from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput
 from cb_backend.request import Request
 
@@ -18,35 +21,76 @@ def _frozen(array: NDArray) -> NDArray:
     return array
 
 
-@dataclass(slots=True)
-class _DecodeRows:
-    """What stays the same in a decode plan for as long as the same requests decode."""
+class DecodeBatch:
+    """The rows that decode in this step. While nobody joins, leaves or stops, one object serves step after step.
 
-    version: int
-    slots: NDArray[np.intp]
-    slots32: NDArray[np.int32]
-    epochs: NDArray[np.int32]
-    ones: NDArray[np.int32]
-    all_true: NDArray[np.bool_]
+    Its own copies of progress and room are in row order, so that such a step gathers nothing from the slot table.
+    """
+
+    def __init__(self, table: SlotTable) -> None:
+        order = table.order
+        computed = table.num_computed_tokens[order]
+        # At max_computed_tokens the request's last token has been sampled; its end comes with a launched result.
+        num_left = table.max_computed_tokens[order] - computed
+        is_decode = (computed >= table.num_prefill_tokens[order]) & (num_left > 0)
+        is_whole = bool(is_decode.all())  # every running request is in it
+        self.slots = order if is_whole else order[is_decode]
+        self.computed = computed if is_whole else computed[is_decode]  # before this step
+        self.room = table.num_block_tokens[self.slots]
+        self.out_of_room = np.flatnonzero(self.computed >= self.room)  # rows that need a block in this step
+        # Steps until a row reaches its limit; 0: the batch cannot go on as it is.
+        self.num_steps_left = int(num_left.min()) if is_whole and len(order) else 0
+        self._table = table
+        self._version = table.version
+        self._constants: tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]] | None = None
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether the same rows can go on as they are."""
+        return self.num_steps_left > 0 and self._version == self._table.version
+
+    def drop(self, slots: list[int]) -> None:
+        """Leave these rows out of this step."""
+        keep = ~np.isin(self.slots, slots)
+        self.slots, self.computed, self.room = self.slots[keep], self.computed[keep], self.room[keep]
+        self.num_steps_left, self._constants = 0, None
+
+    def constants(self) -> tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
+        """(rows, slots as int32, ones, all true): the same arrays in every step."""
+        if self._constants is None:
+            n = len(self.slots)
+            ones, all_true = _frozen(np.ones(n, np.int32)), _frozen(np.ones(n, np.bool_))
+            self._constants = self._table.rows(self.slots), _frozen(self.slots.astype(np.int32)), ones, all_true
+        return self._constants
+
+    def advance(self, computed_after: NDArray[np.int32]) -> None:
+        """The step was planned: one more token is computed in every row."""
+        self.computed = computed_after
+        self.out_of_room = np.flatnonzero(computed_after >= self.room)
+        self.num_steps_left -= 1
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """Rows collected for one step: decode rows at once as arrays, prefill rows one by one."""
+    """Rows collected for one step: decode rows at once, prefill rows one by one."""
 
     budget: int  # tokens that may still be scheduled
-    decode_slots: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    decode: DecodeBatch | None = None
     prefill: list[tuple[int, int, int, bool]] = field(default_factory=list)  # slot, computed, scheduled, is_sampling
     joined: list[JoinedRow] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
 
     @property
-    def num_rows(self) -> int:
-        return len(self.decode_slots) + len(self.prefill)
+    def num_decode_rows(self) -> int:
+        return 0 if self.decode is None else len(self.decode.slots)
 
-    def set_decode(self, slots: NDArray[np.intp]) -> None:
-        self.decode_slots = slots
-        self.budget -= len(slots)
+    @property
+    def num_rows(self) -> int:
+        return self.num_decode_rows + len(self.prefill)
+
+    def set_decode(self, batch: DecodeBatch) -> None:
+        self.decode = batch
+        self.budget -= len(batch.slots)
 
     def add_prefill(self, slot: int, num_computed: int, num_scheduled: int, is_sampling: bool) -> None:
         self.prefill.append((slot, num_computed, num_scheduled, is_sampling))
@@ -66,52 +110,46 @@ class StepPlan:
         )
 
 
-class PlanBuilder:
-    """Turns a `StepPlan` into the frozen plan and its record, and moves the slots' progress on."""
+def launch(step_id: int, plan: StepPlan, table: SlotTable) -> tuple[SchedulerOutput, LaunchedStep]:
+    """Turn a `StepPlan` into the frozen plan and its record, and move the slots' progress on."""
+    if plan.decode is not None and not plan.prefill:
+        return _launch_decode(step_id, plan, plan.decode, table)
+    slots, computed, scheduled, is_sampling = (np.array(column) for column in zip(*plan.prefill, strict=True))
+    computed, scheduled = computed.astype(np.int32), scheduled.astype(np.int32)
+    if plan.decode is not None:
+        _, decode_slots, ones, all_true = plan.decode.constants()
+        slots = np.concatenate([decode_slots, slots])
+        computed = np.concatenate([plan.decode.computed, computed])
+        scheduled = np.concatenate([ones, scheduled])
+        is_sampling = np.concatenate([all_true, is_sampling])
+        plan.decode.num_steps_left = 0
+    after = computed + scheduled
+    filled = np.flatnonzero(after // table.block_size > computed // table.block_size)
+    rows = table.rows(slots.astype(np.intp))
+    table.num_computed_tokens[rows.slots] = after
+    output = SchedulerOutput(
+        step_id,
+        _frozen(slots.astype(np.int32)),
+        _frozen(computed),
+        _frozen(scheduled),
+        _frozen(is_sampling),
+        plan.num_decode_rows,
+        tuple(plan.joined),
+        tuple(plan.new_blocks),
+    )
+    step = LaunchedStep(step_id, table.version, rows, after, is_sampling, plan.num_decode_rows, filled, may_end=True)
+    return output, step
 
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
-        self._decode = self._decode_rows(table.order)
 
-    def build(self, step_id: int, plan: StepPlan) -> tuple[SchedulerOutput, LaunchedStep]:
-        table = self._table
-        rows = self._decode
-        if rows.version != table.version or len(rows.slots) != len(plan.decode_slots) or plan.prefill:
-            rows = self._decode_rows(plan.decode_slots)
-            is_whole_batch = not plan.prefill and plan.decode_slots is table.order
-            rows.version = table.version if is_whole_batch else -1
-            self._decode = rows
-        slots, slots32, epochs = rows.slots, rows.slots32, rows.epochs
-        computed, scheduled, is_sampling = table.num_computed_tokens[slots], rows.ones, rows.all_true
-        if plan.prefill:
-            columns = [np.array(column) for column in zip(*plan.prefill, strict=True)]
-            slots = np.concatenate([slots, columns[0].astype(np.intp)])
-            slots32, epochs = _frozen(slots.astype(np.int32)), table.epoch[slots]
-            computed = np.concatenate([computed, columns[1].astype(np.int32)])
-            scheduled = _frozen(np.concatenate([scheduled, columns[2].astype(np.int32)]))
-            is_sampling = _frozen(np.concatenate([is_sampling, columns[3].astype(np.bool_)]))
-        after = computed + scheduled
-        table.num_computed_tokens[slots] = after
-        num_decode = len(plan.decode_slots)
-        output = SchedulerOutput(
-            step_id=step_id,
-            slots=slots32,
-            num_computed_tokens=_frozen(computed),
-            num_scheduled_tokens=scheduled,
-            is_sampling=is_sampling,
-            num_decode_rows=num_decode,
-            joined=tuple(plan.joined),
-            new_blocks=tuple(plan.new_blocks),
-        )
-        return output, LaunchedStep(step_id, table.version, slots, epochs, after, is_sampling, num_decode)
-
-    def _decode_rows(self, slots: NDArray[np.intp]) -> _DecodeRows:
-        n = len(slots)
-        return _DecodeRows(
-            version=-1,
-            slots=slots,
-            slots32=_frozen(slots.astype(np.int32)),
-            epochs=self._table.epoch[slots],
-            ones=_frozen(np.ones(n, np.int32)),
-            all_true=_frozen(np.ones(n, np.bool_)),
-        )
+def _launch_decode(
+    step_id: int, plan: StepPlan, batch: DecodeBatch, table: SlotTable
+) -> tuple[SchedulerOutput, LaunchedStep]:
+    rows, slots, ones, all_true = batch.constants()
+    computed = batch.computed
+    after = _frozen(computed + 1)
+    may_end = batch.num_steps_left <= 1
+    table.num_computed_tokens[rows.slots] = after
+    batch.advance(after)
+    num_rows = len(slots)
+    output = SchedulerOutput(step_id, slots, computed, ones, all_true, num_rows, (), tuple(plan.new_blocks))
+    return output, LaunchedStep(step_id, table.version, rows, after, all_true, num_rows, batch.out_of_room, may_end)

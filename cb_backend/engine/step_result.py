@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.engine.in_flight import InFlightSteps, LaunchedStep
-from cb_backend.engine.slot_table import SlotTable
+from cb_backend.engine.slot_table import Rows, SlotTable
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput
 from cb_backend.request import FinishReason, Request, RequestStatus
@@ -69,34 +69,37 @@ class StepResults:
         if output.step_id != self._in_flight.oldest_id():
             raise ValueError(f"result of step {output.step_id} came, step {self._in_flight.oldest_id()} is due")
         step = self._in_flight.take(output.step_id)
-        if len(output.sampled_token_ids) != len(step.slots):
-            raise ValueError(
-                f"step {step.step_id} had {len(step.slots)} rows, its result has {len(output.sampled_token_ids)}"
-            )
+        rows, num_rows = step.rows, len(step.rows.slots)
+        if len(output.sampled_token_ids) != num_rows:
+            raise ValueError(f"step {step.step_id} had {num_rows} rows, its result has {len(output.sampled_token_ids)}")
         failed = self._fail_rows(step, output.is_failed) if output.is_failed.any() else None
-        slots, num_computed, is_sampling = step.slots, step.num_computed_after, step.is_sampling
-        token_ids = output.sampled_token_ids
-        has_prefill = step.num_decode_rows < len(slots)
+        num_computed, token_ids = step.num_computed_after, output.sampled_token_ids
+        has_prefill = step.num_decode_rows < num_rows
+        keep = step.is_sampling if has_prefill else None
+        is_live = None
         if step.table_version != self._table.version:
-            is_live = self._table.epoch[slots] == step.epochs
-            slots, num_computed, is_sampling = slots[is_live], num_computed[is_live], is_sampling[is_live]
-            token_ids = token_ids[is_live]
-        self._cache_full_blocks(slots, num_computed)
-        if has_prefill:
-            slots, num_computed, token_ids = slots[is_sampling], num_computed[is_sampling], token_ids[is_sampling]
-        result = self._record_tokens(slots, num_computed, token_ids, has_prefill)
+            is_live = self._table.epoch[rows.slots] == rows.epochs
+            keep = is_live & step.is_sampling
+        self._cache_filled(step, is_live)
+        if keep is not None:
+            rows, num_computed, token_ids = rows.take(keep), num_computed[keep], token_ids[keep]
+        reasons = self._table.record_sampled(rows, num_computed, token_ids, step.may_end)
+        num_cached = self._cached_tokens_to_tell(rows, num_computed) if has_prefill else {}
+        self._counters.num_output_tokens += len(token_ids)
+        self._end(rows, reasons)
         self._in_flight.release()
-        return _joined(failed, result) if failed is not None else result
+        result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached)
+        return result if failed is None else _joined(failed, result)
 
     def fail(self, step_id: int) -> EngineOutput:
         """Every request of a launched step ends with ERROR. Raises `ValueError` if the step is not in flight."""
         step = self._in_flight.take(step_id)
-        result = self._fail_rows(step, np.ones(len(step.slots), np.bool_))
+        result = self._fail_rows(step, np.ones(len(step.rows.slots), np.bool_))
         self._in_flight.release()
         return result
 
     def _fail_rows(self, step: LaunchedStep, is_failed: NDArray[np.bool_]) -> EngineOutput:
-        slots = step.slots[is_failed & (self._table.epoch[step.slots] == step.epochs)]
+        slots = step.rows.slots[is_failed & (self._table.epoch[step.rows.slots] == step.rows.epochs)]
         request_ids = self._table.request_ids[slots]
         for slot in slots.tolist():
             self._kv.withdraw(self._table.request_at(slot))
@@ -104,34 +107,26 @@ class StepResults:
         reasons = np.full(len(slots), FinishReason.ERROR, np.uint8)
         return EngineOutput(request_ids, np.full(len(slots), NO_TOKEN, np.int32), reasons)
 
-    def _cache_full_blocks(self, slots: NDArray[np.intp], num_computed: NDArray[np.int32]) -> None:
-        if not self._kv.enable_prefix_caching:
+    def _cache_filled(self, step: LaunchedStep, is_live: NDArray[np.bool_] | None) -> None:
+        """Make the blocks that the step completed findable. `is_live` None: all rows are."""
+        if not self._kv.enable_prefix_caching or not len(step.filled):
             return
         table = self._table
-        for row in table.take_full(slots, num_computed).tolist():
-            slot = int(slots[row])
-            self._kv.cache_full_blocks(table.request_at(slot), table.token_ids[slot], int(num_computed[row]))
+        filled = step.filled if is_live is None else step.filled[is_live[step.filled]]
+        num_computed = step.num_computed_after[filled].tolist()
+        for slot, computed in zip(step.rows.slots[filled].tolist(), num_computed, strict=True):
+            self._kv.cache_full_blocks(table.request_at(slot), table.token_ids[slot], computed)
 
-    def _record_tokens(
-        self,
-        slots: NDArray[np.intp],
-        num_computed: NDArray[np.int32],
-        token_ids: NDArray[np.int32],
-        has_prefill: bool,
-    ) -> EngineOutput:
-        table = self._table
-        request_ids = table.request_ids[slots]
-        reasons = table.record_sampled(slots, num_computed, token_ids)
-        self._counters.num_output_tokens += len(slots)
-        num_cached: dict[int, int] = {}
-        if has_prefill:
-            for slot in slots[num_computed == table.num_prompt_tokens[slots]].tolist():
-                request = table.request_at(slot)
-                num_cached[request.request_id] = request.num_cached_tokens
+    def _cached_tokens_to_tell(self, rows: Rows, num_computed: NDArray[np.int32]) -> dict[int, int]:
+        """request_id -> prompt tokens from the prefix cache, of requests whose first token has just come."""
+        is_first = num_computed == self._table.num_prompt_tokens[rows.slots]
+        requests = [self._table.request_at(slot) for slot in rows.slots[is_first].tolist()]
+        return {request.request_id: request.num_cached_tokens for request in requests}
+
+    def _end(self, rows: Rows, reasons: NDArray[np.uint8]) -> None:
         if reasons.any():
             for row in np.flatnonzero(reasons).tolist():
-                self.leave(int(slots[row]), _STATUS_OF_REASON[FinishReason(int(reasons[row]))])
-        return EngineOutput(request_ids, token_ids.copy(), reasons, num_cached)
+                self.leave(int(rows.slots[row]), _STATUS_OF_REASON[FinishReason(int(reasons[row]))])
 
 
 def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:

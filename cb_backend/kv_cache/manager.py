@@ -111,6 +111,14 @@ class KVCacheManager:
             self._chains[request.request_id] = _Chain(end or request.cache_salt, len(computed_blocks))
         return added
 
+    def append_blocks(self, requests: Sequence[Request]) -> list[int]:
+        """Grow each request's table by one block; returns them in order. As many must be free: check before."""
+        block_ids = self.pool.allocate(len(requests))
+        assert block_ids is not None, "append_blocks was called without enough free blocks"
+        for request, block_id in zip(requests, block_ids, strict=True):
+            request.block_table.append(block_id)
+        return block_ids
+
     def cache_full_blocks(self, request: Request, token_ids: NDArray[np.int32], num_computed_tokens: int) -> None:
         """Make the request's full computed blocks findable. `token_ids` [>= num_computed_tokens], values known.
 

@@ -94,11 +94,12 @@ def _make_arrival(
 ) -> Arrival:
     text = rng.choice(texts)
     at_border = rng.randint(0, longest // block_size) * block_size + rng.choice((-1, 0, 0, 1))
-    num_prompt = rng.choice((rng.randint(1, longest), rng.randint(1, max(1, longest // 4)), at_border, longest))
+    few = rng.randint(1, max(1, longest // 8))
+    num_prompt = rng.choice((rng.randint(1, longest), few, few, few, at_border, longest))
     num_prompt = min(max(num_prompt, 1), longest + 1)
     shared = rng.randint(0, num_prompt)
     prompt = (*text[:shared], *(rng.randrange(vocab_size) for _ in range(num_prompt - shared)))
-    max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(1, 40), longest + 5))
+    max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(1, 40), rng.randint(1, 40), longest + 5))
     stop_ids = tuple(rng.sample(range(vocab_size), k=rng.choice((0, 1, min(2, vocab_size - 1)))))
     at_step = rng.choice((0, rng.randint(0, 30)))
     return Arrival(
