@@ -1,0 +1,172 @@
+"""Where a checkpoint comes from: folders, GGUF files, the cache, the hub; and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from cb_backend.errors import ConfigError
+from cb_backend.models import checkpoint
+from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
+from tests.models.paged_model import PagedModel
+from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
+
+# A byte-level BPE of 97 tokens: printable bytes, two merges, and an end-of-sequence token.
+ALPHABET = sorted(ByteLevel.alphabet())[:94]
+MERGES = ["a b", "ab c"]
+TOKENS = [*ALPHABET, "ab", "abc", "<eos>"]
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CB_BACKEND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+def write_gguf(source: Path, path: Path) -> None:
+    """The qwen2 checkpoint as an unquantised GGUF file."""
+    config = json.loads((source / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf.TokenType.NORMAL] * (len(TOKENS) - 1) + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(MERGES)
+    writer.add_eos_token_id(len(TOKENS) - 1)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name.replace("model.layers", "blk"), tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_is_converted_once_and_computes_the_same(tmp_path: Path, cache: Path, monkeypatch) -> None:
+    source = write_checkpoint("qwen2-bias", tmp_path / "source")
+    write_gguf(source, tmp_path / "tiny.gguf")
+    folder = resolve_checkpoint(str(tmp_path / "tiny.gguf"))
+    assert folder.parent == cache / "models"
+    assert [entry for entry in folder.parent.iterdir() if entry != folder] == []  # nothing half done is left
+    prompt = random_tokens(40, seed=1)
+    paged = PagedModel(folder)
+    paged.start(0, 40)
+    torch.testing.assert_close(paged.prefill(0, prompt), reference_logits(source, prompt, []), atol=1e-4, rtol=0)
+    assert paged.config.eos_token_ids == (len(TOKENS) - 1,)
+    tokenizer = Tokenizer.from_file(str(resolve_tokenizer(None, folder) / "tokenizer.json"))
+    assert tokenizer.encode("abcab").tokens == ["abc", "ab"]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("converted twice")
+
+    monkeypatch.setattr(checkpoint, "_convert_gguf", fail)
+    assert resolve_checkpoint(str(tmp_path / "tiny.gguf")) == folder
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"PK\x03\x04 not gguf", r"broken\.gguf is not a GGUF file"),
+        (b"GGUF\x03\0\0\0", r"broken\.gguf cannot be converted"),
+    ],
+)
+def test_damaged_gguf_leaves_nothing_behind(tmp_path: Path, cache: Path, data: bytes, message: str) -> None:
+    (tmp_path / "broken.gguf").write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        resolve_checkpoint(str(tmp_path / "broken.gguf"))
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_local_folder_and_cached_hub_name(tmp_path: Path, cache: Path) -> None:
+    local, cached = tmp_path / "local", cache / "models" / "org--name"
+    for folder in (local, cached):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    assert resolve_checkpoint(str(local)) == local
+    assert resolve_checkpoint("org/name") == cached
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("org/absent", r"'org/absent' is not a local folder and could not be fetched from the hub.*local copy"),
+        ("/no/such/folder", r"'/no/such/folder' is neither a folder, a \.gguf file nor a hub id"),
+        ("{tmp}/file.bin", r"is a file, but not a \.gguf"),
+        ("{tmp}/empty", r"holds no config\.json"),
+    ],
+)
+def test_what_is_no_checkpoint(tmp_path: Path, model: str, message: str) -> None:
+    (tmp_path / "file.bin").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_checkpoint(model.format(tmp=tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def write_old_tokenizer(folder: Path) -> Path:
+    """vocab.json and merges.txt, as before tokenizer.json."""
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(TOKENS)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(MERGES) + "\n")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "unk_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_old_tokenizer_is_converted_into_the_cache(tmp_path: Path, cache: Path) -> None:
+    folder = write_old_tokenizer(tmp_path / "old")
+    before = sorted(folder.iterdir())
+    converted = resolve_tokenizer(None, folder)
+    assert converted.parent == cache / "tokenizers"
+    assert sorted(folder.iterdir()) == before
+    ids = Tokenizer.from_file(str(converted / "tokenizer.json")).encode("abcab").ids
+    assert ids == [TOKENS.index("abc"), TOKENS.index("ab")]
+    assert resolve_tokenizer(None, folder) == converted
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")  # other content, other conversion
+    assert resolve_tokenizer(None, folder) != converted
+
+
+def test_a_tokenizer_of_its_own_is_preferred(tmp_path: Path) -> None:
+    for name in ("model", "tokenizer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    assert resolve_tokenizer(None, tmp_path / "model") == tmp_path / "model"
+    assert resolve_tokenizer(str(tmp_path / "tokenizer"), tmp_path / "model") == tmp_path / "tokenizer"
+
+
+def test_no_tokenizer_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer in the checkpoint's folder; set the engine argument tokenizer"):
+        resolve_tokenizer(None, tmp_path)
