@@ -45,7 +45,8 @@ _LONGROPE = {
     "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
     "original_max_position_embeddings": ORIGINAL_LEN,
 }
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL_LEN}
+# Wavelengths below 8 are kept, above 32 stretched; head_dim 12 has some below, between and above.
+_LLAMA3 = {"low_freq_factor": 0.5, "high_freq_factor": 2.0, "original_max_position_embeddings": ORIGINAL_LEN}
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {**_rope("linear", factor=8.0)},
