@@ -20,27 +20,34 @@ from cb_backend.models.registry import load_model, read_model_config
 CPU = torch.device("cpu")
 
 
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 class PagedModel:
     """A few slots, each with a block table that grows as its tokens arrive. `step` returns every token's logits."""
 
-    def __init__(self, folder: Path, *, num_slots: int = 3, max_len: int = 256, block_size: int = 8) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_slots: int = 3,
+        max_len: int = 256,
+        block_size: int = 8,
+        backend: str = "torch",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
         self.config = read_model_config(folder)
-        self.model = load_model(folder, self.config, ops=resolve_ops("torch"), dtype=torch.float32, device=CPU)
-        self.rotary = RotaryTables(self.config.rope, self.config.head_dim, max_len, CPU)
+        self.model = load_model(folder, self.config, ops=resolve_ops(backend), dtype=dtype, device=device)
+        self.device = device
+        self.rotary = RotaryTables(self.config.rope, self.config.head_dim, max_len, device)
         max_blocks = -(-max_len // block_size)
         num_blocks = num_slots * max_blocks + 1
         config = self.config
         self.storage = KVCacheStorage(
-            config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim, torch.float32, CPU
+            config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim, dtype, device
         )
         self.storage.data[:, 1:] = 1e30  # what nobody wrote must not reach an answer
         self.block_size = block_size
         self.free_blocks = random.Random(7).sample(range(1, num_blocks), num_blocks - 1)
-        self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32)
+        self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
         self.num_blocks = [0] * num_slots
         self.num_tokens = [0] * num_slots
         self.num_prompt_tokens = [0] * num_slots
@@ -69,26 +76,29 @@ class PagedModel:
                 prompt_lens.append(self.num_prompt_tokens[slot])
             token_ids += tokens
         counts = [len(tokens) for _, tokens in prefill]
-        cos_sin, cos_sin_rows = self.rotary.rows(int32(positions), int32(prompt_lens))
+        cos_sin, cos_sin_rows = self.rotary.rows(self._int32(positions), self._int32(prompt_lens))
         metadata = AttentionMetadata(
             cos_sin=cos_sin,
             cos_sin_rows=cos_sin_rows,
-            slot_mapping=int32(mapping),
+            slot_mapping=self._int32(mapping),
             block_tables=self.block_tables,
             num_decode_rows=len(decode),
-            decode_slots=int32([slot for slot, _ in decode]),
-            decode_seq_lens=int32([self.num_tokens[slot] for slot, _ in decode]),
-            prefill_slots=int32([slot for slot, _ in prefill]),
-            prefill_query_start_loc=int32([sum(counts[:index]) for index in range(len(counts) + 1)]),
-            prefill_seq_lens=int32([self.num_tokens[slot] for slot, _ in prefill]),
+            decode_slots=self._int32([slot for slot, _ in decode]),
+            decode_seq_lens=self._int32([self.num_tokens[slot] for slot, _ in decode]),
+            prefill_slots=self._int32([slot for slot, _ in prefill]),
+            prefill_query_start_loc=self._int32([sum(counts[:index]) for index in range(len(counts) + 1)]),
+            prefill_seq_lens=self._int32([self.num_tokens[slot] for slot, _ in prefill]),
             max_query_len=max(counts, default=0),
         )
-        return self.model.compute_logits(self.model(int32(token_ids), metadata, self.storage.layers))
+        return self.model.compute_logits(self.model(self._int32(token_ids), metadata, self.storage.layers))
 
     def prefill(self, slot: int, tokens: list[int], chunk: int | None = None) -> Tensor:
         """The prompt in chunks: logits [len(tokens), vocab]."""
         chunk = chunk or len(tokens)
         return torch.cat([self.step([], [(slot, tokens[at : at + chunk])]) for at in range(0, len(tokens), chunk)])
+
+    def _int32(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def _grow(self, slot: int, num_tokens: int) -> None:
         while self.num_blocks[slot] * self.block_size < num_tokens:
