@@ -17,8 +17,8 @@ demo: $(STAMP) ## start a real Triton server, stream several prompts at once, sh
 serve: $(STAMP) ## serve model_repository/ in the foreground (ARGS="--model PATH_OR_ID" for another model)
 	@$(VENV)/bin/cb-backend serve $(ARGS)
 
-bench: $(STAMP) ## in-flight batching against static batches, in process (ARGS="--help")
-	@$(VENV)/bin/cb-backend bench $(ARGS)
+bench: $(STAMP) ## in-flight batching against static batches, in process (ARGS="engine --help" for the rest)
+	@$(VENV)/bin/cb-backend bench $(or $(ARGS),batching)
 
 test: lint ## lint, then every test that needs no GPU
 	@OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu" -o faulthandler_timeout=180 $(ARGS)

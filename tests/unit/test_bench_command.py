@@ -1,0 +1,61 @@
+"""`cb-backend bench engine` from the command line, on the real engine with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cb_backend.cli.main import main
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+
+
+def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two requests of workload c (383 + 436 prompt tokens, 290 + 295 output tokens) at two batch sizes."""
+    model, out = tmp_path / "tiny", tmp_path / "out.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--workload", "c", "--reps", "1"]
+    flags += ["--scale", "0.002", "--max-num-seqs", "1,4", "--run-ahead", "0", "--out", str(out)]
+    flags += ["--engine-args", '{"num_gpu_blocks_override": 200}']
+    assert main(["bench", "engine", *flags]) == 0
+    start_up, alone, together = [json.loads(line) for line in out.read_text().splitlines()]
+    stages = {name: value for name, value in start_up.items() if name.endswith("_s")}
+    total = stages.pop("total_s")
+    assert total == pytest.approx(sum(stages.values()), abs=0.01)
+    assert {"import_torch_s", "engine_s", "first_token_s"} <= set(stages)
+    for record in (alone, together):
+        assert (record["prompt_tokens"], record["output_tokens"]) == (819, 585)
+        assert (record["dtype"], record["num_blocks"], record["temperature"]) == ("float32", 200, 0.6)
+        assert 0 < record["limit"]["fraction_executed"] < 1
+    assert (alone["max_num_seqs"], together["max_num_seqs"]) == (1, 4)
+    # One after the other: a step for each output token. Together: the second joins with the first's chunk.
+    assert alone["steps"] == 585
+    assert alone["batch_histogram"] == {"1": 585}
+    assert together["steps"] == 295
+    assert together["batch_histogram"] == {"1": 5, "2": 290}
+    *_, first, second, legend = capsys.readouterr().out.splitlines()
+    assert first.startswith("c seqs=1 ahead=0 ")
+    assert second.startswith("c seqs=4 ahead=0 ")
+    assert legend.startswith("times in ms")
+
+
+def test_what_cannot_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "--model", "nowhere", "--workload", "W12"]) == 1
+    assert capsys.readouterr().err.startswith("error: workload 'W12' is not known")
