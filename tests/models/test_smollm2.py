@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from cb_backend.cli.demo_model import demo_model_dir
