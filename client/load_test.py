@@ -23,6 +23,7 @@ from typing import Any
 
 import grpc
 from load_generator import options, report, server_metrics, summary
+from load_generator.contracts import WorkerSpec
 from load_generator.fleet import FleetResult, run_fleet, share
 from load_generator.options import Load
 from load_generator.progress import show_progress
@@ -30,7 +31,6 @@ from load_generator.prompts import Vocabulary, calibrate, vocabulary_of_tokenize
 from load_generator.records import Status, write_history
 from load_generator.traces import TraceError
 from load_generator.wire import count_input_tokens
-from load_generator.worker import WorkerSpec
 from load_generator.workload import Lengths, WorkloadError
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from .contracts import ClientHealth, Done, Progress, Ready, WorkerSpec
 from .records import RequestRecord
-from .worker import ClientHealth, Done, Progress, Ready, WorkerSpec, run_process
+from .worker import run_process
 
 START_DELAY_S = 0.2  # between "all ready" and the common start
 STOP_TIMEOUT_S = 10.0  # for the processes to cancel their requests after Ctrl-C

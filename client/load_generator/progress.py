@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from .worker import Progress
+from .contracts import Progress
 
 PLAIN_INTERVAL_S = 5.0
 RATE_WINDOW_S = 3.0

@@ -27,7 +27,7 @@ class RequestRecord:
 
     request_id: int
     process: int
-    scheduled_s: float  # closed loop: equal to sent_s
+    scheduled_s: float  # closed loop: when its stream was free to send it
     num_prompt_tokens: int  # as planned
     num_output_tokens_wanted: int
     sent_s: float = 0.0

@@ -1,7 +1,8 @@
 """From records to figures. Pure functions of the records: no clock, no server, no files.
 
 Definitions (also printed in the report):
-- TTFT: arrival of the first token minus the scheduled time in an open loop, minus the send time in a closed one.
+- TTFT: arrival of the first token minus the scheduled time in an open loop, minus the
+  moment its stream was free for it in a closed one.
 - TPOT: (arrival of the last token - arrival of the first) / (tokens - 1), for answers of two tokens or more.
 - ITL per chunk: gaps between responses. Per token: a response of k tokens after a gap g counts as k gaps of g / k.
 - E2E: arrival of the final response minus the same start as TTFT.
@@ -20,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .contracts import ClientHealth
 from .records import RequestRecord, Status
-from .worker import ClientHealth
 
 PERCENTILES = (50, 90, 99)
 CDF_POINTS = (*range(100), 99.5, 99.9, 100)
