@@ -72,15 +72,15 @@ class Attention:
 
     def _attend(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
         num_decode_rows = metadata.num_decode_rows
-        if metadata.max_query_len == 0:
-            return self._decode(q, metadata, kv_cache)
-        if num_decode_rows == 0:
-            return self._prefill(q, metadata, kv_cache)
-        decoded = self._decode(q[:num_decode_rows], metadata, kv_cache)
-        return torch.cat((decoded, self._prefill(q[num_decode_rows:], metadata, kv_cache)))
+        out = torch.empty_like(q)
+        if num_decode_rows:
+            self._decode(q[:num_decode_rows], metadata, kv_cache, out[:num_decode_rows])
+        if metadata.max_query_len:
+            self._prefill(q[num_decode_rows:], metadata, kv_cache, out[num_decode_rows:])
+        return out
 
-    def _decode(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
-        return self.ops.decode_attention(
+    def _decode(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor, out: Tensor) -> None:
+        self.ops.decode_attention(
             q,
             kv_cache,
             metadata.block_tables,
@@ -88,10 +88,12 @@ class Attention:
             metadata.decode_seq_lens,
             self.scale,
             self.window,
+            out=out,
+            plans=metadata.decode_plans,
         )
 
-    def _prefill(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
-        return self.ops.prefill_attention(
+    def _prefill(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor, out: Tensor) -> None:
+        self.ops.prefill_attention(
             q,
             kv_cache,
             metadata.block_tables,
@@ -101,6 +103,7 @@ class Attention:
             self.scale,
             self.window,
             max_query_len=metadata.max_query_len,
+            out=out,
         )
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

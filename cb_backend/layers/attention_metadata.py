@@ -7,7 +7,7 @@ attention calls.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class AttentionMetadata:
     num_decode_rows: int
     decode_slots: Tensor  # [num_decode_rows] int32 row of block_tables
     decode_seq_lens: Tensor  # [num_decode_rows] int32 tokens to attend to, the row's own included
+    decode_plans: dict[int, Tensor] = field(default_factory=dict)  # the decode kernel's work lists, by window
     # Prefill rows: tokens [num_decode_rows, num_tokens)
     prefill_slots: Tensor  # [num_prefill_rows] int32
     prefill_query_start_loc: Tensor  # [num_prefill_rows + 1] int32, counted from the first prefill token

@@ -1,0 +1,25 @@
+"""Where the kernels run in these tests: on the GPU if there is one, else interpreted on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cb_backend.kernels.launch import IS_INTERPRETING
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels can run. Without it a launcher would fall back to its twin and be compared with itself."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    assert IS_INTERPRETING, "triton was imported before tests/conftest.py set TRITON_INTERPRET"
+    return torch.device("cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,89 @@
+"""Prefill attention: kernel and twin against attention in float64, one query at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
+
+from .paged import Paged, Shapes, attend, make_paged
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    query_lens: tuple[int, ...]  # the last query_len tokens of each row are its queries
+    shapes: Shapes
+    num_padding: int = 0  # tokens after the last row's
+
+
+CASES = [
+    Case((0, 1, 37, 120, 63), Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16,
+         seq_lens=(0, 1, 37, 300, 63)), num_padding=9),
+    Case((5, 0, 130), Shapes(num_heads=6, num_kv_heads=1, head_dim=20, block_size=32, seq_lens=(5, 0, 260), window=7)),
+    Case((33, 129, 1), Shapes(num_heads=3, num_kv_heads=3, head_dim=80, block_size=64, seq_lens=(300, 129, 10),
+         window=70)),
+    Case((40, 0, 130), Shapes(num_heads=14, num_kv_heads=2, head_dim=128, block_size=128, seq_lens=(100, 9, 130),
+         window=100, dtype=FP16)),
+    Case((91,), Shapes(num_heads=8, num_kv_heads=4, head_dim=32, block_size=5, seq_lens=(91,), dtype=FP16)),
+    Case((3,), Shapes(num_heads=2, num_kv_heads=1, head_dim=256, block_size=16, seq_lens=(70,))),
+]  # fmt: skip
+GPU_CASES = [
+    Case((700, 1, 64, 130), Shapes(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16,
+         seq_lens=(700, 900, 64, 1300), dtype=BF16), num_padding=100),
+    Case((300, 17), Shapes(num_heads=32, num_kv_heads=8, head_dim=64, block_size=16, seq_lens=(1000, 17), dtype=BF16)),
+    Case((515,), Shapes(num_heads=28, num_kv_heads=4, head_dim=128, block_size=64, seq_lens=(777,), window=200,
+         dtype=FP16)),
+    Case((129, 128), Shapes(num_heads=8, num_kv_heads=8, head_dim=80, block_size=32, seq_lens=(129, 400), dtype=BF16)),
+    Case((200,), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333,), dtype=BF16)),
+]  # fmt: skip
+
+
+def make_queries(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """q with NaN in the padding, and query_start_loc."""
+    starts = torch.tensor([0, *torch.tensor(case.query_lens).cumsum(0).tolist()], dtype=torch.int32)
+    q = torch.randn(int(starts[-1]) + case.num_padding, case.shapes.num_heads, case.shapes.head_dim)
+    q[int(starts[-1]) :] = float("nan")
+    return q.to(case.shapes.dtype).to(device), starts.to(device)
+
+
+def expected(case: Case, paged: Paged, q: torch.Tensor) -> torch.Tensor:
+    queries, out, token = q.cpu(), torch.zeros(q.shape, dtype=torch.float64), 0
+    for row, (query_len, seq_len) in enumerate(zip(case.query_lens, case.shapes.seq_lens, strict=True)):
+        for position in range(seq_len - query_len, seq_len):
+            out[token] = attend(case.shapes, queries[token], paged.keys[row], paged.values[row], position)
+            token += 1
+    return out
+
+
+def check(case: Case, function: object, device: torch.device, seed: int = 0) -> None:
+    paged = make_paged(case.shapes, device, seed)
+    q, query_start_loc = make_queries(case, device)
+    out = torch.full_like(q, float("nan"))
+    result = function(  # type: ignore[operator]
+        q, paged.kv_cache, paged.block_tables, paged.slots, query_start_loc, paged.seq_lens,
+        case.shapes.scale, case.shapes.window, max_query_len=max(case.query_lens), out=out,
+    )  # fmt: skip
+    assert result is out
+    assert (out.cpu().double() - expected(case, paged, q)).abs().max() < case.shapes.tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel(case: Case, device: torch.device) -> None:
+    check(case, prefill_attention, device)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twin(case: Case) -> None:
+    check(case, prefill_attention_torch, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kernel_on_a_gpu(case: Case, seed: int) -> None:
+    check(case, prefill_attention, torch.device("cuda"), seed)
