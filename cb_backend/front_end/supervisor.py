@@ -84,6 +84,8 @@ class EngineSupervisor:
 
     def close(self) -> None:
         """Leave the engine; the last front end also waits for its end and removes the runtime folder."""
+        if self._is_closing:
+            return
         self._is_closing = True
         self._changed.set()
         if self._thread.ident is not None:

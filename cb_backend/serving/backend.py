@@ -54,7 +54,7 @@ class TritonPythonModel:
         """Returns when the engine is ready. Raises with the reason when the model cannot be served."""
         configure_logging(args["model_instance_name"])
         refuse_unusable_numpy()
-        model_config = json.loads(args["model_config"])
+        num_senders = sender_threads(json.loads(args["model_config"]))
         name, version = args["model_name"], args["model_version"]
         config = load_engine_config(Path(args["model_repository"]) / version / "model.json")
         server_pid = os.getppid()
@@ -66,7 +66,7 @@ class TritonPythonModel:
             self._supervisor.close()
             raise
         self._client = self._supervisor.client
-        self._responder = Responder(sender_threads(model_config), self._client.cancel)
+        self._responder = Responder(num_senders, self._client.cancel)
         self._cancellation = CancellationPoller(self._responder, self._client.cancel)
         self._housekeeping = Housekeeping(self._responder, self._supervisor, server_pid, name, version)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()

@@ -1,0 +1,276 @@
+"""One engine process for several front ends: started once, started again after a crash, ended with the last."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from cb_backend.config import EngineConfig
+from cb_backend.errors import ConfigError, ErrorCode, UnavailableError
+from cb_backend.front_end.supervisor import EngineSupervisor
+from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
+from tests.front_end.engines import (
+    WAIT_S,
+    Sink,
+    answer,
+    counting_config,
+    eventually,
+    is_running,
+    make_supervisor,
+    submit,
+)
+
+STEP_S = "0.01"  # slow enough that a long request is still running when a test interferes
+LONG = 3000
+
+
+class Fleet:
+    """Front ends of one model in one server, closed at the end of the test."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.members: list[EngineSupervisor] = []
+
+    def add(self, config: EngineConfig | None = None, server_pid: int | None = None) -> EngineSupervisor:
+        supervisor = make_supervisor(config or counting_config(), self.base, server_pid)
+        self.members.append(supervisor)
+        supervisor.start()
+        return supervisor
+
+    def close(self) -> None:
+        for supervisor in self.members:
+            supervisor.close()
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setenv("CB_TEST_STEP_S", STEP_S)
+    base = Path(tempfile.mkdtemp(prefix="cb-", dir="/tmp"))  # short: a socket's path has at most 107 bytes
+    fleet = Fleet(base)
+    yield fleet
+    fleet.close()
+    assert list(base.iterdir()) == [], "the last front end removes the runtime folder"
+    shutil.rmtree(base)
+
+
+def engine_pid(supervisor: EngineSupervisor) -> int:
+    assert supervisor.client.life is not None
+    return supervisor.client.life.pid
+
+
+def test_one_engine_serves_four_front_ends(fleet: Fleet) -> None:
+    members = [fleet.add() for _ in range(4)]
+    assert len({engine_pid(member) for member in members}) == 1
+    assert [member.is_owner for member in members] == [True, False, False, False]
+    assert len({member.client.front_end_id for member in members}) == 4
+    sinks = [submit(member, [10 * index], 20)[1] for index, member in enumerate(members) for _ in range(5)]
+    for number, sink in enumerate(sinks):
+        first = 10 * (number // 5) + 1
+        assert sink.wait().token_ids == list(range(first, first + 20))
+        assert sink.num_ends == 1
+
+
+def test_engine_ends_with_its_last_front_end(fleet: Fleet) -> None:
+    first, second = fleet.add(), fleet.add()
+    pid = engine_pid(first)
+    first.close()
+    eventually(lambda: second.is_owner, "the other front end takes over")
+    assert is_running(pid)
+    assert answer(second, [1], 3) == [2, 3, 4]
+    second.close()
+    assert not is_running(pid)
+
+
+def test_killed_engine_fails_open_requests_and_is_started_again(fleet: Fleet) -> None:
+    members = [fleet.add(), fleet.add()]
+    sinks = [submit(member, [7], LONG)[1] for member in members for _ in range(4)]
+    for sink in sinks:
+        sink.wait_for_token()
+    old_pid = engine_pid(members[0])
+    kill_time = time.monotonic()
+    os.kill(old_pid, signal.SIGKILL)
+    for sink in sinks:
+        code, message = sink.wait().error or (None, "")
+        assert code == ErrorCode.UNAVAILABLE
+        assert "send the request again" in message
+        assert sink.end_time - kill_time < 2.0
+        assert sink.num_ends == 1
+    with pytest.raises(UnavailableError, match="being started again"):
+        submit(members[0], [7], 1)
+    for member in members:
+        eventually(lambda member=member: member.client.is_ready, "the engine is back")
+        assert answer(member, [100], 3) == [101, 102, 103]
+    assert engine_pid(members[0]) == engine_pid(members[1]) != old_pid
+
+
+def test_front_end_that_takes_over_restarts_the_engine_too(fleet: Fleet) -> None:
+    owner, heir = fleet.add(), fleet.add()
+    owner.close()
+    eventually(lambda: heir.is_owner, "the other front end takes over")
+    os.kill(engine_pid(heir), signal.SIGKILL)
+    eventually(lambda: not heir.client.is_ready, "the end is noticed")
+    eventually(lambda: heir.client.is_ready, "the engine is back")
+    assert answer(heir, [100], 2) == [101, 102]
+
+
+def test_requests_of_a_dead_front_end_are_aborted(fleet: Fleet) -> None:
+    survivor = fleet.add(counting_config(max_num_seqs=4))
+    program = (
+        "import sys, time, pathlib\n"
+        "from tests.front_end.engines import *\n"
+        f"base, server_pid = pathlib.Path({str(fleet.base)!r}), {os.getpid()}\n"
+        "supervisor = make_supervisor(counting_config(max_num_seqs=4), base, server_pid)\n"
+        "supervisor.start()\n"
+        f"sinks = [submit(supervisor, [1], {LONG})[1] for _ in range(4)]\n"
+        "[sink.wait_for_token() for sink in sinks]\n"
+        "print('running', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"running\n"
+        eventually(lambda: running(survivor) == 4, "all four run")
+        _, queued = submit(survivor, [50], 2)  # no slot is free for it until the dead one's are
+        other.kill()
+        assert queued.wait().token_ids == [51, 52]
+        eventually(lambda: running(survivor) == 0, "the dead front end's requests are gone")
+    finally:
+        other.kill()
+        other.wait()
+
+
+def running(supervisor: EngineSupervisor) -> int:
+    stats = supervisor.client.stats
+    return -1 if stats is None else stats.num_running + stats.num_waiting
+
+
+def test_cancelled_request_leaves_the_engine(fleet: Fleet) -> None:
+    member = fleet.add()
+    request_id, sink = submit(member, [1], LONG)
+    _, neighbour = submit(member, [20], 60)
+    sink.wait_for_token()
+    member.client.cancel([request_id, request_id, 12345])
+    assert neighbour.wait().token_ids == [(21 + i) % 256 for i in range(60)]
+    eventually(lambda: running(member) == 0, "nothing is left in the engine")
+    member.client.cancel([request_id])  # after its end: ignored
+    assert answer(member, [1], 1) == [2]
+    assert sink.num_ends == 0
+
+
+def test_bad_requests_are_refused_one_by_one(fleet: Fleet) -> None:
+    member = fleet.add(counting_config(max_model_len=64))
+    for prompt, reason in (([VOCAB_SIZE], "outside the vocabulary"), ([], "no tokens"), ([1] * 64, "max_model_len")):
+        _, sink = submit(member, prompt, 1)
+        code, message = sink.wait().error or (None, "")
+        assert code == ErrorCode.INVALID_ARG
+        assert reason in message
+    assert answer(member, [1], 1) == [2]
+
+
+def test_full_queue_refuses_as_unavailable(fleet: Fleet) -> None:
+    member = fleet.add(counting_config(max_num_seqs=1, max_queue_size=1))
+    _, sink = submit(member, [1], LONG)
+    sink.wait_for_token()
+    submit(member, [2], 1)
+    _, refused = submit(member, [3], 1)
+    code, message = refused.wait().error or (None, "")
+    assert code == ErrorCode.UNAVAILABLE
+    assert "queue is full" in message
+
+
+def test_failed_row_ends_only_its_request(fleet: Fleet) -> None:
+    member = fleet.add()
+    good = submit(member, [30], 40)[1]
+    bad = submit(member, [FAILING_ROW_TOKEN, 1], 5)[1]
+    assert bad.wait().finish_reason == 4  # FinishReason.ERROR
+    assert good.wait().token_ids == [31 + i for i in range(40)]
+
+
+def test_failed_step_ends_its_requests_and_three_in_a_row_the_engine(fleet: Fleet) -> None:
+    member = fleet.add()
+    old_pid = engine_pid(member)
+    assert submit(member, [FAILING_STEP_TOKEN], 5)[1].wait().finish_reason == 4
+    assert answer(member, [40], 2) == [41, 42]
+    assert engine_pid(member) == old_pid
+    for _ in range(3):
+        sink = Sink()
+        try:
+            submit(member, [FAILING_STEP_TOKEN], 5, sink)
+        except UnavailableError:
+            break
+        sink.wait()
+    eventually(lambda: not is_running(old_pid), "the engine gave up")
+    eventually(lambda: member.client.is_ready and engine_pid(member) != old_pid, "the engine is back")
+    assert answer(member, [40], 2) == [41, 42]
+
+
+def test_engine_that_dies_in_a_step_is_replaced(fleet: Fleet) -> None:
+    member = fleet.add()
+    code, _ = submit(member, [KILLING_TOKEN], 5)[1].wait().error or (None, "")
+    assert code == ErrorCode.UNAVAILABLE
+    eventually(lambda: member.client.is_ready, "the engine is back")
+    assert answer(member, [40], 2) == [41, 42]
+
+
+def test_malformed_and_foreign_messages_are_ignored(fleet: Fleet) -> None:
+    member = fleet.add()
+    assert member.client.life is not None
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.connect(f"ipc://{member.client.life.socket_path}")
+            for frame in (b"", b"\x00" * 100, b"\x81\xa4type\xa5Hello", os.urandom(2000)):
+                stranger.send(frame)
+            stranger.send_multipart([b"two", b"frames"])
+            assert answer(member, [40], 30) == list(range(41, 71))
+    finally:
+        context.destroy(linger=0)
+
+
+def test_config_error_is_the_reason_of_the_failed_start(fleet: Fleet) -> None:
+    with pytest.raises(ConfigError, match=r"'no-such-model' does not exist; set model to a folder"):
+        fleet.add(counting_config(model="no-such-model"))
+
+
+def test_death_during_the_start_fails_it(fleet: Fleet) -> None:
+    with pytest.raises(ConfigError, match="exit code 7 before it was ready"):
+        fleet.add(counting_config(model="dies-at-start"))
+
+
+def test_engine_ends_with_the_server(fleet: Fleet) -> None:
+    server = subprocess.Popen(["sleep", "60"])
+    member = fleet.add(server_pid=server.pid)
+    pid = engine_pid(member)
+    server.kill()
+    eventually(lambda: not is_running(pid), "the engine is gone", timeout_s=5)
+    server.wait()
+
+
+def test_sigterm_ends_the_engine_cleanly_and_sigint_does_nothing(fleet: Fleet) -> None:
+    member = fleet.add()
+    pid = engine_pid(member)
+    os.kill(pid, signal.SIGINT)
+    assert answer(member, [40], 2) == [41, 42]
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not is_running(pid), "the engine is gone", timeout_s=5)
+
+
+def test_closing_ends_open_requests(fleet: Fleet) -> None:
+    member = fleet.add()
+    _, sink = submit(member, [1], LONG)
+    begin = time.monotonic()
+    member.close()
+    code, _ = sink.wait().error or (None, "")
+    assert code == ErrorCode.UNAVAILABLE
+    assert time.monotonic() - begin < WAIT_S / 2

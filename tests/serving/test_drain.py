@@ -1,0 +1,135 @@
+"""Noticing that the server stops: against a small HTTP server that answers as the real one does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from cb_backend.serving.drain import DrainWatch, ask_over_http, exit_timeout_s, is_on, readiness_probe
+
+
+class Health:
+    """The HTTP port of a server with one model, whose readiness the test sets."""
+
+    def __init__(self) -> None:
+        self.status = 400
+        health = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(health.status if self.path == "/v2/models/llm/versions/1/ready" else 404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def health() -> Iterator[Health]:
+    health = Health()
+    yield health
+    health.close()
+
+
+def watch(health: Health, limit: str = "10") -> DrainWatch:
+    arguments = {"http-port": str(health.port), "http-address": "127.0.0.1", "exit-timeout-secs": limit}
+    return DrainWatch(readiness_probe(arguments, "llm", "1"), exit_timeout_s(arguments))
+
+
+def test_not_ready_before_the_first_ready_is_starting(health: Health) -> None:
+    drain = watch(health)
+    for _ in range(5):
+        drain.check()
+    assert not drain.is_draining
+
+
+def test_unload_is_noticed_and_stays_noticed(health: Health) -> None:
+    drain = watch(health)
+    health.status = 200
+    drain.check()
+    health.status = 400
+    drain.check()
+    assert not drain.is_draining, "one sign may be a hiccup"
+    drain.check()
+    assert drain.is_draining
+    health.status = 200  # the model was loaded anew, in other processes
+    drain.check()
+    assert drain.is_draining
+
+
+def test_a_closed_listener_is_a_stopping_server(health: Health) -> None:
+    drain = watch(health)
+    health.status = 200
+    drain.check()
+    health.close()
+    drain.check()
+    drain.check()
+    assert drain.is_draining
+
+
+def test_unclear_answers_say_nothing(health: Health) -> None:
+    drain = watch(health)
+    health.status = 200
+    drain.check()
+    health.status = 403  # the health API is restricted on this port
+    for _ in range(5):
+        drain.check()
+    assert not drain.is_draining
+
+
+def test_time_is_up_before_the_servers_limit(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("cb_backend.serving.drain.time.monotonic", lambda: now)
+    drain = DrainWatch(lambda: now < 1001, exit_timeout_s=10.0)
+    drain.check()
+    now = 1001.0
+    drain.check()
+    now = 1001.25
+    drain.check()
+    assert drain.is_draining
+    now = 1008.9
+    assert not drain.is_time_up
+    now = 1009.0  # first sign + 10 s - 2 s
+    assert drain.is_time_up
+
+
+def test_short_limits_keep_a_fifth_as_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False, False])
+    now = 0.0
+    monkeypatch.setattr("cb_backend.serving.drain.time.monotonic", lambda: now)
+    drain = DrainWatch(lambda: next(answers), exit_timeout_s=5.0)
+    for _ in range(3):
+        drain.check()
+    now = 3.99
+    assert not drain.is_time_up
+    now = 4.0
+    assert drain.is_time_up
+
+
+def test_what_the_command_line_says() -> None:
+    assert exit_timeout_s({}) == 30.0
+    assert is_on({}, "allow-http")
+    assert not is_on({"allow-metrics": "false"}, "allow-metrics")
+    assert readiness_probe({"allow-http": "0", "allow-grpc": "false"}, "llm", "1") is None
+    assert readiness_probe({"allow-http": "0", "grpc-use-ssl": "true"}, "llm", "1") is None
+    assert readiness_probe({"allow-http": "false"}, "llm", "1") is not None
+
+
+def test_nobody_listening_is_a_refusal_and_a_dead_host_is_unclear(health: Health) -> None:
+    port = health.port
+    assert ask_over_http("127.0.0.1", port, "llm", "1") is False
+    health.close()
+    assert ask_over_http("127.0.0.1", port, "llm", "1") is False
+    assert ask_over_http("host.invalid", port, "llm", "1") is None

@@ -1,0 +1,43 @@
+"""The wire contract that the server is told, against vllm_backend's tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from cb_backend.serving.model_config import complete_model_config
+from tests.serving.fake_server import ModelConfig
+
+
+def test_tensors_of_vllm_backend_are_filled_in() -> None:
+    config = complete_model_config(ModelConfig()).config
+    inputs = {tensor["name"]: (tensor["data_type"], tensor["dims"]) for tensor in config["input"]}
+    flags = ("stream", "exclude_input_in_output", "return_finish_reason", "return_cumulative_logprob")
+    flags += ("return_logprobs", "return_num_input_tokens", "return_num_output_tokens")
+    assert inputs == {
+        "text_input": ("TYPE_STRING", [1]),
+        "sampling_parameters": ("TYPE_STRING", [1]),
+        **{name: ("TYPE_BOOL", [1]) for name in flags},
+    }
+    assert [tensor["name"] for tensor in config["input"] if not tensor.get("optional")] == ["text_input"]
+    assert {tensor["name"]: (tensor["data_type"], tensor["dims"]) for tensor in config["output"]} == {
+        "text_output": ("TYPE_STRING", [-1]),
+        "finish_reason": ("TYPE_STRING", [-1]),
+        "cumulative_logprob": ("TYPE_FP32", [-1]),
+        "logprobs": ("TYPE_STRING", [-1]),
+        "num_input_tokens": ("TYPE_UINT32", [1]),
+        "num_output_tokens": ("TYPE_UINT32", [-1]),
+    }
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert config["max_batch_size"] == 0
+
+
+def test_what_config_pbtxt_says_already_stays() -> None:
+    config = ModelConfig()
+    config.add_input({"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]})
+    names = [tensor["name"] for tensor in complete_model_config(config).config["input"]]
+    assert names.count("text_input") == 1
+
+
+def test_batching_by_the_server_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch_size"):
+        complete_model_config(ModelConfig(max_batch_size=8))

@@ -1,0 +1,214 @@
+"""Responses: order, coalescing, exactly one final flag, under every race that the threads can have."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cb_backend.errors import ErrorCode
+from cb_backend.front_end.output_text import OutputText
+from cb_backend.front_end.protocol import GenerateRequest
+from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.request import FinishReason
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.serving.cancellation import CancellationPoller
+from cb_backend.serving.responder import LiveRequest, Responder
+from tests.fakes.counting_runner import write_byte_tokenizer
+from tests.serving.fake_server import ResponseSender, TritonError, text_of
+
+LENGTH = int(FinishReason.LENGTH)
+
+
+class Bench:
+    """A responder without an engine: the test plays the engine client."""
+
+    def __init__(self, folder: Path) -> None:
+        write_byte_tokenizer(folder)
+        self.tokenizer = Tokenizer(folder)
+        self.cancelled: list[int] = []
+        self.responder = Responder(2, self.cancelled.extend)
+        self.next_id = 0
+
+    def open(self, send_s: float = 0.0, is_stream: bool = True, **params: object) -> tuple[LiveRequest, ResponseSender]:
+        sender = ResponseSender(send_s)
+        self.next_id += 1
+        live = self.responder.open(self.next_id, sender)
+        generate = GenerateRequest(
+            text="prompt ",
+            params=SamplingParams(max_tokens=1000, **params),
+            is_stream=is_stream,
+            is_input_prepended=not is_stream,
+            return_finish_reason=True,
+            return_num_input_tokens=True,
+            return_num_output_tokens=True,
+        )
+        live.begin(generate, OutputText(self.tokenizer, generate.params), 7)
+        return live, sender
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.responder.end_all(ErrorCode.UNAVAILABLE, "the test is over")
+    bench.responder.close()
+    assert bench.responder.num_live == 0
+
+
+def test_a_response_per_token_while_keeping_up(bench: Bench) -> None:
+    live, sender = bench.open()
+    for number, token in enumerate(b"abc"):
+        live.on_tokens((token,), 0)
+        deadline = time.monotonic() + 10
+        while len(sender.responses) <= number and time.monotonic() < deadline:
+            time.sleep(0.001)
+    live.on_tokens((ord("d"),), LENGTH)
+    sender.wait()
+    assert [text_of(response) for response in sender.responses] == ["a", "b", "c", "d"]
+    assert sender.outputs("finish_reason") == [b"None", b"None", b"None", b"length"]
+    assert sender.outputs("num_output_tokens") == [1, 1, 1, 1]
+    assert sender.outputs("num_input_tokens") == [7, 7, 7, 7]
+    assert sender.final_count == 1
+
+
+def test_a_slow_line_gets_fewer_and_longer_responses(bench: Bench) -> None:
+    live, sender = bench.open(send_s=0.05)
+    text = "the quick brown fox jumps over the lazy dog"
+    for character in text:
+        live.on_tokens((ord(character),), 0)
+        time.sleep(0.002)
+    live.on_tokens((ord("!"),), LENGTH)
+    sender.wait()
+    assert sender.text == text + "!"
+    assert 2 <= len(sender.responses) < len(text) / 3
+    assert sum(sender.outputs("num_output_tokens")) == len(text) + 1
+
+
+def test_without_streaming_there_is_one_response(bench: Bench) -> None:
+    live, sender = bench.open(is_stream=False)
+    for token in b"hello":
+        live.on_tokens((token,), 0)
+    live.on_tokens((), LENGTH)
+    sender.wait()
+    assert sender.text == "prompt hello"
+    assert sender.outputs("num_output_tokens") == [5]
+    assert len(sender.responses) == 1
+
+
+def test_half_a_character_waits_and_the_final_response_may_be_empty(bench: Bench) -> None:
+    live, sender = bench.open()
+    for token in "é".encode():
+        live.on_tokens((token,), 0)
+    live.on_tokens((259,), int(FinishReason.STOP))  # </s>: counts, shows nothing
+    sender.wait()
+    assert sender.text == "é"
+    assert sum(sender.outputs("num_output_tokens")) == 3
+    assert sender.outputs("finish_reason")[-1] == b"stop"
+    assert all(text_of(response) for response in sender.responses[:-1])
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_stop_string_ends_the_request_at_the_engine_too(bench: Bench, is_stream: bool) -> None:
+    live, sender = bench.open(is_stream=is_stream, stop=("cd",))
+    for token in b"abcdefgh":
+        live.on_tokens((token,), 0)
+    sender.wait()
+    assert sender.text == ("" if is_stream else "prompt ") + "ab"
+    assert sender.outputs("finish_reason")[-1] == b"stop"
+    assert bench.cancelled == [live.request_id]
+    live.on_tokens((ord("z"),), 0)  # late tokens are harmless
+    live.on_tokens((ord("z"),), LENGTH)
+    live.on_error(ErrorCode.UNAVAILABLE, "late")
+    assert sender.final_count == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [(FinishReason.ABORT, TritonError.UNAVAILABLE), (FinishReason.ERROR, TritonError.INTERNAL)]
+)
+def test_ends_without_an_answer_are_errors(bench: Bench, reason: FinishReason, code: int) -> None:
+    live, sender = bench.open()
+    live.on_tokens((), int(reason))
+    assert (sender.wait().error or (None,))[0] == code
+
+
+def test_a_failed_send_ends_only_its_request(bench: Bench) -> None:
+    live, sender = bench.open()
+    _, neighbour = other = bench.open()
+    sender.fails_to_send = True
+    live.on_tokens((ord("a"),), 0)
+    assert (sender.wait().error or (None,))[0] == TritonError.INTERNAL
+    assert bench.cancelled == [live.request_id]
+    other[0].on_tokens((ord("b"),), LENGTH)
+    assert neighbour.wait().text == "b"
+
+
+def test_a_line_that_does_not_move_holds_up_only_its_own_thread(bench: Bench) -> None:
+    stuck, stuck_sender = bench.open(send_s=1.0)
+    live, sender = bench.open()  # the next request: the other thread
+    stuck.on_tokens((ord("a"),), 0)
+    begin = time.monotonic()
+    live.on_tokens((ord("b"),), LENGTH)
+    sender.wait()
+    assert time.monotonic() - begin < 0.8
+    stuck.on_tokens((), LENGTH)
+    stuck_sender.wait()
+
+
+def test_one_final_response_whatever_happens_at_once(bench: Bench) -> None:
+    """Tokens, ends, errors, cancellations and a poller at the same time; the fake server records what goes wrong."""
+    rng = random.Random(0)
+    poller = CancellationPoller(bench.responder, bench.cancelled.extend)
+    requests = [bench.open(send_s=rng.choice((0, 0.001))) for _ in range(120)]
+
+    def engine(part: list[tuple[LiveRequest, ResponseSender]], seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(12):
+            for live, sender in part:
+                event = rng.random()
+                if event < 0.8:
+                    live.on_tokens((rng.randrange(97, 123),), 0)
+                elif event < 0.87:
+                    live.on_tokens((ord("z"),), LENGTH)
+                elif event < 0.93:
+                    live.on_error(ErrorCode.UNAVAILABLE, "the engine stopped")
+                else:
+                    sender.cancel()
+
+    threads = [threading.Thread(target=engine, args=(requests[index::3], index)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bench.responder.end_all(ErrorCode.UNAVAILABLE, "over")
+    for _, sender in requests:
+        sender.wait()
+    poller.close()
+    assert [sender.final_count for _, sender in requests] == [1] * len(requests)
+
+
+def test_the_server_is_not_asked_about_a_request_while_its_final_flag_goes_out(bench: Bench) -> None:
+    live, sender = bench.open()
+    sender.ask_s = 0.05
+    poller = CancellationPoller(bench.responder, bench.cancelled.extend)
+    time.sleep(0.1)  # a question is on its way nearly all the time
+    live.on_tokens((ord("a"),), LENGTH)
+    assert sender.wait().text == "a"
+    poller.close()
+
+
+def test_cancellations_are_seen_soon_and_at_bounded_cost(bench: Bench) -> None:
+    requests = [bench.open() for _ in range(50)]
+    poller = CancellationPoller(bench.responder, bench.cancelled.extend)
+    begin = time.monotonic()
+    requests[33][1].cancel()
+    code, message = requests[33][1].wait().error or (None, "")
+    assert (code, message) == (TritonError.CANCELLED, "Request was cancelled")
+    assert requests[33][1].final_time - begin < 1.0  # about 0.1 s on a machine that is not busy
+    assert bench.cancelled == [requests[33][0].request_id]
+    assert bench.responder.num_live == 49
+    poller.close()
