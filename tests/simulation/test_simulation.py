@@ -50,14 +50,19 @@ def test_random_scenarios(part: int) -> None:
 
 def test_m4_scenarios_with_a_four_bit_hash() -> None:
     """Nearly every lookup meets another block's digest; the outputs must not notice."""
-    hits = 0
+    contents: set[bytes] = set()
+
+    def four_bit_hash(parent_digest: bytes, token_bytes: bytes) -> bytes:
+        contents.add(parent_digest + token_bytes)
+        return bytes([zlib.crc32(parent_digest + token_bytes) % 16])
+
+    num_hit_tokens = num_collisions = 0
     for seed in range(5000, 5100):
-        hits += World(make_scenario(seed), hash_block=four_bit_hash).run()["prefix hit tokens"]
-    assert hits > 100
-
-
-def four_bit_hash(parent_digest: bytes, token_bytes: bytes) -> bytes:
-    return bytes([zlib.crc32(parent_digest + token_bytes) % 16])
+        contents.clear()
+        num_hit_tokens += World(make_scenario(seed), four_bit_hash).run()["prefix hit tokens"]
+        num_collisions += max(0, len(contents) - 16)
+    assert num_collisions > 300, "digests must have collided"
+    assert num_hit_tokens >= 30, "some hits must be left"
 
 
 def test_scenarios_contain_what_they_should() -> None:
