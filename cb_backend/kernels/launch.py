@@ -6,11 +6,12 @@ Nothing is tuned while serving. This module does not know what any kernel comput
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,19 @@ def max_shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
 
 
-@functools.cache
+_overrides: dict[str, dict[str, int]] = {}
+
+
+@contextlib.contextmanager
+def overriding(op: str, parameters: dict[str, int]) -> Iterator[None]:
+    """Launch `op` with these parameters meanwhile: how the tuner tries them."""
+    _overrides[op] = parameters
+    try:
+        yield
+    finally:
+        del _overrides[op]
+
+
 def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[str, int]:
     """The launch parameters of `op`, from the first entry whose `when` agrees with `conditions`.
 
@@ -72,6 +85,11 @@ def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[
     that needs more shared memory than a program may have here is passed over. The GPU's own file goes before the
     default. Raises `KeyError` for an op that no file knows.
     """
+    return _overrides.get(op) or _tuned_parameters(op, device, **conditions)
+
+
+@functools.cache
+def _tuned_parameters(op: str, device: torch.device, **conditions: int) -> dict[str, int]:
     entries = [*_read(_gpu_file(device)).get(op, []), *_read("default.json").get(op, [])]
     for entry in entries:
         if entry.get("shared_bytes", 0) > max_shared_bytes(device):

@@ -1,0 +1,199 @@
+"""Find launch parameters on this GPU and write them to `cb_backend/kernels/tuned/<gpu>.json`.
+
+    python kernels/tune.py [--quick] [--ops decode_attention,prefill_attention] [--dry-run]
+
+For each op and head size every combination of a small grid is timed on cases that stand for serving, and the one with
+the least geometric mean of time per unit of work wins. Variants are compiled first, by several processes at once, into
+Triton's cache on disk. A variant that fails is reported and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import time_graph
+from cases import CACHE_BYTES, Launch, make_decode, make_prefill
+from roofline import MODELS, decode_attention, prefill_attention
+
+from cb_backend.kernels.launch import TUNED, gpu_slug, launch_parameters, overriding
+
+Parameters = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One entry to find: an op under one condition, on some cases, over a grid."""
+
+    op: str
+    when: dict[str, int]
+    cases: tuple[tuple[Any, ...], ...]  # arguments of `make`, and of nothing else
+    compiled: dict[str, tuple[int, ...]]  # parameters that need a compilation each
+    planned: dict[str, tuple[int, ...]]  # parameters tried after those, at the best of them
+
+    def grid(self, values: dict[str, tuple[int, ...]]) -> Iterator[Parameters]:
+        for combination in itertools.product(*values.values()):
+            yield dict(zip(values, combination, strict=True))
+
+
+def targets(is_quick: bool) -> list[Target]:
+    """What is tuned. The cases are the shapes a served batch has: few rows, many, long contexts."""
+    decode: tuple[tuple[int, ...], ...] = ((1, 2048), (32, 1024), (256, 768))
+    prefill: tuple[tuple[int, ...], ...] = ((1, 2048, 2048), (1, 512, 4096))
+    if not is_quick:
+        decode += ((1, 512), (8, 2048), (1, 8192))
+        prefill += ((8, 1024, 1024),)
+    found = []
+    for head_dim, models in ((128, ("qwen3-0.6b", "llama-3.1-8b")), (64, ("llama-3.2-1b",))):
+        found.append(
+            Target(
+                op="decode_attention",
+                when={"block_d": head_dim},
+                cases=tuple((model, *sizes, 16) for model in models for sizes in decode),
+                compiled={
+                    "block_n": (64, 128) if is_quick else (32, 64, 128),
+                    "num_warps": (4,) if is_quick else (2, 4, 8),
+                    "num_stages": (2, 3, 4),
+                },
+                planned={"ctas_per_sm": (2, 4, 8), "min_split": (64, 128, 256)},
+            )
+        )
+        found.append(
+            Target(
+                op="prefill_attention",
+                when={"block_d": head_dim},
+                cases=tuple((models[-1], *sizes, 16) for sizes in prefill),
+                compiled={
+                    "block_m": (128,) if is_quick else (64, 128),
+                    "block_n": (64, 128),
+                    "num_warps": (8,) if is_quick else (4, 8),
+                    "num_stages": (2, 3),
+                },
+                planned={},
+            )
+        )
+    return found
+
+
+def make_launches(op: str, case: tuple[Any, ...]) -> tuple[list[Launch], float]:
+    """Input sets of a case, too large together for an L2 cache, and the bytes or FLOP its time is held against."""
+    shape = MODELS[case[0]]
+    if op == "decode_attention":
+        num_bytes = decode_attention(shape, case[1], case[2]).num_bytes
+        return [make_decode(*case) for _ in range(min(24, max(1, int(CACHE_BYTES // num_bytes))))], num_bytes
+    return [make_prefill(*case)], prefill_attention(shape, *case[1:4]).flops
+
+
+def measure(target: Target, cases: list[tuple[list[Launch], float]], parameters: Parameters) -> float:
+    """Geometric mean over the cases of seconds per unit of work, at these parameters."""
+    logs = []
+    with overriding(target.op, parameters):
+        for launches, work in cases:
+            rounds = -(-8 // len(launches))
+
+            def launch_all(launches: list[Launch] = launches, rounds: int = rounds) -> int:
+                plans: dict[int, torch.Tensor] = {}
+                for _ in range(rounds):
+                    for launch in launches:
+                        launch.kernel(plans)
+                return rounds * len(launches)
+
+            logs.append(math.log(time_graph(launch_all) / work))
+    return math.exp(sum(logs) / len(logs))
+
+
+def compile_one(job: tuple[str, tuple[Any, ...], Parameters]) -> str:
+    """Runs in a helper process: one launch, which leaves the compiled variant on disk. Returns an error or nothing."""
+    op, case, parameters = job
+    small = (case[0], min(case[1], 2), *case[2:])  # few rows; sizes that choose a variant of the code stay
+    try:
+        with overriding(op, parameters):
+            make_launches(op, small)[0][0].kernel({})
+        torch.cuda.synchronize()
+    except Exception as exception:  # too much shared memory, a failing compilation: the variant is left out
+        return f"{op} {parameters}: {type(exception).__name__}: {exception}".splitlines()[0][:160]
+    return ""
+
+
+def tune(target: Target) -> tuple[Parameters, float, float]:
+    """(the best parameters, its measure, the measure of those now in use)."""
+    cases = [make_launches(target.op, case) for case in target.cases]
+    now = dict(launch_parameters(target.op, torch.device("cuda", 0), **target.when))
+    best, best_cost = now, measure(target, cases, now)
+    now_cost = best_cost
+    for values in (target.compiled, target.planned):
+        for parameters in target.grid(values):
+            candidate = {**best, **parameters} if values is target.planned else {**now, **parameters}
+            try:
+                cost = measure(target, cases, candidate)
+            except Exception as exception:  # as in compile_one
+                print(f"  left out {parameters}: {type(exception).__name__}", flush=True)
+                continue
+            if cost < best_cost:
+                best, best_cost = candidate, cost
+    torch.cuda.empty_cache()
+    return best, best_cost, now_cost
+
+
+def write(found: list[tuple[Target, Parameters]], path: Path) -> None:
+    """Put the entries into the GPU's file; other entries of it stay."""
+    tuned: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.is_file() else {}
+    for target, parameters in found:
+        kept = [entry for entry in tuned.get(target.op, []) if entry.get("when") != target.when]
+        tuned[target.op] = [{"when": target.when, "use": parameters}, *kept]
+    ops = (
+        f'  "{op}": [\n' + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
+        for op, entries in sorted(tuned.items())
+    )
+    path.write_text("{\n" + ",\n".join(ops) + "\n}\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small grid")
+    parser.add_argument("--ops", default="decode_attention,prefill_attention")
+    parser.add_argument("--dry-run", action="store_true", help="print, do not write")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: launch parameters are found on the GPU they are for", file=sys.stderr)
+        return 2
+    chosen = [target for target in targets(arguments.quick) if target.op in arguments.ops.split(",")]
+    device = torch.device("cuda", torch.cuda.current_device())
+    jobs = [
+        (target.op, case, {**launch_parameters(target.op, device, **target.when), **parameters})
+        for target in chosen
+        for case in {case[0]: case for case in target.cases}.values()  # one a model: the others compile to the same
+        for parameters in target.grid(target.compiled)
+    ]
+    started = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(max(1, min(12, (os.cpu_count() or 2) - 2))) as pool:
+        errors = [error for error in pool.imap_unordered(compile_one, jobs) if error]
+    print(f"compiled {len(jobs)} variants in {time.perf_counter() - started:.0f} s", *errors, sep="\n  ", flush=True)
+    found, lines = [], []
+    for target in chosen:
+        best, best_cost, now_cost = tune(target)
+        found.append((target, best))
+        lines.append(f"{target.op} {target.when}: {best} ({now_cost / best_cost:.2f} times as fast as before)")
+    path = TUNED / f"{gpu_slug(device)}.json"
+    if not arguments.dry_run:
+        write(found, path)
+    print(*lines, path.read_text() if path.is_file() else "nothing written", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
