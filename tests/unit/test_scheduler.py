@@ -150,6 +150,18 @@ def test_a_failed_row_ends_its_request_alone_and_is_not_cached() -> None:
     assert computed(engine.step()) == [9, 8]
 
 
+def test_blocks_computed_before_the_failing_step_are_not_reused_either() -> None:
+    engine = FakeEngine(max_num_batched_tokens=8)
+    engine.add(1, 13)
+    engine.step()  # two blocks computed, without a token that could have shown that the numbers are bad
+    assert engine.kv.pool.num_cached_blocks == 2
+    engine.runner.failing.add(1)
+    engine.run()
+    assert engine.reasons[1] == FinishReason.ERROR
+    engine.add(2, [1] * 13)
+    assert computed(engine.step()) == [0]
+
+
 @pytest.mark.parametrize("failing", ["oldest", "newest"])
 def test_a_failed_step_ends_its_requests_and_no_other(failing: str) -> None:
     engine = FakeEngine(run_ahead=1)
