@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.decode_graphs import bucket_sizes
 from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.engine.step_graphs import step_shapes
 from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import KVCacheStorage, bytes_per_block
 from cb_backend.layers.ops import Ops
@@ -76,7 +76,8 @@ def create_cuda_runner(
     runner.storage = new_storage(config, model_config, num_blocks, dtype, device)
     log(f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB")
     if not config.enforce_eager and rotary.is_static:
-        runner.graphs.capture(bucket_sizes(config.max_num_seqs), runner.new_buffers, runner.decode_step, log)
+        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
     return runner
 
 

@@ -31,31 +31,54 @@ class SamplingState(NamedTuple):
     seeds: Tensor  # int64, bit pattern of the unsigned seed
 
 
-class DecodeInputs(NamedTuple):
-    """One decode step's inputs, gathered by slot. Each tensor [B]."""
+class StepRows(NamedTuple):
+    """What `prepare_rows` fills in for one step. The first `num_decode` rows decode; the rest only sample."""
 
-    token_ids: Tensor  # int32 last known token of the row
-    positions: Tensor  # int32 its position
-    seq_lens: Tensor  # int32 tokens to attend to, its own included; 0 for padding
-    slot_mapping: Tensor  # int32 where its key and value go; 0 for padding
-    sampling: SamplingState  # each [B]
-    sample_positions: Tensor  # int64 position of the token to be sampled
+    token_ids: Tensor  # int32 [>= num_decode] last known token of the row
+    positions: Tensor  # int32 [>= num_decode] its position
+    slot_mapping: Tensor  # int32 [>= num_decode] where its key and value go; 0 for padding
+    num_prompt_tokens: Tensor  # int32 [>= num_decode]
+    seq_lens: Tensor  # int32 [>= num_decode] tokens to attend to, its own included; 0 for padding
+    sampling: SamplingState  # each [num_rows]
+    sample_positions: Tensor  # int64 [num_rows] position of the token to be sampled; 0 for padding
 
 
-def empty_decode_inputs(num_rows: int, device: torch.device) -> DecodeInputs:
-    """Buffers for `prepare_decode` to fill."""
+class SlotState(NamedTuple):
+    """The state of every slot. Tensors [num_slots, ...]; the last slot is padding's."""
 
-    def ints() -> Tensor:
-        return torch.zeros(num_rows, dtype=torch.int32, device=device)
+    last_token: Tensor  # int32
+    num_tokens: Tensor  # int32 known tokens, the last one included; 0 for padding
+    num_prompt_tokens: Tensor  # int32
+    block_tables: Tensor  # int32 [num_slots, max_blocks]
+    sampling: SamplingState
+    min_positions: Tensor  # int32 first position at which a stop id may be sampled
+    stop_ids: Tensor  # int32 [num_slots, K], -1 = none
 
-    def floats() -> Tensor:
-        return torch.zeros(num_rows, dtype=torch.float32, device=device)
 
-    def longs() -> Tensor:
-        return torch.zeros(num_rows, dtype=torch.int64, device=device)
+# Columns of the array by which requests join, before the stop ids: int32, floats and seeds by their bits.
+JOIN_COLUMNS = (
+    "slot", "last_token", "num_tokens", "num_prompt_tokens", "top_k", "min_position",
+    "temperature", "top_p", "min_p", "seed_low", "seed_high",
+)  # fmt: skip
 
-    sampling = SamplingState(floats(), ints(), floats(), floats(), longs())
-    return DecodeInputs(ints(), ints(), ints(), ints(), sampling, longs())
+
+# ---- joining -----------------------------------------------------------------------------------------------------
+
+
+def join_slots_torch(joined: Tensor, state: SlotState) -> None:
+    """Write the slots of requests that join, in place. joined: int32 [num_joined, len(JOIN_COLUMNS) + K]."""
+    column = {name: joined[:, index] for index, name in enumerate(JOIN_COLUMNS)}
+    slots = column["slot"].long()
+    state.last_token[slots] = column["last_token"]
+    state.num_tokens[slots] = column["num_tokens"]
+    state.num_prompt_tokens[slots] = column["num_prompt_tokens"]
+    state.min_positions[slots] = column["min_position"]
+    state.sampling.top_k[slots] = column["top_k"]
+    for name in ("temperature", "top_p", "min_p"):
+        getattr(state.sampling, name)[slots] = column[name].contiguous().view(torch.float32)
+    low, high = column["seed_low"].long() & 0xFFFFFFFF, column["seed_high"].long()
+    state.sampling.seeds[slots] = low | (high << 32)
+    state.stop_ids[slots] = joined[:, len(JOIN_COLUMNS) :]
 
 
 # ---- block table deltas ------------------------------------------------------------------------------------------
@@ -71,35 +94,24 @@ def apply_deltas_torch(block_tables: Tensor, deltas: Tensor) -> None:
     block_tables[slots[keep], indices[keep]] = block_ids[keep].to(torch.int32)
 
 
-# ---- decode inputs -----------------------------------------------------------------------------------------------
+# ---- rows of a step ----------------------------------------------------------------------------------------------
 
 
-def prepare_decode_torch(
-    slots: Tensor,
-    last_token: Tensor,
-    num_tokens: Tensor,
-    block_tables: Tensor,
-    sampling: SamplingState,
-    block_size: int,
-    out: DecodeInputs,
-) -> None:
-    """Gather one decode step's inputs by slot into `out`.
-
-    slots: int32 [B]; last_token, num_tokens: int32 [num_slots] (num_tokens counts the last token); block_tables:
-    int32 [num_slots, max_blocks].
-    """
+def prepare_rows_torch(slots: Tensor, num_decode: int, state: SlotState, block_size: int, out: StepRows) -> None:
+    """Gather a step's rows by slot into `out`. slots: int32 [num_rows], of which the first `num_decode` decode."""
     index = slots.long()
-    seq_lens = num_tokens[index]
-    positions = (seq_lens - 1).clamp(min=0)
-    block_ids = block_tables[index, (positions // block_size).long()]
-    is_row = seq_lens > 0
-    out.token_ids.copy_(last_token[index])
-    out.positions.copy_(positions)
-    out.seq_lens.copy_(seq_lens)
-    out.slot_mapping.copy_(torch.where(is_row, block_ids * block_size + positions % block_size, 0))
-    out.sample_positions.copy_(seq_lens)
-    for gathered, values in zip(out.sampling, sampling, strict=True):
+    num_tokens = state.num_tokens[index]
+    out.sample_positions.copy_(num_tokens)
+    for gathered, values in zip(out.sampling, state.sampling, strict=True):
         gathered.copy_(values[index])
+    index, num_tokens = index[:num_decode], num_tokens[:num_decode]
+    positions = (num_tokens - 1).clamp(min=0)
+    cells = state.block_tables[index, (positions // block_size).long()] * block_size + positions % block_size
+    out.token_ids[:num_decode] = state.last_token[index]
+    out.positions[:num_decode] = positions
+    out.slot_mapping[:num_decode] = torch.where(num_tokens > 0, cells, 0)
+    out.num_prompt_tokens[:num_decode] = state.num_prompt_tokens[index]
+    out.seq_lens[:num_decode] = num_tokens
 
 
 # ---- after sampling ----------------------------------------------------------------------------------------------
@@ -145,10 +157,45 @@ if triton is not None:
         tl.store(block_tables_ptr + slot.to(tl.int64) * table_stride + index, block_id, mask=slot >= 0)
 
     @triton.jit
-    def _prepare_decode_kernel(
+    def _join_slots_kernel(
+        joined_ptr,
+        last_token_ptr,
+        num_tokens_ptr,
+        num_prompt_tokens_ptr,
+        temperature_ptr,
+        top_k_ptr,
+        top_p_ptr,
+        min_p_ptr,
+        seeds_ptr,
+        min_positions_ptr,
+        stop_ids_ptr,
+        NUM_COLUMNS: tl.constexpr,
+        NUM_STOP_IDS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row_ptr = joined_ptr + tl.program_id(0) * (NUM_COLUMNS + NUM_STOP_IDS)
+        slot = tl.load(row_ptr)
+        tl.store(last_token_ptr + slot, tl.load(row_ptr + 1))
+        tl.store(num_tokens_ptr + slot, tl.load(row_ptr + 2))
+        tl.store(num_prompt_tokens_ptr + slot, tl.load(row_ptr + 3))
+        tl.store(top_k_ptr + slot, tl.load(row_ptr + 4))
+        tl.store(min_positions_ptr + slot, tl.load(row_ptr + 5))
+        tl.store(temperature_ptr + slot, tl.load(row_ptr + 6).to(tl.float32, bitcast=True))
+        tl.store(top_p_ptr + slot, tl.load(row_ptr + 7).to(tl.float32, bitcast=True))
+        tl.store(min_p_ptr + slot, tl.load(row_ptr + 8).to(tl.float32, bitcast=True))
+        low = tl.load(row_ptr + 9).to(tl.int64) & 0xFFFFFFFF
+        tl.store(seeds_ptr + slot, low | (tl.load(row_ptr + 10).to(tl.int64) << 32))
+        column = tl.arange(0, BLOCK)
+        is_column = column < NUM_STOP_IDS
+        stop_ids = tl.load(row_ptr + NUM_COLUMNS + column, mask=is_column, other=-1)
+        tl.store(stop_ids_ptr + slot * NUM_STOP_IDS + column, stop_ids, mask=is_column)
+
+    @triton.jit(do_not_specialize=["num_rows", "num_decode"])
+    def _prepare_rows_kernel(
         slots_ptr,
         last_token_ptr,
         num_tokens_ptr,
+        num_prompt_tokens_ptr,
         block_tables_ptr,
         temperature_ptr,
         top_k_ptr,
@@ -157,8 +204,9 @@ if triton is not None:
         seeds_ptr,
         out_token_ids_ptr,
         out_positions_ptr,
-        out_seq_lens_ptr,
         out_slot_mapping_ptr,
+        out_num_prompt_tokens_ptr,
+        out_seq_lens_ptr,
         out_temperature_ptr,
         out_top_k_ptr,
         out_top_p_ptr,
@@ -166,6 +214,7 @@ if triton is not None:
         out_seeds_ptr,
         out_sample_positions_ptr,
         num_rows,
+        num_decode,
         table_stride,
         BLOCK_SIZE: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -173,22 +222,24 @@ if triton is not None:
         row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         is_row = row < num_rows
         slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
-        seq_len = tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
-        position = tl.maximum(seq_len - 1, 0)
-        block_id = tl.load(
-            block_tables_ptr + slot * table_stride + position // BLOCK_SIZE, mask=is_row & (seq_len > 0), other=0
-        )
-        mapping = tl.where(seq_len > 0, block_id * BLOCK_SIZE + position % BLOCK_SIZE, 0)
-        tl.store(out_token_ids_ptr + row, tl.load(last_token_ptr + slot, mask=is_row, other=0), mask=is_row)
-        tl.store(out_positions_ptr + row, position, mask=is_row)
-        tl.store(out_seq_lens_ptr + row, seq_len, mask=is_row)
-        tl.store(out_slot_mapping_ptr + row, mapping, mask=is_row)
+        num_tokens = tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
         tl.store(out_temperature_ptr + row, tl.load(temperature_ptr + slot, mask=is_row, other=0.0), mask=is_row)
         tl.store(out_top_k_ptr + row, tl.load(top_k_ptr + slot, mask=is_row, other=0), mask=is_row)
         tl.store(out_top_p_ptr + row, tl.load(top_p_ptr + slot, mask=is_row, other=1.0), mask=is_row)
         tl.store(out_min_p_ptr + row, tl.load(min_p_ptr + slot, mask=is_row, other=0.0), mask=is_row)
         tl.store(out_seeds_ptr + row, tl.load(seeds_ptr + slot, mask=is_row, other=0), mask=is_row)
-        tl.store(out_sample_positions_ptr + row, seq_len.to(tl.int64), mask=is_row)
+        tl.store(out_sample_positions_ptr + row, num_tokens.to(tl.int64), mask=is_row)
+        is_row = row < num_decode
+        position = tl.maximum(num_tokens - 1, 0)
+        table_ptr = block_tables_ptr + slot * table_stride + position // BLOCK_SIZE
+        block_id = tl.load(table_ptr, mask=is_row & (num_tokens > 0), other=0)
+        mapping = tl.where(num_tokens > 0, block_id * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        num_prompt_tokens = tl.load(num_prompt_tokens_ptr + slot, mask=is_row, other=0)
+        tl.store(out_token_ids_ptr + row, tl.load(last_token_ptr + slot, mask=is_row, other=0), mask=is_row)
+        tl.store(out_positions_ptr + row, position, mask=is_row)
+        tl.store(out_slot_mapping_ptr + row, mapping, mask=is_row)
+        tl.store(out_num_prompt_tokens_ptr + row, num_prompt_tokens, mask=is_row)
+        tl.store(out_seq_lens_ptr + row, num_tokens, mask=is_row)
 
     @triton.jit
     def _commit_tokens_kernel(
@@ -229,21 +280,25 @@ def apply_deltas(block_tables: Tensor, deltas: Tensor) -> None:
         )
 
 
-def prepare_decode(
-    slots: Tensor,
-    last_token: Tensor,
-    num_tokens: Tensor,
-    block_tables: Tensor,
-    sampling: SamplingState,
-    block_size: int,
-    out: DecodeInputs,
-) -> None:
-    """`prepare_decode_torch` in one launch."""
+def join_slots(joined: Tensor, state: SlotState) -> None:
+    """`join_slots_torch` in one launch."""
+    num_stop_ids = state.stop_ids.shape[1]
+    _join_slots_kernel[(joined.shape[0],)](
+        joined, state.last_token, state.num_tokens, state.num_prompt_tokens, *state.sampling,
+        state.min_positions, state.stop_ids,
+        NUM_COLUMNS=len(JOIN_COLUMNS), NUM_STOP_IDS=num_stop_ids, BLOCK=triton.next_power_of_2(num_stop_ids),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def prepare_rows(slots: Tensor, num_decode: int, state: SlotState, block_size: int, out: StepRows) -> None:
+    """`prepare_rows_torch` in one launch."""
     num_rows = slots.shape[0]
-    _prepare_decode_kernel[(triton.cdiv(num_rows, 128),)](
-        slots, last_token, num_tokens, block_tables, *sampling,  # inputs
-        out.token_ids, out.positions, out.seq_lens, out.slot_mapping, *out.sampling, out.sample_positions,  # outputs
-        num_rows, block_tables.stride(0),  # sizes
+    _prepare_rows_kernel[(triton.cdiv(num_rows, 128),)](
+        slots, state.last_token, state.num_tokens, state.num_prompt_tokens, state.block_tables, *state.sampling,
+        out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, *out.sampling,
+        out.sample_positions,
+        num_rows, num_decode, state.block_tables.stride(0),
         BLOCK_SIZE=block_size, BLOCK=128, num_warps=4,
     )  # fmt: skip
 

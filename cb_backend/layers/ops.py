@@ -25,7 +25,8 @@ _MODULE_OF_OP = {
     "prefill_attention": prefill_attention,
     "sample": sample,
     "apply_deltas": step_state,
-    "prepare_decode": step_state,
+    "join_slots": step_state,
+    "prepare_rows": step_state,
     "commit_tokens": step_state,
     "mask_stop_ids": step_state,
 }
@@ -47,7 +48,8 @@ class Ops:
     # Of the step around it
     sample: Op
     apply_deltas: Op
-    prepare_decode: Op
+    join_slots: Op
+    prepare_rows: Op
     commit_tokens: Op
     mask_stop_ids: Op
 

@@ -6,22 +6,47 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.engine.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots
 from cb_backend.kernels import step_state
+from cb_backend.outputs import JoinedRow
+from cb_backend.sampling_params import SamplingParams
 
 NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 5, 4, 37
 PADDING = NUM_SLOTS - 1
 
 
-def _sampling(rng: np.random.Generator) -> step_state.SamplingState:
+def _state(rng: np.random.Generator) -> step_state.SlotState:
     def floats() -> torch.Tensor:
         return torch.from_numpy(rng.random(NUM_SLOTS, np.float32))
 
-    return step_state.SamplingState(
-        floats(),
-        torch.from_numpy(rng.integers(0, 50, NUM_SLOTS, np.int32)),
-        floats(),
-        floats(),
-        torch.from_numpy(rng.integers(-(2**63), 2**63, NUM_SLOTS, np.int64)),
+    def ints(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(low, high, (NUM_SLOTS, *shape), np.int32))
+
+    seeds = torch.from_numpy(rng.integers(-(2**63), 2**63, NUM_SLOTS, np.int64))
+    state = step_state.SlotState(
+        last_token=ints(0, VOCAB),
+        num_tokens=ints(1, MAX_BLOCKS * BLOCK_SIZE + 1),
+        num_prompt_tokens=ints(1, 9),
+        block_tables=ints(1, 100, MAX_BLOCKS),
+        sampling=step_state.SamplingState(floats(), ints(0, 50), floats(), floats(), seeds),
+        min_positions=ints(0, 9),
+        stop_ids=ints(-1, VOCAB, 6),
+    )
+    state.num_tokens[PADDING] = 0
+    return state
+
+
+def _rows(num_rows: int, num_decode: int) -> step_state.StepRows:
+    def poison(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((size,), -7, dtype=dtype)
+
+    i32, f32 = torch.int32, torch.float32
+    sampling = step_state.SamplingState(*(poison(num_rows, dtype) for dtype in (f32, i32, f32, f32, torch.int64)))
+    return step_state.StepRows(
+        *(poison(num_decode + 2, i32) for _ in range(4)),
+        poison(num_decode, i32),
+        sampling,
+        poison(num_rows, torch.int64),
     )
 
 
@@ -30,37 +55,49 @@ def suffix(request: pytest.FixtureRequest) -> str:
     return "_torch" if request.param == "torch" else ""
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 130])
-def test_prepare_decode_gathers_by_slot(suffix: str, num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "num_decode"), [(1, 1), (3, 3), (7, 4), (5, 0), (140, 130)])
+def test_prepare_rows_gathers_by_slot(suffix: str, num_rows: int, num_decode: int) -> None:
     rng = np.random.default_rng(num_rows)
     slots = rng.integers(0, NUM_SLOTS, num_rows, np.int32)
-    num_tokens = rng.integers(1, MAX_BLOCKS * BLOCK_SIZE + 1, NUM_SLOTS, np.int32)
-    num_tokens[PADDING] = 0
-    last_token = rng.integers(0, VOCAB, NUM_SLOTS, np.int32)
-    tables = rng.integers(1, 100, (NUM_SLOTS, MAX_BLOCKS), np.int32)
-    sampling = _sampling(rng)
-    out = step_state.empty_decode_inputs(num_rows, torch.device("cpu"))
-    for poisoned in (*out[:4], *out.sampling, out.sample_positions):
-        poisoned.fill_(-7)
-    getattr(step_state, "prepare_decode" + suffix)(
-        torch.from_numpy(slots),
-        torch.from_numpy(last_token),
-        torch.from_numpy(num_tokens),
-        torch.from_numpy(tables),
-        sampling,
-        BLOCK_SIZE,
-        out,
-    )
+    state, out = _state(rng), _rows(num_rows, num_decode)
+    getattr(step_state, "prepare_rows" + suffix)(torch.from_numpy(slots), num_decode, state, BLOCK_SIZE, out)
     for row, slot in enumerate(slots):
-        length = int(num_tokens[slot])
+        length = int(state.num_tokens[slot])
+        assert out.sample_positions[row] == length
+        assert [values[row] for values in out.sampling] == [values[slot] for values in state.sampling]
+        if row >= num_decode:
+            continue
         position = max(length - 1, 0)
-        expected = tables[slot, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE if length else 0
-        assert out.token_ids[row] == last_token[slot]
+        cell = state.block_tables[slot, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        assert out.token_ids[row] == state.last_token[slot]
         assert out.positions[row] == position
         assert out.seq_lens[row] == length
-        assert out.slot_mapping[row] == expected
-        assert out.sample_positions[row] == length
-        assert [values[row] for values in out.sampling] == [values[slot] for values in sampling]
+        assert out.slot_mapping[row] == (cell if length else 0)
+        assert out.num_prompt_tokens[row] == state.num_prompt_tokens[slot]
+    for values in out[:4]:  # what lies behind the decode rows belongs to the prompts
+        assert values[num_decode:].tolist() == [-7, -7]
+
+
+def test_joining_writes_the_slot_and_no_other(suffix: str) -> None:
+    rng = np.random.default_rng(1)
+    state, before = _state(rng), _state(np.random.default_rng(1))
+    params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 + 12345, min_tokens=3)
+    rows = [
+        JoinedRow(2, 0, np.array([4, 5, 6], np.int32), 2, (1,), params, (9, 11)),
+        JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), SamplingParams(temperature=0.0, seed=7), ()),
+    ]
+    state = state._replace(stop_ids=torch.zeros(NUM_SLOTS, MAX_STOP_IDS_PER_SLOT, dtype=torch.int32))
+    getattr(step_state, "join_slots" + suffix)(torch.from_numpy(joined_slots(rows)), state)
+    assert [state.last_token[2], state.num_tokens[2], state.num_prompt_tokens[2]] == [6, 3, 2]
+    assert state.min_positions[2] == 5
+    assert [round(float(values[2]), 6) for values in state.sampling[:4]] == [0.7, 5, 0.9, 0.1]
+    assert np.int64(state.sampling.seeds[2]).astype(np.uint64) == 2**63 + 12345
+    assert state.stop_ids[2, :3].tolist() == [9, 11, -1]
+    assert [state.last_token[5], state.num_tokens[5], state.sampling.seeds[5]] == [8, 1, 7]
+    assert state.sampling.temperature[5] == 0.0
+    others = [slot for slot in range(NUM_SLOTS) if slot not in (2, 5)]
+    for now, then in zip((*state[:3], *state.sampling), (*before[:3], *before.sampling), strict=True):
+        assert torch.equal(now[others], then[others])
 
 
 def test_commit_moves_only_live_rows(suffix: str) -> None:

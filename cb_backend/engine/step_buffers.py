@@ -1,0 +1,166 @@
+"""The fixed device memory of one shape of step, and how the host fills it: one array, one copy.
+
+A step has `num_decode` rows of one token each, then `num_prefill` prompt tokens of up to `num_prompts` requests. A
+plan that is smaller than the shape is filled up with padding: rows name the padding slot, tokens point at the null
+block. This module does not know models or kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cb_backend.engine.input_batch import InputBatch
+from cb_backend.kernels.step_state import SamplingState, StepRows
+from cb_backend.outputs import SchedulerOutput
+
+
+class StepShape(NamedTuple):
+    """What a step has room for. `num_rows`: rows that may sample."""
+
+    num_decode: int
+    num_prefill: int = 0  # prompt tokens
+    num_prompts: int = 0  # requests they belong to
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decode + self.num_prompts
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode + self.num_prefill
+
+    @property
+    def num_deltas(self) -> int:
+        return max(self.num_rows, 16)
+
+    def sizes(self) -> dict[str, int]:
+        """The segments of the host array, in order."""
+        sizes = {"slots": self.num_rows, "deltas": 3 * self.num_deltas}
+        if self.num_prefill:
+            tokens = self.num_tokens  # the decode rows' part is filled in on the device
+            sizes |= {"token_ids": tokens, "positions": tokens, "slot_mapping": tokens, "num_prompt_tokens": tokens}
+            sizes |= {"sample_index": self.num_rows, "prompt_slots": self.num_prompts}
+            sizes |= {"query_start_loc": self.num_prompts + 1, "prompt_seq_lens": self.num_prompts}
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """Device tensors of one shape; all but `rows` and `result` are views of `host_copy`."""
+
+    shape: StepShape
+    host_copy: Tensor  # int32, everything that the host brings
+    segments: dict[str, Tensor]  # by name, see StepShape.sizes
+    rows: StepRows
+    result: Tensor  # int32 [2, num_rows]: sampled token ids, is_failed
+
+    @property
+    def slots(self) -> Tensor:
+        return self.segments["slots"]  # [num_rows] decode rows, then the prompts that sample
+
+    @property
+    def deltas(self) -> Tensor:
+        return self.segments["deltas"].view(-1, 3)  # of (slot, index, block_id), slot -1 = none
+
+
+def make_buffers(shape: StepShape, padding_slot: int, device: torch.device) -> StepBuffers:
+    """Buffers that hold nothing but padding."""
+    host_copy = torch.from_numpy(padding(shape, padding_slot)).to(device)
+    segments = dict(zip(shape.sizes(), host_copy.split(list(shape.sizes().values())), strict=True))
+
+    def ints(name: str) -> Tensor:
+        found = segments.get(name)
+        return torch.zeros(shape.num_decode, dtype=torch.int32, device=device) if found is None else found
+
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape.num_rows, dtype=dtype, device=device)
+
+    rows = StepRows(
+        token_ids=ints("token_ids"),
+        positions=ints("positions"),
+        slot_mapping=ints("slot_mapping"),
+        num_prompt_tokens=ints("num_prompt_tokens"),
+        seq_lens=torch.zeros(shape.num_decode, dtype=torch.int32, device=device),
+        sampling=SamplingState(
+            zeros(torch.float32), zeros(torch.int32), zeros(torch.float32), zeros(torch.float32), zeros(torch.int64)
+        ),
+        sample_positions=zeros(torch.int64),
+    )
+    return StepBuffers(
+        shape, host_copy, segments, rows, torch.zeros(2, shape.num_rows, dtype=torch.int32, device=device)
+    )
+
+
+def padding(shape: StepShape, padding_slot: int) -> NDArray[np.int32]:
+    """The host array of a step without a single request."""
+    host = np.zeros(sum(shape.sizes().values()), np.int32)
+    views = split(host, shape)
+    views["slots"][:] = padding_slot
+    views["deltas"][:] = -1
+    if shape.num_prefill:
+        views["prompt_slots"][:] = padding_slot
+        views["sample_index"][: shape.num_decode] = np.arange(shape.num_decode)
+    return host
+
+
+def split(host: NDArray[np.int32], shape: StepShape) -> dict[str, NDArray[np.int32]]:
+    """Views of a host array by segment."""
+    sizes = shape.sizes()
+    return dict(zip(sizes, np.split(host, np.cumsum(list(sizes.values()))[:-1]), strict=True))
+
+
+def fill(
+    views: dict[str, NDArray[np.int32]],
+    shape: StepShape,
+    plan: SchedulerOutput,
+    deltas: NDArray[np.int32],
+    batch: InputBatch,
+    padding_slot: int,
+) -> None:
+    """Write a plan, and padding around it, into a host array. The plan must fit the shape."""
+    num_decode, bucket = plan.num_decode_rows, shape.num_decode
+    slots = views["slots"]
+    slots[:num_decode] = plan.slots[:num_decode]
+    slots[num_decode:] = padding_slot
+    views["deltas"][: 3 * len(deltas)] = deltas.reshape(-1)
+    views["deltas"][3 * len(deltas) :] = -1
+    if shape.num_prefill:
+        _fill_prompts(views, bucket, plan, batch, padding_slot)
+
+
+def _fill_prompts(
+    views: dict[str, NDArray[np.int32]], bucket: int, plan: SchedulerOutput, batch: InputBatch, padding_slot: int
+) -> None:
+    prompts = slice(plan.num_decode_rows, None)
+    slots, counts, computed = plan.slots[prompts], plan.num_scheduled_tokens[prompts], plan.num_computed_tokens[prompts]
+    num_prompts, ends = len(slots), np.cumsum(counts)
+    num_tokens = int(ends[-1])
+    token_slots = np.repeat(slots, counts)  # [num_tokens]
+    positions = (np.arange(num_tokens) + np.repeat(computed - (ends - counts), counts)).astype(np.int32)
+    tokens = slice(bucket, bucket + num_tokens)
+    for name, values in (
+        ("token_ids", batch.token_ids[token_slots, positions]),
+        ("positions", positions),
+        ("slot_mapping", batch.slot_mapping(token_slots, positions)),
+        ("num_prompt_tokens", batch.num_prompt_tokens[token_slots]),
+    ):
+        views[name][tokens] = values
+        views[name][bucket + num_tokens :] = 0
+    views["prompt_slots"][:num_prompts] = slots
+    views["prompt_slots"][num_prompts:] = padding_slot
+    views["query_start_loc"][0] = 0
+    views["query_start_loc"][1 : num_prompts + 1] = ends
+    views["query_start_loc"][num_prompts + 1 :] = num_tokens
+    views["prompt_seq_lens"][:num_prompts] = computed + counts
+    views["prompt_seq_lens"][num_prompts:] = 0
+    samplers = slice(bucket, bucket + num_prompts)
+    views["slots"][samplers] = np.where(plan.is_sampling[prompts], slots, padding_slot)
+    views["sample_index"][:bucket] = np.arange(bucket)
+    views["sample_index"][samplers] = bucket + ends - 1
+    views["sample_index"][bucket + num_prompts :] = 0

@@ -1,0 +1,101 @@
+"""The GPU's way of running a step, on the CPU: state by slot, padded shapes, nothing read before the next launch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.model_runner import ModelRunner
+from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.engine.step_buffers import StepBuffers, StepShape
+from cb_backend.engine.step_graphs import decode_sizes, step_shapes
+from cb_backend.sampling_params import SamplingParams
+from tests.engine.drive import config, run
+from tests.engine.test_equal_to_transformers import prompts_for
+from tests.models.tiny_checkpoints import write_checkpoint
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, seed=0)
+PARAMS = [
+    SamplingParams(max_tokens=20, temperature=0.0, seed=0, stop_token_ids=(7, 11), min_tokens=6),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.7, top_k=9, top_p=0.9, seed=2**64 - 1, ignore_eos=True),
+    GREEDY,
+    SamplingParams(max_tokens=20, temperature=1.3, min_p=0.05, seed=7, stop_token_ids=tuple(range(40, 60))),
+    GREEDY,
+    SamplingParams(max_tokens=3, temperature=0.0, seed=0),
+]
+SHAPES = [*(StepShape(size) for size in (1, 2, 4)), *(StepShape(d, p, 3) for d in (0, 2, 4) for p in (6, 12))]
+
+
+class EagerReplay:
+    """Stands in for a captured graph: the same step on the same buffers, run kernel by kernel."""
+
+    def __init__(self, runner: SlotRunner, buffers: StepBuffers) -> None:
+        self.runner, self.buffers = runner, buffers
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.runner.run_step(self.buffers)
+
+
+def slot_engine(engine: LLMEngine, has_graphs: bool) -> tuple[LLMEngine, list[EagerReplay]]:
+    """An engine over the same weights whose steps are run by a `SlotRunner`."""
+    old = engine.runner
+    assert isinstance(old, ModelRunner)
+    runner = SlotRunner(
+        old.model, old.ops, old.rotary, old.storage, engine.config.max_num_seqs, engine.info.max_model_len
+    )
+    replays = []
+    for shape in SHAPES if has_graphs else ():
+        replays.append(EagerReplay(runner, runner.new_buffers(shape)))
+        runner.graphs.add(shape, replays[-1], replays[-1].buffers)
+    return LLMEngine(engine.config, runner, engine.info), replays
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("name", "has_graphs"),
+    [
+        ("llama-tied", True),
+        ("llama-tied", False),
+        ("qwen3", True),
+        ("llama-longrope", True),
+        ("llama-dynamic", False),  # its angles change with every step, so it has no graphs
+        ("mistral-window", True),
+    ],
+)
+def test_same_tokens_as_the_reference_runner(name: str, has_graphs: bool, run_ahead: int, tmp_path: Path) -> None:
+    folder = write_checkpoint(name, tmp_path)
+    settings = config(
+        str(folder),
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        num_gpu_blocks_override=40,
+        run_ahead=run_ahead,
+    )
+    reference = create_engine(settings)
+    prompts = prompts_for(reference.info.vocab_size)
+    expected = run(reference, prompts, PARAMS)
+    engine, replays = slot_engine(reference, has_graphs)
+    got = run(engine, prompts, PARAMS, arrivals=[0, 1, 1, 4, 4, 6, 12])
+    assert got.token_ids == expected.token_ids
+    assert got.reasons == expected.reasons
+    assert engine.stats().num_free_blocks == engine.info.num_blocks
+    if has_graphs:
+        used = {replay.buffers.shape.num_prefill for replay in replays if replay.num_replays}
+        assert used == {0, 6, 12}, "decode and mixed steps must both have been replayed"
+
+
+def test_every_batch_size_has_a_shape_that_holds_it() -> None:
+    sizes = decode_sizes(300)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == 300
+    assert max(later - size for size, later in itertools.pairwise(sizes)) <= 16
+    for shape in step_shapes(300, 1000):
+        assert shape.num_decode <= 300
+        assert shape.num_prefill <= 1000
