@@ -137,6 +137,7 @@ class EngineProcess:
             self.link.send(identity, RequestFailed(message.request_id, int(ErrorCode.INTERNAL), reason))
         else:
             front_end.open_request_ids.add(message.request_id)
+            self._was_busy = True  # even if it is cancelled before the next step, the statistics tell of it
 
     def _cancel(self, identity: bytes, request_ids: list[int]) -> None:
         for request_id in request_ids:
