@@ -45,6 +45,7 @@ class EngineSupervisor:
         self, config: EngineConfig, server_pid: int, model_name: str, model_version: str, base: Path | None = None
     ) -> None:
         """`base` is where runtime folders are made; None: the user's private one."""
+        self.model_name, self.model_version = model_name, model_version
         self._config_json = json.dumps(asdict(config), sort_keys=True)
         self._python = config.engine_python or find_python()
         self._server_pid = server_pid

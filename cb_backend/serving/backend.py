@@ -54,7 +54,8 @@ class TritonPythonModel:
         """Returns when the engine is ready. Raises with the reason when the model cannot be served."""
         configure_logging(args["model_instance_name"])
         refuse_unusable_numpy()
-        num_senders = sender_threads(json.loads(args["model_config"]))
+        model_config = json.loads(args["model_config"])
+        num_senders = sender_threads(model_config)
         name, version = args["model_name"], args["model_version"]
         config = load_engine_config(Path(args["model_repository"]) / version / "model.json")
         server_pid = os.getppid()
@@ -68,7 +69,7 @@ class TritonPythonModel:
         self._client = self._supervisor.client
         self._responder = Responder(num_senders, self._client.cancel)
         self._cancellation = CancellationPoller(self._responder, self._client.cancel)
-        self._housekeeping = Housekeeping(self._responder, self._supervisor, server_pid, name, version)
+        self._housekeeping = Housekeeping(self._responder, self._supervisor, server_pid, model_config)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._workers = [
             threading.Thread(target=self._run_worker, name=f"worker-{i}", daemon=True) for i in range(NUM_WORKERS)

@@ -18,8 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 DEFAULT_EXIT_TIMEOUT_S = 30.0
-MAX_MARGIN_S = 2.0  # before the exit limit
-MAX_MARGIN_SHARE = 0.2
+# How long before the limit the last requests are ended. The server then takes the front ends down one after the
+# other (it sleeps 1 s for each), and an exit that is not complete at the limit was seen to end in a crash.
+MARGIN_S = 1.0
+MARGIN_PER_FRONT_END_S = 1.5
+MAX_MARGIN_SHARE = 0.4
 NUM_SIGNS = 2  # looks in a row that must agree
 PROBE_TIMEOUT_S = 2.0
 
@@ -32,10 +35,11 @@ logger = logging.getLogger("cb_backend.serving")
 class DrainWatch:
     """`check` from time to time; once `is_draining`, it stays so. `is_time_up`: end what is still open."""
 
-    def __init__(self, is_model_ready: Probe | None, exit_timeout_s: float = DEFAULT_EXIT_TIMEOUT_S) -> None:
+    def __init__(self, is_model_ready: Probe | None, exit_timeout_s: float, num_front_ends: int = 1) -> None:
         """`is_model_ready` None: the server cannot be asked, so nothing is ever noticed."""
         self._is_model_ready = is_model_ready
-        self._exit_timeout_s = exit_timeout_s
+        margin_s = min(MARGIN_S + MARGIN_PER_FRONT_END_S * num_front_ends, MAX_MARGIN_SHARE * exit_timeout_s)
+        self._drain_s = exit_timeout_s - margin_s
         self._has_been_ready = False  # before that, not ready means starting
         self._num_signs = 0
         self._first_sign = 0.0
@@ -64,8 +68,7 @@ class DrainWatch:
             self._first_sign = time.monotonic()
         self._num_signs += 1
         if self._num_signs >= NUM_SIGNS:
-            margin = min(MAX_MARGIN_S, MAX_MARGIN_SHARE * self._exit_timeout_s)
-            self._deadline = self._first_sign + self._exit_timeout_s - margin
+            self._deadline = self._first_sign + self._drain_s
             logger.info("the server is stopping this model: new requests are refused, open ones may go on for a while")
 
 
@@ -114,11 +117,10 @@ def _grpc_probe(url: str, model_name: str, model_version: str) -> Probe:
 
     def ask() -> bool | None:
         try:
-            return client.is_server_ready(client_timeout=PROBE_TIMEOUT_S) and client.is_model_ready(
-                model_name, model_version, client_timeout=PROBE_TIMEOUT_S
-            )
-        except InferenceServerException:
-            return None
+            return bool(client.is_model_ready(model_name, model_version, client_timeout=PROBE_TIMEOUT_S))
+        except InferenceServerException as error:
+            # A stopping server answers UNAVAILABLE, and so does a port on which nobody listens any more.
+            return False if str(error.status()).endswith("UNAVAILABLE") else None
 
     return ask
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Any
 
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.supervisor import EngineSupervisor
 from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readiness_probe, server_arguments
 from cb_backend.serving.metrics import Metrics
+from cb_backend.serving.model_config import num_instances
 from cb_backend.serving.responder import Responder
 
 INTERVAL_S = 0.25
@@ -24,13 +26,14 @@ class Housekeeping:
     """Runs from its making to `close`."""
 
     def __init__(
-        self, responder: Responder, supervisor: EngineSupervisor, server_pid: int, model_name: str, model_version: str
+        self, responder: Responder, supervisor: EngineSupervisor, server_pid: int, model_config: dict[str, Any]
     ) -> None:
+        model_name, model_version = supervisor.model_name, supervisor.model_version
         self._responder = responder
         self._supervisor = supervisor
         arguments = server_arguments(server_pid)
         probe = readiness_probe(arguments, model_name, model_version)
-        self._drain = DrainWatch(probe, exit_timeout_s(arguments))
+        self._drain = DrainWatch(probe, exit_timeout_s(arguments), num_instances(model_config))
         self._metrics = Metrics(model_name, model_version, is_on(arguments, "allow-metrics"))
         self._silence_begin: float | None = None
         self.is_engine_stuck = False

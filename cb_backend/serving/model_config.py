@@ -39,3 +39,9 @@ def complete_model_config(model_config: Any) -> Any:
     model_config.set_model_transaction_policy({"decoupled": True})
     model_config.set_max_batch_size(0)
     return model_config
+
+
+def num_instances(model_config: dict[str, Any]) -> int:
+    """How many front ends the server starts for this model; `model_config` as the server gives it to a model."""
+    groups = model_config.get("instance_group", [])
+    return max(sum(group.get("count", 1) * max(len(group.get("gpus", [])), 1) for group in groups), 1)

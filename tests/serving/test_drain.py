@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -99,22 +100,25 @@ def test_time_is_up_before_the_servers_limit(health: Health, monkeypatch: pytest
     now = 1001.25
     drain.check()
     assert drain.is_draining
-    now = 1008.9
+    now = 1008.4
     assert not drain.is_time_up
-    now = 1009.0  # first sign + 10 s - 2 s
+    now = 1008.5  # first sign + 10 s - 2.5 s
     assert drain.is_time_up
 
 
-def test_short_limits_keep_a_fifth_as_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_front_ends", "limit", "drain_s"), [(1, 30, 27.5), (8, 30, 18), (8, 60, 47), (1, 5, 3)])
+def test_many_front_ends_need_more_time_to_end(
+    num_front_ends: int, limit: float, drain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = iter([True, False, False])
     now = 0.0
     monkeypatch.setattr("cb_backend.serving.drain.time.monotonic", lambda: now)
-    drain = DrainWatch(lambda: next(answers), exit_timeout_s=5.0)
+    drain = DrainWatch(lambda: next(answers), limit, num_front_ends)
     for _ in range(3):
         drain.check()
-    now = 3.99
+    now = drain_s - 0.01
     assert not drain.is_time_up
-    now = 4.0
+    now = drain_s
     assert drain.is_time_up
 
 
@@ -125,6 +129,15 @@ def test_what_the_command_line_says() -> None:
     assert readiness_probe({"allow-http": "0", "allow-grpc": "false"}, "llm", "1") is None
     assert readiness_probe({"allow-http": "0", "grpc-use-ssl": "true"}, "llm", "1") is None
     assert readiness_probe({"allow-http": "false"}, "llm", "1") is not None
+
+
+def test_over_grpc_nobody_listening_is_not_ready() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, so that nobody else takes it, and not listening
+        arguments = {"allow-http": "false", "grpc-port": str(unused.getsockname()[1])}
+        probe = readiness_probe(arguments, "llm", "1")
+        assert probe is not None
+        assert probe() is False
 
 
 def test_nobody_listening_is_a_refusal_and_a_dead_host_is_unclear(health: Health) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.serving.model_config import complete_model_config
+from cb_backend.serving.model_config import complete_model_config, num_instances
 from tests.serving.fake_server import ModelConfig
 
 
@@ -41,3 +41,9 @@ def test_what_config_pbtxt_says_already_stays() -> None:
 def test_batching_by_the_server_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_size"):
         complete_model_config(ModelConfig(max_batch_size=8))
+
+
+def test_number_of_front_ends() -> None:
+    assert num_instances({}) == 1
+    assert num_instances({"instance_group": [{"kind": "KIND_CPU", "count": 8, "gpus": []}]}) == 8
+    assert num_instances({"instance_group": [{"count": 2, "gpus": [0, 1]}, {"count": 1}]}) == 5

@@ -1,0 +1,84 @@
+"""The engine's loop where a whole process would be too slow or cannot be brought there: a scheduler without progress."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from cb_backend.engine import engine_process
+from cb_backend.engine.front_end_link import FrontEndLink
+from cb_backend.messages import (
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    Hello,
+    ModelInfo,
+    decode_engine_message,
+    encode,
+)
+
+INFO = ModelInfo(
+    model="m", tokenizer_dir="t", vocab_size=10, max_model_len=64, eos_token_ids=(), block_size=16, num_blocks=100,
+    max_num_seqs=8, dtype="float32", device="cpu",
+)  # fmt: skip
+
+
+class StuckEngine:
+    """Says that requests are open, and never has a step to run once it is told to be stuck."""
+
+    info = INFO
+    is_stuck = False
+    num_steps = 0
+
+    def has_unfinished(self) -> bool:
+        return self.is_stuck
+
+    def step(self) -> None:
+        self.num_steps += 1
+
+    def stats(self) -> EngineStats:
+        return EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="cb-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_no_progress_ends_the_engine_with_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "STALL_TIMEOUT_S", 0.3)
+    engine, link = StuckEngine(), FrontEndLink(str(folder / "s"), os.getppid())
+    process = engine_process.EngineProcess(engine, link)  # type: ignore[arg-type]
+    codes: list[int] = []
+    loop = threading.Thread(target=lambda: codes.append(process.run()))
+    loop.start()
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(f"ipc://{folder / 's'}")
+        socket.send(encode(Hello(1, os.getpid())))
+        assert socket.poll(10_000)
+        ready = decode_engine_message(socket.recv())
+        assert isinstance(ready, EngineReady)
+        assert ready.info == INFO
+        engine.is_stuck = True
+        while socket.poll(10_000):
+            message = decode_engine_message(socket.recv())
+            if isinstance(message, EngineFailed):
+                break
+        else:
+            pytest.fail("the engine never gave up")
+    loop.join(10)
+    link.close()
+    context.destroy(linger=0)
+    assert "no progress" in message.message
+    assert codes == [engine_process.EXIT_GAVE_UP]
+    assert engine.num_steps < 1000, "a stalled engine must not spin"
