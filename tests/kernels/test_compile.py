@@ -1,0 +1,105 @@
+"""What the compiler makes of the kernels for GPUs that are not here: no spills, tensor cores, real multi-buffering.
+
+Launches are recorded and compiled by `compiling.py`, in a process without the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def attention(head_dim: int, **given: Any) -> dict[str, Any]:
+    return {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "block_size": 16, "dtype": "bfloat16", **given}
+
+
+def case(op: str, kernel: str, arch: int, call: dict[str, Any], **given: Any) -> dict[str, Any]:
+    return {"op": op, "kernel": kernel, "arch": arch, "call": call, **given}
+
+
+def decode(arch: int, head_dim: int, num_stages: int | None = None, **given: Any) -> dict[str, Any]:
+    options = {} if num_stages is None else {"num_stages": num_stages}
+    call = attention(head_dim, **given)
+    return case("decode_attention", "_decode_attention_kernel", arch, call, options=options)
+
+
+def prefill(arch: int, head_dim: int, **given: Any) -> dict[str, Any]:
+    return case("prefill_attention", "_prefill_attention_kernel", arch, attention(head_dim, **given))
+
+
+CASES = {
+    "decode, 2 stages": decode(90, 128, 2),
+    "decode, 3 stages": decode(90, 128, 3),
+    "decode, 4 stages": decode(90, 128, 4),
+    "decode, sm_80": decode(80, 64),
+    "decode, sm_100": decode(100, 128, block_size=64),
+    "prefill": prefill(90, 128),
+    "prefill, sm_80": prefill(80, 64),
+    "prefill, sm_100": prefill(100, 64),
+    "plan": case("decode_attention", "_plan_kernel", 90, attention(128)),
+    "qkv_post": case("qkv_post", "_qkv_post_kernel", 90,
+                     {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "has_norm": True}),
+    "rms_norm": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096}),
+    "silu_mul": case("silu_mul", "_silu_mul_kernel", 90, {"intermediate_size": 8192}),
+    "sample, filters": case("sample", "_filter_kernel", 90, {"vocab_size": 151936}),
+    "sample, tiles": case("sample", "_tile_kernel", 90, {"vocab_size": 151936}),
+    "sample, combine": case("sample", "_combine_kernel", 90, {"vocab_size": 151936}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    """What the compiler reports of every case, by name."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiling"],
+        input=json.dumps(list(CASES.values())),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    return dict(zip(CASES, reports, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_spills(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled[name]["stack_bytes"] == 0
+    assert compiled[name]["registers"] <= 224
+
+
+def test_decode_attention_is_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:
+    """More stages hold more K and V tiles in flight: a block id loaded in the loop would quietly end that."""
+    two, three, four = (compiled[f"decode, {stages} stages"] for stages in (2, 3, 4))
+    tiles = 2 * 64 * 128 * 2  # bytes of one K and one V tile
+    assert three["shared_bytes"] - two["shared_bytes"] == tiles
+    assert four["shared_bytes"] - three["shared_bytes"] == tiles
+    assert (three["num_buffers"], four["num_buffers"]) == ([2, 2], [3, 3])
+    assert all(report["has_async_copy"] and report["has_tensor_core"] for report in (two, three, four))
+
+
+def test_prefill_attention_is_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled["prefill"]["num_buffers"]
+    assert min(compiled["prefill"]["num_buffers"]) >= 2
+
+
+def test_prefill_attention_uses_warp_group_products_on_hopper(compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled["prefill"]["has_wgmma"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("decode", "prefill"))])
+def test_attention_uses_tensor_cores(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled[name]["has_tensor_core"]

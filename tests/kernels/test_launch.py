@@ -1,0 +1,60 @@
+"""Launch parameters as data: which entry serves a launch, and that every op has one for every head size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cb_backend.kernels import launch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of `tuned`, and nothing remembered."""
+    monkeypatch.setattr(launch, "TUNED", tmp_path)
+    monkeypatch.setattr(launch, "_gpu_file", lambda device: "some-gpu.json")
+    for cached in (launch._read, launch._tuned_parameters):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (launch._read, launch._tuned_parameters):
+        cached.cache_clear()
+
+
+def test_gpu_file_goes_before_default_and_conditions_select(tuned: Path) -> None:
+    default = {"op": [{"when": {"block_d": 64}, "use": {"n": 1}}, {"use": {"n": 2}}], "other": [{"use": {"n": 3}}]}
+    (tuned / "default.json").write_text(json.dumps(default))
+    (tuned / "some-gpu.json").write_text(json.dumps({"op": [{"when": {"block_d": 128}, "use": {"n": 4}}]}))
+    assert launch.launch_parameters("op", CPU, block_d=64) == {"n": 1}
+    assert launch.launch_parameters("op", CPU, block_d=128) == {"n": 4}
+    assert launch.launch_parameters("op", CPU, block_d=256) == {"n": 2}
+    assert launch.launch_parameters("other", CPU) == {"n": 3}
+    with launch.overriding("other", {"n": 5}):
+        assert launch.launch_parameters("other", CPU) == {"n": 5}
+    assert launch.launch_parameters("other", CPU) == {"n": 3}
+    with pytest.raises(KeyError, match="no launch parameters for missing"):
+        launch.launch_parameters("missing", CPU)
+
+
+def test_an_entry_that_does_not_fit_the_gpu_is_passed_over(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "max_shared_bytes", lambda device: 100_000)
+    entries = [{"shared_bytes": 131_072, "use": {"n": 1}}, {"shared_bytes": 98_304, "use": {"n": 2}}]
+    (tuned / "default.json").write_text(json.dumps({"op": entries}))
+    assert launch.launch_parameters("op", CPU) == {"n": 2}
+
+
+@pytest.mark.parametrize("path", sorted(launch.TUNED.glob("*.json")), ids=lambda path: path.stem)
+def test_files_hold_entries(path: Path) -> None:
+    for op, entries in json.loads(path.read_text()).items():
+        assert entries, op
+        for entry in entries:
+            assert entry.keys() <= {"when", "shared_bytes", "use"}
+            assert all(isinstance(value, int) and value > 0 for value in entry["use"].values())
+    if path.stem == "default":
+        for entries in json.loads(path.read_text()).values():
+            assert "when" not in entries[-1]
+            assert "shared_bytes" not in entries[-1]
