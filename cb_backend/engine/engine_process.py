@@ -77,6 +77,7 @@ class EngineProcess:
         self._next_collect = now + BUSY_COLLECT_INTERVAL_S
         self._last_progress = now
         self._was_busy = False
+        self._has_run = False  # since garbage was last collected
         self._num_failed_steps = 0  # in a row
         self._step_id = 0
 
@@ -95,13 +96,18 @@ class EngineProcess:
             logger.error("%s", error)
             self.link.send_to_all(EngineFailed(str(error)))
             return EXIT_GAVE_UP
+        finally:
+            gc.unfreeze()
+            gc.enable()
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
         if not self.engine.has_unfinished():
-            self.link.wait(IDLE_POLL_MS)
+            has_news = self.link.wait(IDLE_POLL_MS)
             self._last_progress = time.monotonic()
+            if not has_news and self._has_run:
+                self._collect_garbage()
         for _ in range(MAX_MESSAGES_PER_STEP):
             received = self.link.receive()
             if received is None:
@@ -153,6 +159,7 @@ class EngineProcess:
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        self._has_run = True
         try:
             output = self.engine.step()
             self._num_failed_steps = 0
@@ -213,10 +220,14 @@ class EngineProcess:
         if now >= self._next_watch or not is_busy:
             self._watch_processes(now)
             self._next_watch = now + WATCH_INTERVAL_S
-        if now >= self._next_collect:
-            gc.collect()
-            self._next_collect = now + BUSY_COLLECT_INTERVAL_S
+        if now >= self._next_collect and self._has_run:
+            self._collect_garbage()
         self._was_busy = is_busy
+
+    def _collect_garbage(self) -> None:
+        gc.collect()
+        self._next_collect = time.monotonic() + BUSY_COLLECT_INTERVAL_S
+        self._has_run = False
 
     def _watch_processes(self, now: float) -> None:
         for front_end_id in self.link.dead_front_ends():

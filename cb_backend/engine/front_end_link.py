@@ -54,9 +54,9 @@ class FrontEndLink:
     def is_server_alive(self) -> bool:
         return self._server.is_alive
 
-    def wait(self, timeout_ms: int) -> None:
-        """Return when a message has come, a watched process has ended, or the time is over."""
-        self._poller.poll(timeout_ms)
+    def wait(self, timeout_ms: int) -> bool:
+        """Return when a message has come or a watched process has ended (True), or when the time is over (False)."""
+        return bool(self._poller.poll(timeout_ms))
 
     def receive(self) -> tuple[bytes, FrontEndMessage] | None:
         """The next message with its sender's identity, or None when there is none now. Malformed ones are skipped."""

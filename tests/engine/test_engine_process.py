@@ -1,4 +1,4 @@
-"""The engine's loop where a whole process would be too slow or cannot be brought there: a scheduler without progress."""
+"""The engine's loop in a state that a whole process cannot be brought to: open requests and nothing to run."""
 
 from __future__ import annotations
 
