@@ -5,6 +5,8 @@ Arrays travel as little-endian bytes. Front ends connect to the engine's ROUTER 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +75,32 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     info: ModelInfo
 
 
+class StepLogprobs(msgspec.Struct, frozen=True):
+    """`outputs.TokenLogprobs` on its way: arrays over the n entries whose requests ask."""
+
+    entries: bytes  # int32 [n] indices into the StepOutput's entries
+    sampled: bytes  # float32 [n]
+    ranks: bytes  # int32 [n]
+    top_ids: bytes  # int32 [n, k]
+    top_logprobs: bytes  # float32 [n, k]
+
+    @staticmethod
+    def pack(
+        entries: NDArray[np.intp],
+        sampled: NDArray[np.float32],
+        ranks: NDArray[np.int32],
+        top_ids: NDArray[np.int32],
+        top_logprobs: NDArray[np.float32],
+    ) -> StepLogprobs:
+        return StepLogprobs(
+            entries.astype("<i4").tobytes(),
+            sampled.astype("<f4", copy=False).tobytes(),
+            ranks.astype("<i4", copy=False).tobytes(),
+            top_ids.astype("<i4", copy=False).tobytes(),
+            top_logprobs.astype("<f4", copy=False).tobytes(),
+        )
+
+
 class StepOutput(msgspec.Struct, tag=True, frozen=True):
     """What one step (or several, when the engine coalesces) produced for one front end: see `outputs.EngineOutput`."""
 
@@ -81,6 +109,7 @@ class StepOutput(msgspec.Struct, tag=True, frozen=True):
     token_ids: bytes  # int32 [num_entries]
     finish_reasons: bytes  # uint8 [num_entries]
     num_cached_tokens: dict[int, int] = {}
+    logprobs: StepLogprobs | None = None
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
@@ -140,3 +169,24 @@ def token_ids_to_bytes(token_ids: NDArray[np.int32] | list[int]) -> bytes:
 
 def token_ids_from_bytes(data: bytes) -> NDArray[np.int32]:
     return np.frombuffer(data, dtype="<i4")
+
+
+class TokenLogprob(NamedTuple):
+    """What the model thought where one token was chosen."""
+
+    logprob: float  # of the chosen token
+    rank: int  # of the chosen token, from 1
+    top_ids: list[int]  # likeliest first
+    top_logprobs: list[float]
+
+
+def unpack_logprobs(packed: StepLogprobs) -> dict[int, TokenLogprob]:
+    """By entry."""
+    entries = np.frombuffer(packed.entries, "<i4").tolist()
+    columns = (
+        np.frombuffer(packed.sampled, "<f4").tolist(),
+        np.frombuffer(packed.ranks, "<i4").tolist(),
+        np.frombuffer(packed.top_ids, "<i4").reshape(len(entries), -1).tolist(),
+        np.frombuffer(packed.top_logprobs, "<f4").reshape(len(entries), -1).tolist(),
+    )
+    return {entry: TokenLogprob(*values) for entry, *values in zip(entries, *columns, strict=True)}

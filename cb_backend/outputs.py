@@ -67,13 +67,40 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of sampled tokens: the model's own, before temperature, penalties and masks.
+
+    Only of those that ask. `rows` says where each stands: a plan's row, later an entry of `EngineOutput`.
+    """
+
+    rows: NDArray[np.intp]  # [n] ascending
+    sampled: NDArray[np.float32]  # [n] of the sampled token
+    ranks: NDArray[np.int32]  # [n] of the sampled token: 1 + number of strictly likelier tokens
+    top_ids: NDArray[np.int32]  # [n, k] likeliest first, ties by id; k is the most that any of the n asks for
+    top_logprobs: NDArray[np.float32]  # [n, k]
+
+    def moved(self, new_rows: NDArray[np.intp]) -> TokenLogprobs:
+        """The same under other numbers: row i becomes new_rows[i]; -1 drops it."""
+        rows = new_rows[self.rows]
+        keep = rows >= 0
+        return TokenLogprobs(
+            rows[keep], self.sampled[keep], self.ranks[keep], self.top_ids[keep], self.top_logprobs[keep]
+        )
+
+
+def rows_after(keep: NDArray[np.bool_], first: int = 0) -> NDArray[np.intp]:
+    """New number of each row when only those of `keep` stay and the first of them becomes `first`; -1 = gone."""
+    return np.where(keep, np.cumsum(keep) - 1 + first, -1)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What a step produced, in the plan's row order. Filled by the model runner."""
 
     step_id: int
     sampled_token_ids: NDArray[np.int32]  # [num_rows], NO_TOKEN where the row did not sample
     is_failed: NDArray[np.bool_]  # [num_rows] the row's numbers were not finite; only that request ends
-    sampled_logprobs: NDArray[np.float32] | None = None  # [num_rows] log-probability of the sampled token
+    logprobs: TokenLogprobs | None = None  # None: no row asks
 
 
 class PendingOutput(Protocol):
@@ -109,3 +136,4 @@ class EngineOutput:
     token_ids: NDArray[np.int32]  # [num_entries], NO_TOKEN where a request ends without a new token
     finish_reasons: NDArray[np.uint8]  # [num_entries] FinishReason; 0 = goes on
     num_cached_tokens: dict[int, int] = field(default_factory=dict)  # request_id -> prompt tokens from the prefix cache
+    logprobs: TokenLogprobs | None = None  # of the entries whose requests ask

@@ -19,6 +19,7 @@ MAX_TEMPERATURE = 100.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 
 
@@ -36,6 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own end-of-sequence ids do not stop (stop_token_ids still do)
     include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # so many likely tokens beside each chosen one; 0 = the chosen one only; None = off
 
     @property
     def is_greedy(self) -> bool:
@@ -57,6 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         self._check_stops(vocab_size)
 
     def _check_stops(self, vocab_size: int) -> None:

@@ -36,10 +36,11 @@ from cb_backend.messages import (
     Goodbye,
     Hello,
     RequestFailed,
+    StepLogprobs,
     StepOutput,
     token_ids_from_bytes,
 )
-from cb_backend.outputs import EngineOutput
+from cb_backend.outputs import EngineOutput, TokenLogprobs, rows_after
 
 EXIT_DONE = 0
 EXIT_START_FAILED = 1
@@ -204,6 +205,7 @@ class EngineProcess:
                     for rid, count in output.num_cached_tokens.items()
                     if rid >> REQUEST_ID_BITS == front_end.front_end_id
                 },
+                logprobs=None if output.logprobs is None else _pack_logprobs(output.logprobs.moved(rows_after(mask))),
             )
             self.link.send(front_end.identity, message)
             front_end.open_request_ids.difference_update(request_ids[finish_reasons != 0].tolist())
@@ -241,6 +243,12 @@ class EngineProcess:
             if self.link.has_had_front_end or is_too_late:
                 logger.info("no front end is left; the engine ends")
                 self.is_stopping = True
+
+
+def _pack_logprobs(logprobs: TokenLogprobs) -> StepLogprobs | None:
+    if not len(logprobs.rows):
+        return None
+    return StepLogprobs.pack(logprobs.rows, logprobs.sampled, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
 
 
 def report_failed_start(link: FrontEndLink, reason: str) -> None:

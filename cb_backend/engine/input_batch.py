@@ -28,6 +28,8 @@ class InputBatch:
         self.min_p = np.zeros(num_slots, np.float32)
         self.seeds = np.zeros(num_slots, np.int64)  # bit pattern of the unsigned seed
         self.min_tokens = np.zeros(num_slots, np.int32)
+        self.num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens to report; -1 = none, 0 = the sampled
+        self.needs_eager_step = np.zeros(num_slots, np.bool_)  # asks for what a captured step does not compute
         self.stop_token_ids: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_slots
 
     def apply(self, plan: SchedulerOutput) -> None:
@@ -48,6 +50,8 @@ class InputBatch:
         self.min_p[slot] = params.min_p
         self.seeds[slot] = np.uint64(params.seed or 0).astype(np.int64)
         self.min_tokens[slot] = params.min_tokens
+        self.needs_eager_step[slot] = params.logprobs is not None
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.stop_token_ids[slot] = np.asarray(row.stop_token_ids, np.int64)
 
     def _append_blocks(self, new: NewBlocks) -> None:

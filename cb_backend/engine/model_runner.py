@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cb_backend.engine.input_batch import InputBatch
+from cb_backend.engine.logprobs import AskingRows
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 
 class CompletedStep:
@@ -64,11 +65,13 @@ class ModelRunner:
         hidden = self.model(token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
         sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
         is_failed = np.zeros(plan.num_rows, np.bool_)
+        logprobs = None
         rows = np.flatnonzero(plan.is_sampling)
         if len(rows):
             last_tokens = np.cumsum(plan.num_scheduled_tokens)[rows] - 1
-            sampled[rows], is_failed[rows] = self._sample(plan, rows, hidden[self._to_device(last_tokens)])
-        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed))
+            last_hidden = hidden[self._to_device(last_tokens)]
+            sampled[rows], is_failed[rows], logprobs = self._sample(plan, rows, last_hidden)
+        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs))
 
     def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, AttentionMetadata]:
         """The step's input tokens [num_tokens] and where everything is."""
@@ -101,12 +104,13 @@ class ModelRunner:
 
     def _sample(
         self, plan: SchedulerOutput, rows: NDArray[np.intp], hidden: Tensor
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], TokenLogprobs | None]:
         """Choose the next token of the given rows from their last hidden states [len(rows), hidden_size]."""
         batch = self.batch
         slots = plan.slots[rows]
         positions = plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows]  # of the token to be sampled
         logits = self.model.compute_logits(hidden)  # [len(rows), vocab_size]
+        asking = AskingRows.find(logits, batch.num_logprobs[slots], rows)
         for row, stop_ids in batch.stop_ids_to_mask(slots, positions):
             logits[row, self._to_device(stop_ids)] = float("-inf")
         token_ids, is_failed = self.ops.sample(
@@ -120,7 +124,9 @@ class ModelRunner:
         )
         sampled = token_ids.cpu().numpy()
         batch.token_ids[slots, positions] = sampled
-        return sampled, is_failed.cpu().numpy()
+        logprobs = None if asking is None else asking.launch(token_ids)
+        failed = is_failed.cpu().numpy()  # waits for the device
+        return sampled, failed, None if logprobs is None else logprobs.result()
 
     def _to_device(self, array: NDArray) -> Tensor:
         # A plan's arrays are frozen; torch wants to be able to write, so those are copied (they are small).

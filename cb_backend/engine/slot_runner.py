@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cb_backend.engine.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
 from cb_backend.engine.input_batch import InputBatch
+from cb_backend.engine.logprobs import AskingRows, PendingLogprobs
 from cb_backend.engine.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
 from cb_backend.engine.step_graphs import StepGraphs
 from cb_backend.kv_cache.storage import KVCacheStorage
@@ -36,19 +37,21 @@ class LaunchedStep:
     first_prompt: int  # column of the first prompt row in the result; decode rows begin at 0
     host_result: Tensor  # int32 [2, columns], pinned
     done: torch.cuda.Event | None
+    logprobs: PendingLogprobs | None
 
     def result(self) -> ModelRunnerOutput:
         if self.done is not None:
             self.done.synchronize()
         plan, num_decode = self.plan, self.plan.num_decode_rows
         values = self.host_result.numpy()
+        logprobs = None if self.logprobs is None else self.logprobs.result()
         if num_decode == plan.num_rows:
             tokens, failed = values[:, :num_decode].copy()
-            return ModelRunnerOutput(plan.step_id, tokens, failed.astype(np.bool_))
+            return ModelRunnerOutput(plan.step_id, tokens, failed.astype(np.bool_), logprobs)
         prompts = values[:, self.first_prompt : self.first_prompt + plan.num_rows - num_decode]
         tokens, failed = np.concatenate((values[:, :num_decode], prompts), axis=1)
         is_failed = (failed != 0) & plan.is_sampling
-        return ModelRunnerOutput(plan.step_id, np.where(plan.is_sampling, tokens, NO_TOKEN), is_failed)
+        return ModelRunnerOutput(plan.step_id, np.where(plan.is_sampling, tokens, NO_TOKEN), is_failed, logprobs)
 
 
 class SlotRunner:
@@ -101,19 +104,36 @@ class SlotRunner:
         deltas = block_table_deltas(plan)
         num_decode = plan.num_decode_rows
         num_prefill, num_prompts = plan.num_tokens - num_decode, plan.num_rows - num_decode
-        found = self.graphs.find(num_decode, num_prefill, num_prompts)
+        is_special = bool(self.batch.needs_eager_step[plan.slots].any())
+        found = None if is_special else self.graphs.find(num_decode, num_prefill, num_prompts)
+        logprobs = None
         if found is None:
             buffers = self._eager_buffers(StepShape(num_decode, num_prefill, num_prompts), plan, deltas)
-            self.run_step(buffers)
+            if is_special:
+                logprobs = self._run_special_step(plan, buffers)
+            else:
+                self.run_step(buffers)
         else:
             graph, buffers = found
             self._fill(buffers, plan, deltas)
             graph.replay()
-        return self._launched(plan, buffers)
+        return self._launched(plan, buffers, logprobs)
 
     @torch.inference_mode()
     def run_step(self, buffers: StepBuffers) -> None:
         """A whole step, reading and writing only device memory. What a graph captures."""
+        self._sample(buffers, self._compute_logits(buffers))
+
+    def _run_special_step(self, plan: SchedulerOutput, buffers: StepBuffers) -> PendingLogprobs | None:
+        """A step with rows that ask for more than a graph holds. Its buffers have just the plan's rows, in its order."""
+        logits = self._compute_logits(buffers)
+        num_logprobs = np.where(plan.is_sampling, self.batch.num_logprobs[plan.slots], -1)
+        asking = AskingRows.find(logits, num_logprobs, np.arange(plan.num_rows))
+        self._sample(buffers, logits)
+        return None if asking is None else asking.launch(buffers.result[0])
+
+    def _compute_logits(self, buffers: StepBuffers) -> Tensor:
+        """Everything before sampling. [num_rows, vocab_size]"""
         shape, rows, segments = buffers.shape, buffers.rows, buffers.segments
         state, ops, slots = self.state, self.ops, buffers.slots
         ops.apply_deltas(state.block_tables, buffers.deltas)
@@ -136,7 +156,11 @@ class SlotRunner:
         hidden = self.model(rows.token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
         if shape.num_prefill:
             hidden = hidden.index_select(0, segments["sample_index"])  # [num_rows, hidden_size]
-        logits = self.model.compute_logits(hidden)
+        return self.model.compute_logits(hidden)
+
+    def _sample(self, buffers: StepBuffers, logits: Tensor) -> None:
+        """Choose the rows' tokens and book them. logits [num_rows, vocab_size] is changed."""
+        state, ops, slots, rows = self.state, self.ops, buffers.slots, buffers.rows
         ops.mask_stop_ids(logits, slots, rows.sample_positions, state.min_positions, state.stop_ids)
         token_ids, is_failed = ops.sample(logits, *rows.sampling, rows.sample_positions)
         ops.commit_tokens(slots, token_ids, rows.sample_positions, state.last_token, state.num_tokens)
@@ -187,7 +211,9 @@ class SlotRunner:
             self._host_steps[shape] = ring
         return ring[step_id % RING]
 
-    def _launched(self, plan: SchedulerOutput, buffers: StepBuffers) -> LaunchedStep:
+    def _launched(
+        self, plan: SchedulerOutput, buffers: StepBuffers, logprobs: PendingLogprobs | None
+    ) -> LaunchedStep:
         # One contiguous copy: a strided one would make torch wait for the device.
         result, index = buffers.result, plan.step_id % RING
         host_result = self._host_results[index]
@@ -198,4 +224,4 @@ class SlotRunner:
         done = self._events[index] if self._events else None
         if done is not None:
             done.record()
-        return LaunchedStep(plan, buffers.shape.num_decode, host_result, done)
+        return LaunchedStep(plan, buffers.shape.num_decode, host_result, done, logprobs)

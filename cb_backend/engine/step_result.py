@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cb_backend.engine.in_flight import InFlightSteps, LaunchedStep
 from cb_backend.engine.slot_table import Rows, SlotTable
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput
+from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, rows_after
 from cb_backend.request import FinishReason, Request, RequestStatus
 
 _STATUS_OF_REASON = {
@@ -88,7 +88,11 @@ class StepResults:
         self._counters.num_output_tokens += len(token_ids)
         self._end(rows, reasons)
         self._in_flight.release()
-        result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached)
+        logprobs = output.logprobs
+        if logprobs is not None:
+            is_kept = np.ones(num_rows, np.bool_) if keep is None else keep
+            logprobs = logprobs.moved(rows_after(is_kept, 0 if failed is None else len(failed.request_ids)))
+        result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached, logprobs)
         return result if failed is None else _joined(failed, result)
 
     def fail(self, step_id: int) -> EngineOutput:
@@ -130,9 +134,11 @@ class StepResults:
 
 
 def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:
+    # The logprobs of `second` already count from the end of `first`, which has none.
     return EngineOutput(
         np.concatenate([first.request_ids, second.request_ids]),
         np.concatenate([first.token_ids, second.token_ids]),
         np.concatenate([first.finish_reasons, second.finish_reasons]),
         second.num_cached_tokens,
+        second.logprobs,
     )

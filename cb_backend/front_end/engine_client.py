@@ -33,9 +33,11 @@ from cb_backend.messages import (
     ModelInfo,
     RequestFailed,
     StepOutput,
+    TokenLogprob,
     decode_engine_message,
     encode,
     make_request_id,
+    unpack_logprobs,
 )
 from cb_backend.outputs import NO_TOKEN
 from cb_backend.process_watch import ProcessWatch
@@ -51,8 +53,13 @@ logger = logging.getLogger("cb_backend.front_end")
 class RequestSink(Protocol):
     """Where one request's results go. Called on the client's I/O thread; must be quick and must not block."""
 
-    def on_tokens(self, token_ids: tuple[int, ...], finish_reason: int) -> None:
-        """New tokens (none in some endings); `finish_reason` other than `FinishReason.NONE` ends the request."""
+    def on_tokens(
+        self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> None:
+        """New tokens (none in some endings); `finish_reason` other than `FinishReason.NONE` ends the request.
+
+        `logprobs` has one entry a token if the request asks for them.
+        """
 
     def on_error(self, code: ErrorCode, message: str) -> None:
         """The end of the request."""
@@ -222,10 +229,17 @@ class EngineClient:
         request_ids = np.frombuffer(output.request_ids, "<i8").tolist()
         token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
         sinks = self._sinks
-        for request_id, token_id, reason in zip(request_ids, token_ids, output.finish_reasons, strict=True):
+        logprobs = {} if output.logprobs is None else unpack_logprobs(output.logprobs)
+        entries = enumerate(zip(request_ids, token_ids, output.finish_reasons, strict=True))
+        for entry, (request_id, token_id, reason) in entries:
             sink = sinks.pop(request_id, None) if reason else sinks.get(request_id)
-            if sink is not None:  # else cancelled here while the step was on its way
-                sink.on_tokens((token_id,) if token_id != NO_TOKEN else (), reason)
+            if sink is None:  # cancelled here while the step was on its way
+                continue
+            token = (token_id,) if token_id != NO_TOKEN else ()
+            if entry in logprobs:
+                sink.on_tokens(token, reason, (logprobs[entry],))
+            else:
+                sink.on_tokens(token, reason)
 
     def _end_life(self) -> None:
         """The engine process has ended: hear its last words, then fail what is open."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,9 +28,10 @@ _FLAG_INPUTS = (
     "return_finish_reason",
     "return_num_input_tokens",
     "return_num_output_tokens",
+    "return_logprobs",
+    "return_cumulative_logprob",
 )
 # Inputs of vllm_backend that are not built yet: refused when they ask for something.
-_LATER_FLAGS = ("return_logprobs", "return_cumulative_logprob")
 _LATER_STRINGS = ("image", "embedding_request")
 
 
@@ -44,6 +46,9 @@ class GenerateRequest:
     return_finish_reason: bool
     return_num_input_tokens: bool
     return_num_output_tokens: bool
+    return_logprobs: bool
+    return_cumulative_logprob: bool
+    num_logprobs: int | None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
 
 
 def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
@@ -66,15 +71,31 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
         is_input_excluded = is_stream
     if is_stream and not is_input_excluded:
         raise InvalidRequestError(STREAM_WITH_INPUT)
+    params = parse_sampling_params(_sampling_text(inputs, parameters), vocab_size)
     return GenerateRequest(
         text=_decode_utf8("text_input", text_bytes),
-        params=parse_sampling_params(_sampling_text(inputs, parameters), vocab_size),
+        params=msgspec.structs.replace(
+            params,
+            logprobs=_logprobs_to_compute(
+                params, bool(flags["return_logprobs"]), bool(flags["return_cumulative_logprob"])
+            ),
+        ),
         is_stream=is_stream,
         is_input_prepended=not is_input_excluded,
         return_finish_reason=bool(flags["return_finish_reason"]),
         return_num_input_tokens=bool(flags["return_num_input_tokens"]),
         return_num_output_tokens=bool(flags["return_num_output_tokens"]),
+        return_logprobs=bool(flags["return_logprobs"]),
+        return_cumulative_logprob=bool(flags["return_cumulative_logprob"]),
+        num_logprobs=params.logprobs,
     )
+
+
+def _logprobs_to_compute(params: SamplingParams, is_list_wanted: bool, is_sum_wanted: bool) -> int | None:
+    """What the engine must compute; nothing if no output would show it (as in vllm_backend, that is no error)."""
+    if is_list_wanted and params.logprobs is not None:
+        return params.logprobs
+    return 0 if is_sum_wanted else None
 
 
 def _sampling_text(inputs: Mapping[str, NDArray[Any]], parameters: str) -> str:
@@ -90,9 +111,7 @@ def _sampling_text(inputs: Mapping[str, NDArray[Any]], parameters: str) -> str:
 
 def _refuse_unsupported(inputs: Mapping[str, NDArray[Any]]) -> None:
     for name, array in inputs.items():
-        if name in _LATER_FLAGS:
-            is_asked_for = bool(_read_flag(inputs, name))
-        elif name in _LATER_STRINGS:
+        if name in _LATER_STRINGS:
             is_asked_for = any(bool(element) for element in np.asarray(array).reshape(-1))
         elif name in _STRING_INPUTS or name in _FLAG_INPUTS:
             continue

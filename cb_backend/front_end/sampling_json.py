@@ -150,6 +150,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _read_stop_token_ids,
     "ignore_eos": _read_bool,
     "include_stop_str_in_output": _read_bool,
+    "logprobs": _read_int,
 }
 
 
@@ -165,7 +166,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "use_beam_search": (False,),
-    "logprobs": (),
     "prompt_logprobs": (),
     "flat_logprobs": (False,),
     "logprob_token_ids": (),

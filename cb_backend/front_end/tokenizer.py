@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
 from cb_backend.errors import ConfigError, InvalidRequestError
-from cb_backend.front_end.token_pieces import TokenPieces
+from cb_backend.front_end.token_pieces import DecoderKind, TokenPieces
 
 # A normalizer may shrink text before it is cut into tokens: canonical composition makes 3 bytes of 9 at most.
 _MAX_NORMALIZER_SHRINK = 4
@@ -91,6 +91,24 @@ class Tokenizer:
         """
         known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
         return str(self._backend.decode(known, skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special ones as they are written; broken characters become U+FFFD."""
+        token_id = int(token_id)
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if token is None:
+            return ""
+        if token_id in self.pieces.special_ids:
+            return str(token)
+        if self.pieces.kind is DecoderKind.BYTES:
+            return self.pieces.as_bytes[token_id].decode(errors="replace")
+        if self.pieces.kind is DecoderKind.FALLBACK:
+            piece = self.pieces.as_text[token_id]
+            return bytes((piece,)).decode(errors="replace") if isinstance(piece, int) else piece or ""
+        # Decoders strip the space that a text begins with, so look at the token where it continues one.
+        alone = str(self._backend.decode([token_id], skip_special_tokens=False))
+        twice = str(self._backend.decode([token_id, token_id], skip_special_tokens=False))
+        return twice[len(alone) :] if twice.startswith(alone) else alone
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of decoded text (BOS, EOS, role marks)."""

@@ -23,15 +23,17 @@ from numpy.typing import NDArray
 
 from cb_backend.config import load_engine_config
 from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.front_end.logprobs import OutputLogprobs
 from cb_backend.front_end.output_text import OutputText
-from cb_backend.front_end.protocol import parse_request
+from cb_backend.front_end.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.supervisor import EngineSupervisor
 from cb_backend.front_end.tokenizer import Tokenizer
 from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.housekeeping import Housekeeping
+from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
-from cb_backend.serving.responder import LiveRequest, Responder
+from cb_backend.serving.responder import Responder
 
 NUM_WORKERS = 2
 DEFAULT_SENDER_THREADS = 4
@@ -134,11 +136,22 @@ class TritonPythonModel:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; at most {max_model_len - 1} fit beside one output token"
             )
-        live.begin(generate, OutputText(self._tokenizer, generate.params, token_ids), len(token_ids))
-        request = AddRequest(live.request_id, token_ids_to_bytes(token_ids), generate.params)
-        self._client.submit(request, live)
+        answer = self._new_answer(live, live.request_id, generate, token_ids)
+        live.begin(generate, [answer], len(token_ids))
+        self._start(live, answer, AddRequest(live.request_id, token_ids_to_bytes(token_ids), generate.params))
+
+    def _new_answer(
+        self, live: LiveRequest, request_id: int, generate: GenerateRequest, prompt_ids: list[int]
+    ) -> LiveAnswer:
+        text = OutputText(self._tokenizer, generate.params, prompt_ids)
+        is_asking = generate.params.logprobs is not None
+        logprobs = OutputLogprobs(self._tokenizer, generate.num_logprobs) if is_asking else None
+        return LiveAnswer(live, request_id, text, logprobs)
+
+    def _start(self, live: LiveRequest, answer: LiveAnswer, request: AddRequest) -> None:
+        self._client.submit(request, answer)
         if live.is_ended:  # cancelled just before the engine client knew of it
-            self._client.cancel([live.request_id])
+            self._client.cancel([request.request_id])
 
 
 def end_with(live: LiveRequest, error: Exception) -> None:

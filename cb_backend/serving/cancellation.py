@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from cb_backend.errors import ErrorCode
-from cb_backend.serving.responder import LiveRequest, Responder
+from cb_backend.serving.live_request import LiveRequest
+from cb_backend.serving.responder import Responder
 
 PERIOD_S = 0.1  # within which each open request is asked about, while the cost allows
 TICK_S = 0.01  # the round is spread over ticks, so that the server's message thread is never blocked for long
@@ -56,7 +57,7 @@ class CancellationPoller:
         for _ in range(min(self._num_per_tick, len(self._round))):
             live = self._round.popleft()
             if _is_cancelled(live) and live.end(ErrorCode.CANCELLED, "Request was cancelled"):
-                self._cancel([live.request_id])
+                self._cancel(live.request_ids)
             if time.perf_counter() >= deadline:
                 return
 

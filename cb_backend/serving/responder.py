@@ -21,9 +21,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.output_text import OutputText
 from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.request import FinishReason
+from cb_backend.serving.live_request import LiveRequest, News
 
 # What the engine's own ends mean for the client, where no text can follow.
 _ENGINE_ERROR = {
@@ -33,78 +33,6 @@ _ENGINE_ERROR = {
 _FINISH_NAME = {FinishReason.NONE: "None", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 logger = logging.getLogger("cb_backend.serving")
-
-
-class LiveRequest:
-    """One request from `execute` to its final response; the engine client's sink for it.
-
-    Other threads leave news here (tokens, an end, an error) and queue it for its sender thread; only that thread
-    reads the news, detokenises and sends.
-    """
-
-    def __init__(self, request_id: int, response_sender: Any, news: queue.SimpleQueue[LiveRequest | None]) -> None:
-        self.request_id = request_id
-        self.response_sender = response_sender
-        self._news = news  # of the sender thread that owns this request
-        self._lock = threading.Lock()  # guards the fields of this block
-        self._pending: list[int] = []  # tokens not yet looked at by the sender
-        self._finish_reason = 0
-        self._error: tuple[ErrorCode, str] | None = None
-        self._is_queued = False
-        self.is_ended = False  # nothing more is wanted of the engine
-        self.close_lock = threading.Lock()  # held while the final flag is sent, and while the server is asked about it
-        self.is_closed = False  # the final flag is out; the server's side of the request no longer exists
-        # From `begin`:
-        self.generate: GenerateRequest | None = None
-        self.output: OutputText | None = None
-        self.num_input_tokens = 0
-        self._is_every_token_news = True
-        # The sender thread's own:
-        self.unsent_text: list[str] = []
-        self.num_unsent_tokens = 0
-
-    def begin(self, generate: GenerateRequest, output: OutputText, num_input_tokens: int) -> None:
-        """Complete the request with what was found in it; before it goes to the engine."""
-        self.generate, self.output, self.num_input_tokens = generate, output, num_input_tokens
-        self._is_every_token_news = generate.is_stream or bool(generate.params.stop)
-
-    def on_tokens(self, token_ids: tuple[int, ...], finish_reason: int) -> None:
-        with self._lock:
-            self._pending.extend(token_ids)
-            if finish_reason:
-                self._finish_reason = finish_reason
-                self.is_ended = True
-            elif not self._is_every_token_news:
-                return
-            self._queue()
-
-    def on_error(self, code: ErrorCode, message: str) -> None:
-        self.end(code, message)
-
-    def end(self, code: ErrorCode, message: str) -> bool:
-        """End the request with an error. False if it has ended already, in whichever way."""
-        with self._lock:
-            if self.is_ended:
-                return False
-            self.is_ended = True
-            self._error = (code, message)
-            self._queue()
-            return True
-
-    def take_news(self) -> tuple[list[int], FinishReason, tuple[ErrorCode, str] | None]:
-        with self._lock:
-            self._is_queued = False
-            tokens, self._pending = self._pending, []
-            return tokens, FinishReason(self._finish_reason), self._error
-
-    def mark_ended(self) -> None:
-        with self._lock:
-            self.is_ended = True
-
-    def _queue(self) -> None:
-        if not self._is_queued:
-            self._is_queued = True
-            self._news.put(self)
 
 
 class Responder:
@@ -144,8 +72,8 @@ class Responder:
 
     def end_all(self, code: ErrorCode, message: str) -> None:
         """End every open request with an error, at the engine too."""
-        ended = [live.request_id for live in self.live_requests() if live.end(code, message)]
-        self._cancel(ended)
+        ended = [live.request_ids for live in self.live_requests() if live.end(code, message)]
+        self._cancel([request_id for request_ids in ended for request_id in request_ids])
 
     def close(self) -> None:
         """Send what is still to be sent, then stop the threads. Call `end_all` first."""
@@ -169,47 +97,53 @@ class Responder:
 
     def _serve(self, live: LiveRequest, counts: Counter[str]) -> None:
         """Send what is new of one request, if it makes a response."""
-        tokens, reason, error = live.take_news()
-        error = error or _ENGINE_ERROR.get(reason)
+        all_news, error = live.take_news()
+        error = error or next((_ENGINE_ERROR[news.finish_reason] for news in all_news if news.is_failure), None)
         if error is not None:
+            live.mark_ended()
+            self._cancel(live.request_ids)  # the other answers go with it
             self._send_error(live, *error, counts)
             return
+        for news in all_news:
+            self._take_in(live, news)
+        if live.start_others is not None and all_news:
+            start_others, live.start_others = live.start_others, None
+            start_others()
         assert live.generate is not None  # tokens come only after `begin`
-        assert live.output is not None
-        delta = live.output.push(tokens, reason)
-        live.num_unsent_tokens += delta.num_tokens
-        if delta.text:
-            live.unsent_text.append(delta.text)
-        if delta.is_stopped:
-            if reason is FinishReason.NONE:
-                live.mark_ended()
-                self._cancel([live.request_id])
-            reason = FinishReason.STOP
-        if reason is not FinishReason.NONE or (live.generate.is_stream and live.unsent_text):
-            self._send_data(live, live.generate, reason, counts)
+        is_final = all(answer.finish_reason for answer in live.answers)
+        if is_final or (live.generate.is_stream and any(answer.unsent_text for answer in live.answers)):
+            self._send_data(live, live.generate, is_final, counts)
 
-    def _send_data(
-        self, live: LiveRequest, generate: GenerateRequest, reason: FinishReason, counts: Counter[str]
-    ) -> None:
-        text = "".join(live.unsent_text)
-        if generate.is_input_prepended:
-            text = generate.text + text
-        tensors = [_text_tensor("text_output", text)]
+    def _take_in(self, live: LiveRequest, news: News) -> None:
+        delta = news.answer.push(news)
+        if delta.is_stopped and news.finish_reason is FinishReason.NONE:
+            live.mark_stopped(news.answer)
+            self._cancel([news.answer.request_id])
+
+    def _send_data(self, live: LiveRequest, generate: GenerateRequest, is_final: bool, counts: Counter[str]) -> None:
+        """One response with what every answer has to say; each output has an element an answer."""
+        answers = live.answers
+        prefix = generate.text if generate.is_input_prepended else ""
+        tensors = [_text_tensor("text_output", [prefix + answer.take_text() for answer in answers])]
         if generate.return_finish_reason:
-            tensors.append(_text_tensor("finish_reason", _FINISH_NAME[reason]))
+            tensors.append(_text_tensor("finish_reason", [_FINISH_NAME[answer.finish_reason] for answer in answers]))
+        if generate.return_cumulative_logprob:
+            sums = [answer.logprobs.cumulative if answer.logprobs is not None else 0.0 for answer in answers]
+            tensors.append(pb_utils.Tensor("cumulative_logprob", np.array(sums, dtype=np.float32)))
+        if generate.return_logprobs:
+            tensors.append(_text_tensor("logprobs", [answer.take_logprobs() for answer in answers]))
         if generate.return_num_input_tokens:
-            tensors.append(_count_tensor("num_input_tokens", live.num_input_tokens))
+            tensors.append(_count_tensor("num_input_tokens", [live.num_input_tokens]))
+        num_tokens = [answer.take_num_tokens() for answer in answers]
         if generate.return_num_output_tokens:
-            tensors.append(_count_tensor("num_output_tokens", live.num_unsent_tokens))
+            tensors.append(_count_tensor("num_output_tokens", num_tokens))
         counts["responses"] += 1
-        counts["output_tokens"] += live.num_unsent_tokens
-        live.unsent_text.clear()
-        live.num_unsent_tokens = 0
+        counts["output_tokens"] += sum(num_tokens)
         response = pb_utils.InferenceResponse(output_tensors=tensors)
-        if reason is FinishReason.NONE:
+        if not is_final:
             live.response_sender.send(response, flags=0)
         else:
-            counts[_FINISH_NAME[reason]] += 1
+            counts[_FINISH_NAME[answers[0].finish_reason]] += 1
             counts["input_tokens"] += live.num_input_tokens
             self._send_final(live, response)
 
@@ -228,7 +162,7 @@ class Responder:
     def _give_up(self, live: LiveRequest, counts: Counter[str]) -> None:
         """Last resort when sending failed: an error response if one can be sent, and nothing left open."""
         live.mark_ended()
-        self._cancel([live.request_id])
+        self._cancel(live.request_ids)
         if live.is_closed:
             return
         try:
@@ -239,9 +173,9 @@ class Responder:
             self._live.pop(live.request_id, None)
 
 
-def _text_tensor(name: str, text: str) -> Any:
-    return pb_utils.Tensor(name, np.array([text.encode(errors="replace")], dtype=np.object_))  # [1]
+def _text_tensor(name: str, texts: list[str]) -> Any:
+    return pb_utils.Tensor(name, np.array([text.encode(errors="replace") for text in texts], dtype=np.object_))
 
 
-def _count_tensor(name: str, count: int) -> Any:
-    return pb_utils.Tensor(name, np.array([count], dtype=np.uint32))  # [1]
+def _count_tensor(name: str, counts: list[int]) -> Any:
+    return pb_utils.Tensor(name, np.array(counts, dtype=np.uint32))

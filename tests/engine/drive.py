@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import NO_TOKEN
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.model_runner import ModelRunner
+from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.outputs import NO_TOKEN, EngineOutput
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 
 MAX_STEPS = 20_000
+
+
+class Logprob(NamedTuple):
+    """One token's figures as the engine gave them."""
+
+    sampled: float
+    rank: int
+    top_ids: list[int]
+    top: list[float]
 
 
 @dataclass
@@ -22,6 +34,7 @@ class Run:
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
+    logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # of the requests that ask, one a token
     num_steps: int = 0
 
 
@@ -58,10 +71,32 @@ def run(
         entries = zip(
             output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True
         )
-        for index, token_id, reason in entries:
+        figures = logprobs_by_entry(output)
+        for entry, (index, token_id, reason) in enumerate(entries):
             assert index not in out.reasons, "an output after the end"
             if token_id != NO_TOKEN:
                 out.token_ids[index].append(token_id)
+            if entry in figures:
+                out.logprobs.setdefault(index, []).append(figures[entry])
             if reason:
                 out.reasons[index] = FinishReason(reason)
     return out
+
+
+def logprobs_by_entry(output: EngineOutput) -> dict[int, Logprob]:
+    logprobs = output.logprobs
+    if logprobs is None:
+        return {}
+    columns = (logprobs.rows, logprobs.sampled, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
+    return {row: Logprob(*figures) for row, *figures in zip(*(column.tolist() for column in columns), strict=True)}
+
+
+def with_slot_runner(settings: EngineConfig) -> LLMEngine:
+    """An engine that runs its steps as on a GPU: state by slot, nothing read back before the next launch."""
+    engine = create_engine(settings)
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    engine.runner = SlotRunner(
+        runner.model, runner.ops, runner.rotary, runner.storage, settings.max_num_seqs, engine.info.max_model_len
+    )
+    return engine

@@ -105,8 +105,7 @@ def test_shapes_are_flattened(shape: tuple[int, ...]) -> None:
         ({"prompt": text_array(b"x")}, "unknown input 'prompt'"),
         ({"image": text_array(b"aGk=")}, "'image' is not supported yet"),
         ({"embedding_request": text_array(b'{"input": "x"}')}, "'embedding_request' is not supported yet"),
-        ({"return_logprobs": flag(True)}, "'return_logprobs' is not supported yet"),
-        ({"return_cumulative_logprob": flag(True)}, "'return_cumulative_logprob' is not supported yet"),
+        ({"return_logprobs": np.array([1])}, "'return_logprobs' must be of type BOOL"),
     ],
 )
 def test_bad_inputs_are_named(inputs: dict[str, np.ndarray], message: str) -> None:
@@ -125,6 +124,34 @@ def test_inputs_that_ask_for_nothing_pass() -> None:
         return_logprobs=off, return_cumulative_logprob=off, image=text_array(), embedding_request=text_array(b"")
     )
     assert request.text == "hi"
+    assert request.params.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("value", "wants_list", "wants_sum", "computed"),
+    [
+        (None, False, False, None),
+        (3, False, False, None),  # no output would show them: as in vllm_backend, not computed and no error
+        (3, True, False, 3),
+        (0, True, False, 0),
+        (None, True, False, None),  # the output is "null"
+        (None, False, True, 0),
+        (3, False, True, 0),
+        (3, True, True, 3),
+        (None, True, True, 0),
+    ],
+)
+def test_logprobs_are_computed_where_an_output_shows_them(
+    value: int | None, wants_list: bool, wants_sum: bool, computed: int | None
+) -> None:
+    request = parse(
+        json.dumps({} if value is None else {"logprobs": value}),
+        return_logprobs=flag(wants_list),
+        return_cumulative_logprob=flag(wants_sum),
+    )
+    assert request.params.logprobs == computed
+    assert request.num_logprobs == value
+    assert (request.return_logprobs, request.return_cumulative_logprob) == (wants_list, wants_sum)
 
 
 # ---- sampling parameters ------------------------------------------------------------------------------------------
@@ -249,13 +276,13 @@ def test_min_tokens_above_max_tokens() -> None:
 
 NEUTRAL = {
     "n": 1, "best_of": "1", "presence_penalty": 0, "frequency_penalty": "0.0", "repetition_penalty": 1.0,
-    "logprobs": None, "prompt_logprobs": None, "logit_bias": {}, "bad_words": [], "allowed_token_ids": None,
+    "prompt_logprobs": None, "logit_bias": {}, "bad_words": [], "allowed_token_ids": None,
     "truncate_prompt_tokens": None, "structured_outputs": None, "guided_json": None, "lora_name": "",
     "skip_special_tokens": "true", "spaces_between_special_tokens": True, "detokenize": True,
 }  # fmt: skip
 EFFECTIVE = {
     "n": 2, "best_of": 3, "presence_penalty": 0.1, "frequency_penalty": "-1", "repetition_penalty": 0,
-    "logprobs": 1, "prompt_logprobs": 0, "logit_bias": {"5": 1}, "bad_words": ["a"], "allowed_token_ids": [],
+    "prompt_logprobs": 0, "logit_bias": {"5": 1}, "bad_words": ["a"], "allowed_token_ids": [],
     "truncate_prompt_tokens": -1, "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
     "lora_name": "sql", "skip_special_tokens": False, "spaces_between_special_tokens": "false", "detokenize": 0,
 }  # fmt: skip
@@ -270,9 +297,15 @@ def test_parameters_that_are_not_built_are_refused_by_name(name: str) -> None:
     assert refusal({name: EFFECTIVE[name]}).startswith(f"{name} is not supported yet")
 
 
-@pytest.mark.parametrize("value", [0, 1, 20, 21, -1, "3"])
-def test_f6_logprobs_zero_is_not_off(value: Any) -> None:
-    assert "logprobs is not supported yet" in refusal({"logprobs": value})
+@pytest.mark.parametrize(("value", "meaning"), [(0, 0), (1, 1), (20, 20), ("3", 3), (None, None)])
+def test_f6_logprobs_zero_is_not_off(value: Any, meaning: int | None) -> None:
+    request = parse(json.dumps({"logprobs": value}), return_logprobs=flag(True))
+    assert (request.num_logprobs, request.params.logprobs) == (meaning, meaning)
+
+
+@pytest.mark.parametrize("value", [21, -1, 2**40])
+def test_f6_logprobs_out_of_range(value: int) -> None:
+    assert refusal({"logprobs": value}) == f"logprobs must be between 0 and 20, got {value}"
 
 
 @pytest.mark.parametrize("value", [True, "true", 1.5, [1], "one"])

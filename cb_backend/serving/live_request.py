@@ -1,0 +1,178 @@
+"""One request from `execute` to its final response, and the answers that it is to bring.
+
+Other threads leave news here (tokens, an end, an error) and queue the request for its sender thread; only that thread
+reads the news, detokenises and sends. What is sent, and how, is the responder's business.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from cb_backend.errors import ErrorCode
+from cb_backend.front_end.logprobs import NOT_ASKED_FOR, OutputLogprobs
+from cb_backend.front_end.output_text import OutputText, TextDelta
+from cb_backend.front_end.protocol import GenerateRequest
+from cb_backend.messages import TokenLogprob
+from cb_backend.request import FinishReason
+
+
+class News(NamedTuple):
+    """What has come for one answer since the sender last looked."""
+
+    answer: LiveAnswer
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]  # one a token, or none at all
+    finish_reason: FinishReason
+
+    @property
+    def is_failure(self) -> bool:
+        return self.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+
+class LiveAnswer:
+    """One of a request's n answers: an engine request of its own, and the engine client's sink for it."""
+
+    def __init__(self, live: LiveRequest, request_id: int, text: OutputText, logprobs: OutputLogprobs | None) -> None:
+        self.request_id = request_id
+        self.text = text
+        self.logprobs = logprobs
+        self._live = live
+        # Guarded by the request's lock:
+        self.pending: list[int] = []
+        self.pending_logprobs: list[TokenLogprob] = []
+        self.engine_reason = 0  # FinishReason; other than 0: nothing more comes
+        # The sender thread's own:
+        self.unsent_text: list[str] = []
+        self.num_unsent_tokens = 0
+        self.finish_reason = FinishReason.NONE
+
+    def on_tokens(
+        self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> None:
+        self._live.take_tokens(self, token_ids, finish_reason, logprobs)
+
+    def on_error(self, code: ErrorCode, message: str) -> None:
+        self._live.end(code, message)
+
+    def push(self, news: News) -> TextDelta:
+        """Turn news into text to send. Sender thread only."""
+        delta = self.text.push(news.token_ids, news.finish_reason)
+        self.num_unsent_tokens += delta.num_tokens
+        if delta.text:
+            self.unsent_text.append(delta.text)
+        if self.logprobs is not None:
+            self.logprobs.push(news.token_ids[: delta.num_tokens], news.logprobs[: delta.num_tokens])
+        if self.finish_reason is FinishReason.NONE:
+            self.finish_reason = FinishReason.STOP if delta.is_stopped else news.finish_reason
+        return delta
+
+    def take_text(self) -> str:
+        text = "".join(self.unsent_text)
+        self.unsent_text.clear()
+        return text
+
+    def take_num_tokens(self) -> int:
+        num_tokens, self.num_unsent_tokens = self.num_unsent_tokens, 0
+        return num_tokens
+
+    def take_logprobs(self) -> str:
+        return NOT_ASKED_FOR if self.logprobs is None else self.logprobs.take_json()
+
+
+class LiveRequest:
+    """What is owed to one client. `answers` is empty until `begin`."""
+
+    def __init__(self, request_id: int, response_sender: Any, news: queue.SimpleQueue[LiveRequest | None]) -> None:
+        self.request_id = request_id  # of the first answer
+        self.response_sender = response_sender
+        self._news = news  # of the sender thread that owns this request
+        self._lock = threading.Lock()  # guards the fields of this block
+        self._error: tuple[ErrorCode, str] | None = None
+        self._is_queued = False
+        self.is_ended = False  # nothing more is wanted of the engine
+        self.close_lock = threading.Lock()  # held while the final flag is sent, and while the server is asked about it
+        self.is_closed = False  # the final flag is out; the server's side of the request no longer exists
+        # From `begin`:
+        self.generate: GenerateRequest | None = None
+        self.answers: Sequence[LiveAnswer] = ()
+        self.num_input_tokens = 0
+        self.start_others: Callable[[], None] | None = None
+        self._is_every_token_news = True
+
+    def begin(
+        self,
+        generate: GenerateRequest,
+        answers: Sequence[LiveAnswer],
+        num_input_tokens: int,
+        start_others: Callable[[], None] | None = None,
+    ) -> None:
+        """Complete the request with what was found in it; before it goes to the engine.
+
+        `start_others` submits the answers after the first; the sender calls it once, when the first answer's first
+        token is there, because then the prompt is in the prefix cache.
+        """
+        self.generate, self.answers, self.num_input_tokens = generate, answers, num_input_tokens
+        self.start_others = start_others
+        self._is_every_token_news = generate.is_stream or bool(generate.params.stop)
+
+    @property
+    def request_ids(self) -> list[int]:
+        """Ids at the engine; those that it does not know are harmless."""
+        return [answer.request_id for answer in self.answers] or [self.request_id]
+
+    def take_tokens(
+        self, answer: LiveAnswer, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...]
+    ) -> None:
+        with self._lock:
+            answer.pending.extend(token_ids)
+            answer.pending_logprobs.extend(logprobs)
+            if finish_reason:
+                answer.engine_reason = finish_reason
+                self._note_end()
+            elif not self._is_every_token_news and self.start_others is None:
+                return
+            self._queue()
+
+    def end(self, code: ErrorCode, message: str) -> bool:
+        """End the request with an error. False if it has ended already, in whichever way."""
+        with self._lock:
+            if self.is_ended:
+                return False
+            self.is_ended = True
+            self._error = (code, message)
+            self._queue()
+            return True
+
+    def take_news(self) -> tuple[list[News], tuple[ErrorCode, str] | None]:
+        """For the sender thread. Answers without news are left out."""
+        with self._lock:
+            self._is_queued = False
+            news = []
+            for answer in self.answers:
+                reason = FinishReason(answer.engine_reason)
+                if answer.pending or reason is not answer.finish_reason:
+                    news.append(News(answer, answer.pending, answer.pending_logprobs, reason))
+                    answer.pending, answer.pending_logprobs = [], []
+            return news, self._error
+
+    def mark_stopped(self, answer: LiveAnswer) -> None:
+        """The sender found a stop string: nothing more of this answer is wanted of the engine."""
+        with self._lock:
+            answer.engine_reason = FinishReason.STOP
+            self._note_end()
+
+    def mark_ended(self) -> None:
+        with self._lock:
+            self.is_ended = True
+
+    def _note_end(self) -> None:
+        if all(answer.engine_reason for answer in self.answers):
+            self.is_ended = True
+
+    def _queue(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            self._news.put(self)

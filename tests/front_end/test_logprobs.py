@@ -1,0 +1,119 @@
+"""Log-probabilities as the client gets them: vllm_backend's JSON, cut at the same token as the text."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from cb_backend.front_end.logprobs import OutputLogprobs
+from cb_backend.front_end.output_text import OutputText
+from cb_backend.messages import StepLogprobs, TokenLogprob, unpack_logprobs
+from cb_backend.outputs import TokenLogprobs, rows_after
+from cb_backend.request import FinishReason
+from cb_backend.sampling_params import SamplingParams
+from tests.front_end.conftest import CJK, ByteFallbackKit, ByteLevelKit, Kit
+
+
+def figures(ids: list[int], values: list[float], sampled: float, rank: int) -> TokenLogprob:
+    return TokenLogprob(sampled, rank, ids, values)
+
+
+def test_json_of_vllm_backend(byte_level: ByteLevelKit) -> None:
+    """The chosen token first, then the likeliest ones; equals share a rank (case F9)."""
+    hello, world, x, ok = byte_level.ids("Hello", " world", "x", "ok")
+    out = OutputLogprobs(byte_level.tokenizer, 3)
+    top = [world, hello, x, ok]  # the step computed one more than this request asked for
+    out.push(
+        [x, ok], [figures(top, [-1.0, -1.5, -1.5, -2.5], -1.5, 2), figures(top, [-1.0, -1.5, -1.5, -2.5], -2.5, 4)]
+    )
+    assert json.loads(out.take_json()) == [
+        {
+            str(x): {"logprob": -1.5, "rank": 2, "decoded_token": "x"},
+            str(world): {"logprob": -1.0, "rank": 1, "decoded_token": " world"},
+            str(hello): {"logprob": -1.5, "rank": 2, "decoded_token": "Hello"},
+        },
+        {
+            str(ok): {"logprob": -2.5, "rank": 4, "decoded_token": "ok"},
+            str(world): {"logprob": -1.0, "rank": 1, "decoded_token": " world"},
+            str(hello): {"logprob": -1.5, "rank": 2, "decoded_token": "Hello"},
+            str(x): {"logprob": -1.5, "rank": 2, "decoded_token": "x"},
+        },
+    ]
+    assert out.cumulative == -4.0
+    assert out.take_json() == "[]"
+
+
+def test_f6_zero_gives_the_chosen_token_alone(byte_level: ByteLevelKit) -> None:
+    (x,) = byte_level.ids("x")
+    out = OutputLogprobs(byte_level.tokenizer, 0)
+    out.push([x], [figures([5, 6], [-0.5, -0.6], -3.0, 9)])
+    assert json.loads(out.take_json()) == [{str(x): {"logprob": -3.0, "rank": 9, "decoded_token": "x"}}]
+
+
+def test_without_the_parameter_there_is_a_sum_and_null(byte_level: ByteLevelKit) -> None:
+    out = OutputLogprobs(byte_level.tokenizer, None)
+    out.push([1, 2], [figures([], [], -0.5, 1), figures([], [], -0.25, 1)])
+    assert (out.take_json(), out.cumulative) == ("null", -0.75)
+
+
+def test_minus_infinity_is_still_json(byte_level: ByteLevelKit) -> None:
+    out = OutputLogprobs(byte_level.tokenizer, 1)
+    out.push([1], [figures([2], [-math.inf], -math.inf, 1)])
+    assert "Infinity" not in (text := out.take_json())
+    assert json.loads(text)[0]["1"]["logprob"] == -9999.0
+
+
+def test_e7_special_tokens_are_told_apart(byte_level: ByteLevelKit, byte_fallback: ByteFallbackKit) -> None:
+    """Case E7: ids stand next to strings, and special tokens are written out."""
+    for kit in (byte_level, byte_fallback):
+        bos, eos = kit.id("<s>"), kit.id("</s>")
+        out = OutputLogprobs(kit.tokenizer, 2)
+        out.push([eos], [figures([eos, bos], [-0.1, -3.0], -0.1, 1)])
+        entry = json.loads(out.take_json())[0]
+        assert [entry[str(i)]["decoded_token"] for i in (eos, bos)] == ["</s>", "<s>"]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+def test_f5_the_tokens_texts_joined_are_the_text(kind: str, request: pytest.FixtureRequest) -> None:
+    """Case F5: a client that adds up the tokens' lengths points at the right characters."""
+    kit: Kit = request.getfixturevalue(kind)
+    prompt = kit.backend.encode("x").ids
+    ids = [i for i in kit.backend.encode("Hello world x").ids if i not in kit.tokenizer.pieces.special_ids]
+    text = OutputText(kit.tokenizer, SamplingParams(), prompt).push(ids, FinishReason.LENGTH).text
+    assert "".join(kit.tokenizer.token_text(i) for i in ids) == text
+    assert kit.tokenizer.token_text(10**6) == kit.tokenizer.token_text(-1) == ""
+
+
+def test_half_a_character_is_marked(byte_level: ByteLevelKit, byte_fallback: ByteFallbackKit) -> None:
+    for kit in (byte_level, byte_fallback):
+        for token in kit.ids(CJK[:1]):
+            assert kit.tokenizer.token_text(token) == "\ufffd"
+
+
+def test_a_stop_string_cuts_figures_and_text_at_one_token(byte_level: ByteLevelKit) -> None:
+    ids = byte_level.ids("Hello", " stop", "x")
+    text = OutputText(byte_level.tokenizer, SamplingParams(stop=("stop",)))
+    out = OutputLogprobs(byte_level.tokenizer, 0)
+    delta = text.push(ids)
+    out.push(ids[: delta.num_tokens], [figures([], [], -float(i), 1) for i in (1, 2, 3)][: delta.num_tokens])
+    assert (delta.text, delta.num_tokens, out.cumulative) == ("Hello ", 2, -3.0)
+    assert [list(entry) for entry in json.loads(out.take_json())] == [[str(i)] for i in ids[:2]]
+
+
+def test_figures_cross_the_process_border() -> None:
+    logprobs = TokenLogprobs(
+        rows=np.array([1, 3, 4]),
+        sampled=np.array([-0.5, -1.0, -2.0], np.float32),
+        ranks=np.array([1, 2, 3], np.int32),
+        top_ids=np.array([[7, 8], [9, 10], [11, 12]], np.int32),
+        top_logprobs=np.array([[-0.5, -1.5], [-0.25, -1.0], [-0.125, -8.0]], np.float32),
+    )
+    mine = logprobs.moved(rows_after(np.array([False, True, True, False, True])))
+    packed = StepLogprobs.pack(mine.rows, mine.sampled, mine.ranks, mine.top_ids, mine.top_logprobs)
+    assert unpack_logprobs(packed) == {
+        0: TokenLogprob(-0.5, 1, [7, 8], [-0.5, -1.5]),
+        2: TokenLogprob(-2.0, 3, [11, 12], [-0.125, -8.0]),
+    }
