@@ -46,9 +46,9 @@ class GenerateRequest:
     return_finish_reason: bool
     return_num_input_tokens: bool
     return_num_output_tokens: bool
-    return_logprobs: bool
-    return_cumulative_logprob: bool
-    num_logprobs: int | None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
+    return_logprobs: bool = False
+    return_cumulative_logprob: bool = False
+    num_logprobs: int | None = None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
 
 
 def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:

@@ -39,7 +39,7 @@ class LiveAnswer:
         self.request_id = request_id
         self.text = text
         self.logprobs = logprobs
-        self._live = live
+        self.live = live
         # Guarded by the request's lock:
         self.pending: list[int] = []
         self.pending_logprobs: list[TokenLogprob] = []
@@ -52,10 +52,10 @@ class LiveAnswer:
     def on_tokens(
         self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
     ) -> None:
-        self._live.take_tokens(self, token_ids, finish_reason, logprobs)
+        self.live.take_tokens(self, token_ids, finish_reason, logprobs)
 
     def on_error(self, code: ErrorCode, message: str) -> None:
-        self._live.end(code, message)
+        self.live.end(code, message)
 
     def push(self, news: News) -> TextDelta:
         """Turn news into text to send. Sender thread only."""

@@ -101,7 +101,8 @@ class Responder:
         error = error or next((_ENGINE_ERROR[news.finish_reason] for news in all_news if news.is_failure), None)
         if error is not None:
             live.mark_ended()
-            self._cancel(live.request_ids)  # the other answers go with it
+            if len(live.answers) > 1:  # one failed, the others go with it
+                self._cancel(live.request_ids)
             self._send_error(live, *error, counts)
             return
         for news in all_news:

@@ -118,7 +118,7 @@ def test_one_bad_request_among_seven_good_ones(model: Any) -> None:
         ("a", {"max_tokens": -1}, {}, "max_tokens must be between"),
         ("a", {"no_such_parameter": 1}, {}, "no_such_parameter"),
         ("a", {}, {"exclude_input_in_output": False}, "When streaming, `exclude_input_in_output` = False"),
-        ("a", {}, {"return_logprobs": True}, "return_logprobs"),
+        ("a", {}, {"image": b"aGk="}, "image"),
         ("a" * 5000, {}, {}, "5000 tokens"),
         ("a" * 4096, {}, {}, "at most 4095 fit"),
         ("", {}, {}, "empty"),
@@ -183,10 +183,10 @@ def test_cancelled_requests_stop_running_and_queued_ones_never_run(model: Any) -
 def test_cancellation_while_the_request_is_on_its_way_to_the_engine(model: Any, monkeypatch: Any) -> None:
     submit, num_cancelled = model._client.submit, model._client.stats.num_cancelled
 
-    def cancelled_meanwhile(request: Any, live: Any) -> None:
-        live.response_sender.cancel()
-        live.response_sender.wait()  # answered while the engine client does not know of the request yet
-        submit(request, live)
+    def cancelled_meanwhile(request: Any, answer: Any) -> None:
+        answer.live.response_sender.cancel()
+        answer.live.response_sender.wait()  # answered while the engine client does not know of the request yet
+        submit(request, answer)
 
     monkeypatch.setattr(model._client, "submit", cancelled_meanwhile)
     assert ask(model, "a", sampling=LONG).sender.wait().error == (TritonError.CANCELLED, "Request was cancelled")

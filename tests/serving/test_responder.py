@@ -17,7 +17,8 @@ from cb_backend.front_end.tokenizer import Tokenizer
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.serving.cancellation import CancellationPoller
-from cb_backend.serving.responder import LiveRequest, Responder
+from cb_backend.serving.live_request import LiveAnswer, LiveRequest
+from cb_backend.serving.responder import Responder
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.serving.fake_server import ResponseSender, TritonError, text_of
 
@@ -47,7 +48,8 @@ class Bench:
             return_num_input_tokens=True,
             return_num_output_tokens=True,
         )
-        live.begin(generate, OutputText(self.tokenizer, generate.params), 7)
+        text = OutputText(self.tokenizer, generate.params)
+        live.begin(generate, [LiveAnswer(live, self.next_id, text, None)], 7)
         return live, sender
 
 
@@ -63,11 +65,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_a_response_per_token_while_keeping_up(bench: Bench) -> None:
     live, sender = bench.open()
     for number, token in enumerate(b"abc"):
-        live.on_tokens((token,), 0)
+        live.answers[0].on_tokens((token,), 0)
         deadline = time.monotonic() + 10
         while len(sender.responses) <= number and time.monotonic() < deadline:
             time.sleep(0.001)
-    live.on_tokens((ord("d"),), LENGTH)
+    live.answers[0].on_tokens((ord("d"),), LENGTH)
     sender.wait()
     assert [text_of(response) for response in sender.responses] == ["a", "b", "c", "d"]
     assert sender.outputs("finish_reason") == [b"None", b"None", b"None", b"length"]
@@ -80,9 +82,9 @@ def test_a_slow_line_gets_fewer_and_longer_responses(bench: Bench) -> None:
     live, sender = bench.open(send_s=0.05)
     text = "the quick brown fox jumps over the lazy dog"
     for character in text:
-        live.on_tokens((ord(character),), 0)
+        live.answers[0].on_tokens((ord(character),), 0)
         time.sleep(0.002)
-    live.on_tokens((ord("!"),), LENGTH)
+    live.answers[0].on_tokens((ord("!"),), LENGTH)
     sender.wait()
     assert sender.text == text + "!"
     assert 2 <= len(sender.responses) < len(text) / 3
@@ -92,8 +94,8 @@ def test_a_slow_line_gets_fewer_and_longer_responses(bench: Bench) -> None:
 def test_without_streaming_there_is_one_response(bench: Bench) -> None:
     live, sender = bench.open(is_stream=False)
     for token in b"hello":
-        live.on_tokens((token,), 0)
-    live.on_tokens((), LENGTH)
+        live.answers[0].on_tokens((token,), 0)
+    live.answers[0].on_tokens((), LENGTH)
     sender.wait()
     assert sender.text == "prompt hello"
     assert sender.outputs("num_output_tokens") == [5]
@@ -103,8 +105,8 @@ def test_without_streaming_there_is_one_response(bench: Bench) -> None:
 def test_half_a_character_waits_and_the_final_response_may_be_empty(bench: Bench) -> None:
     live, sender = bench.open()
     for token in "é".encode():
-        live.on_tokens((token,), 0)
-    live.on_tokens((259,), int(FinishReason.STOP))  # </s>: counts, shows nothing
+        live.answers[0].on_tokens((token,), 0)
+    live.answers[0].on_tokens((259,), int(FinishReason.STOP))  # </s>: counts, shows nothing
     sender.wait()
     assert sender.text == "é"
     assert sum(sender.outputs("num_output_tokens")) == 3
@@ -116,14 +118,14 @@ def test_half_a_character_waits_and_the_final_response_may_be_empty(bench: Bench
 def test_stop_string_ends_the_request_at_the_engine_too(bench: Bench, is_stream: bool) -> None:
     live, sender = bench.open(is_stream=is_stream, stop=("cd",))
     for token in b"abcdefgh":
-        live.on_tokens((token,), 0)
+        live.answers[0].on_tokens((token,), 0)
     sender.wait()
     assert sender.text == ("" if is_stream else "prompt ") + "ab"
     assert sender.outputs("finish_reason")[-1] == b"stop"
     assert bench.cancelled == [live.request_id]
-    live.on_tokens((ord("z"),), 0)  # late tokens are harmless
-    live.on_tokens((ord("z"),), LENGTH)
-    live.on_error(ErrorCode.UNAVAILABLE, "late")
+    live.answers[0].on_tokens((ord("z"),), 0)  # late tokens are harmless
+    live.answers[0].on_tokens((ord("z"),), LENGTH)
+    live.answers[0].on_error(ErrorCode.UNAVAILABLE, "late")
     assert sender.final_count == 1
 
 
@@ -132,7 +134,7 @@ def test_stop_string_ends_the_request_at_the_engine_too(bench: Bench, is_stream:
 )
 def test_ends_without_an_answer_are_errors(bench: Bench, reason: FinishReason, code: int) -> None:
     live, sender = bench.open()
-    live.on_tokens((), int(reason))
+    live.answers[0].on_tokens((), int(reason))
     assert (sender.wait().error or (None,))[0] == code
 
 
@@ -140,22 +142,22 @@ def test_a_failed_send_ends_only_its_request(bench: Bench) -> None:
     live, sender = bench.open()
     _, neighbour = other = bench.open()
     sender.fails_to_send = True
-    live.on_tokens((ord("a"),), 0)
+    live.answers[0].on_tokens((ord("a"),), 0)
     assert (sender.wait().error or (None,))[0] == TritonError.INTERNAL
     assert bench.cancelled == [live.request_id]
-    other[0].on_tokens((ord("b"),), LENGTH)
+    other[0].answers[0].on_tokens((ord("b"),), LENGTH)
     assert neighbour.wait().text == "b"
 
 
 def test_a_line_that_does_not_move_holds_up_only_its_own_thread(bench: Bench) -> None:
     stuck, stuck_sender = bench.open(send_s=1.0)
     live, sender = bench.open()  # the next request: the other thread
-    stuck.on_tokens((ord("a"),), 0)
+    stuck.answers[0].on_tokens((ord("a"),), 0)
     begin = time.monotonic()
-    live.on_tokens((ord("b"),), LENGTH)
+    live.answers[0].on_tokens((ord("b"),), LENGTH)
     sender.wait()
     assert time.monotonic() - begin < 0.8
-    stuck.on_tokens((), LENGTH)
+    stuck.answers[0].on_tokens((), LENGTH)
     stuck_sender.wait()
 
 
@@ -171,11 +173,11 @@ def test_one_final_response_whatever_happens_at_once(bench: Bench) -> None:
             for live, sender in part:
                 event = rng.random()
                 if event < 0.8:
-                    live.on_tokens((rng.randrange(97, 123),), 0)
+                    live.answers[0].on_tokens((rng.randrange(97, 123),), 0)
                 elif event < 0.87:
-                    live.on_tokens((ord("z"),), LENGTH)
+                    live.answers[0].on_tokens((ord("z"),), LENGTH)
                 elif event < 0.93:
-                    live.on_error(ErrorCode.UNAVAILABLE, "the engine stopped")
+                    live.answers[0].on_error(ErrorCode.UNAVAILABLE, "the engine stopped")
                 else:
                     sender.cancel()
 
@@ -196,7 +198,7 @@ def test_the_server_is_not_asked_about_a_request_while_its_final_flag_goes_out(b
     sender.ask_s = 0.05
     poller = CancellationPoller(bench.responder, bench.cancelled.extend)
     time.sleep(0.1)  # a question is on its way nearly all the time
-    live.on_tokens((ord("a"),), LENGTH)
+    live.answers[0].on_tokens((ord("a"),), LENGTH)
     assert sender.wait().text == "a"
     poller.close()
 
