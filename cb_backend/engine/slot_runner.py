@@ -125,7 +125,7 @@ class SlotRunner:
         self._sample(buffers, self._compute_logits(buffers))
 
     def _run_special_step(self, plan: SchedulerOutput, buffers: StepBuffers) -> PendingLogprobs | None:
-        """A step with rows that ask for more than a graph holds. Its buffers have just the plan's rows, in its order."""
+        """A step with rows that ask for more than a graph holds. Its buffers hold just the plan's rows, in order."""
         logits = self._compute_logits(buffers)
         num_logprobs = np.where(plan.is_sampling, self.batch.num_logprobs[plan.slots], -1)
         asking = AskingRows.find(logits, num_logprobs, np.arange(plan.num_rows))
