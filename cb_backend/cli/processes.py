@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from typing import NamedTuple
 class _Stat(NamedTuple):
     state: str
     parent: int
+    session: int
     start_time: int
 
 
@@ -35,11 +37,8 @@ class ProcessId(NamedTuple):
 def descendants(pid: int) -> list[ProcessId]:
     """Every living process below `pid`, nearest first."""
     children: dict[int, list[ProcessId]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            stat = _read_stat(int(entry.name))
-            if stat is not None:
-                children.setdefault(stat.parent, []).append(ProcessId(int(entry.name), stat.start_time))
+    for process, stat in _all_processes():
+        children.setdefault(stat.parent, []).append(process)
     found: list[ProcessId] = []
     queue = deque([pid])
     while queue:
@@ -49,9 +48,22 @@ def descendants(pid: int) -> list[ProcessId]:
     return found
 
 
+def session_members(leader: int) -> list[ProcessId]:
+    """Living processes of the session that `leader` began, without itself; also after it has ended."""
+    return [process for process, stat in _all_processes() if stat.session == leader and process.pid != leader]
+
+
+def _all_processes() -> Iterator[tuple[ProcessId, _Stat]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            stat = _read_stat(int(entry.name))
+            if stat is not None:
+                yield ProcessId(int(entry.name), stat.start_time), stat
+
+
 def _read_stat(pid: int) -> _Stat | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return _Stat(state=fields[0], parent=int(fields[1]), start_time=int(fields[19]))
+        return _Stat(state=fields[0], parent=int(fields[1]), session=int(fields[3]), start_time=int(fields[19]))
     except (OSError, IndexError, ValueError):
         return None  # it has ended

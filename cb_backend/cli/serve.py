@@ -7,6 +7,7 @@ Ctrl-C ends everything at once. The exit code is the server's.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from cb_backend.cli.server_log import is_worth_showing
 from cb_backend.cli.server_process import ServerOptions, ServerProcess
 
 PROGRESS_EVERY_S = 10.0
+OVERDUE_S = 10.0  # after the exit timeout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +77,7 @@ def _serve(args: argparse.Namespace, repository: Path) -> int:
     try:
         if _wait_ready(server, stopper):
             _say(_ready_text(server, models))
-        exit_code = _wait_end(server)
+        exit_code = _wait_end(server, stopper)
     finally:
         server.stop()
     if not stopper.is_stopping:
@@ -89,16 +91,21 @@ class _Stopper:
     def __init__(self, server: ServerProcess) -> None:
         self.is_stopping = False
         self._server = server
+        self._deadline = math.inf
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+
+    def is_overdue(self) -> bool:
+        return time.monotonic() > self._deadline
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.is_stopping:
             self.is_stopping = True
             # os.write: a handler must not wait for a lock that the interrupted print holds.
             timeout = self._server.options.exit_timeout_secs
+            self._deadline = time.monotonic() + timeout + OVERDUE_S
             os.write(2, f"draining for up to {timeout} s; Ctrl-C again ends at once\n".encode())
             self._server.terminate()
         elif number == signal.SIGINT:
@@ -120,9 +127,13 @@ def _wait_ready(server: ServerProcess, stopper: _Stopper) -> bool:
     return False
 
 
-def _wait_end(server: ServerProcess) -> int:
+def _wait_end(server: ServerProcess, stopper: _Stopper) -> int:
+    """Exit code of the server; one that does not end in time after a signal is ended."""
     while (exit_code := server.wait(timeout=1.0)) is None:
-        pass
+        if stopper.is_overdue():
+            # A server whose clients keep their streams open does not end by itself (24.10).
+            _say("the server has not ended in time; ending it")
+            server.kill()
     return exit_code
 
 

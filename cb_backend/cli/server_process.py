@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cb_backend.cli.local_server import ServerInstallation
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.processes import ProcessId, descendants
+from cb_backend.cli.processes import ProcessId, descendants, session_members
 from cb_backend.cli.server_log import failure_reason, is_worth_showing
 
 READY_POLL_S = 0.1
@@ -144,7 +144,7 @@ class ServerProcess:
 
     def stop(self, grace: float = 10.0) -> int:
         """Drain, end, and make sure that nothing is left. Returns the exit code (negative: the signal)."""
-        family = descendants(self.pid)
+        family = self._family()
         self.terminate()
         if self.wait(self.options.exit_timeout_secs + grace) is None:
             self.kill()
@@ -154,12 +154,16 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End the server and everything it started, now."""
-        family = descendants(self.pid)
+        family = self._family()
         if self._process is not None and self.poll() is None:
             self._process.kill()
         for process in family:
             process.kill()
         self.wait(KILL_GRACE_S)
+
+    def _family(self) -> list[ProcessId]:
+        """What the server has started: below it, or orphans of its session if it has crashed."""
+        return list({*descendants(self.pid), *session_members(self.pid)})
 
     @staticmethod
     def _end_leftovers(family: list[ProcessId]) -> None:
