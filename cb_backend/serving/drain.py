@@ -53,6 +53,10 @@ class DrainWatch:
     def is_time_up(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
+    def note_ready(self) -> None:
+        """The server has handed over a request, so it has been ready, whether or not it was asked in that time."""
+        self._has_been_ready = True
+
     def check(self) -> None:
         """Ask the server once; about a millisecond."""
         if self.is_draining or self._is_model_ready is None:

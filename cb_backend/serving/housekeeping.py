@@ -56,6 +56,8 @@ class Housekeeping:
         while not self._stop.wait(INTERVAL_S):
             num_rounds += 1
             try:
+                if self._responder.num_live:
+                    self._drain.note_ready()
                 self._drain.check()
                 if self._drain.is_time_up and self._responder.num_live:
                     self._responder.end_all(ErrorCode.UNAVAILABLE, TIME_IS_UP)

@@ -146,3 +146,15 @@ def test_nobody_listening_is_a_refusal_and_a_dead_host_is_unclear(health: Health
     health.close()
     assert ask_over_http("127.0.0.1", port, "llm", "1") is False
     assert ask_over_http("host.invalid", port, "llm", "1") is None
+
+
+def test_a_stop_just_after_the_first_request_is_noticed() -> None:
+    """The server became ready, sent a request and was told to stop before it was ever asked."""
+    drain = DrainWatch(lambda: False, exit_timeout_s=10.0)
+    for _ in range(3):
+        drain.check()
+    assert not drain.is_draining  # not ready yet looks the same
+    drain.note_ready()
+    for _ in range(2):
+        drain.check()
+    assert drain.is_draining
