@@ -211,9 +211,7 @@ class SlotRunner:
             self._host_steps[shape] = ring
         return ring[step_id % RING]
 
-    def _launched(
-        self, plan: SchedulerOutput, buffers: StepBuffers, logprobs: PendingLogprobs | None
-    ) -> LaunchedStep:
+    def _launched(self, plan: SchedulerOutput, buffers: StepBuffers, logprobs: PendingLogprobs | None) -> LaunchedStep:
         # One contiguous copy: a strided one would make torch wait for the device.
         result, index = buffers.result, plan.step_id % RING
         host_result = self._host_results[index]

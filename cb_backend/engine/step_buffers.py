@@ -19,6 +19,8 @@ from cb_backend.engine.input_batch import InputBatch
 from cb_backend.kernels.step_state import SamplingState, StepRows
 from cb_backend.outputs import SchedulerOutput
 
+_ALIGNED = 4  # int32 elements in 16 bytes
+
 
 class StepShape(NamedTuple):
     """What a step has room for. `num_rows`: rows that may sample."""
@@ -49,6 +51,17 @@ class StepShape(NamedTuple):
             sizes |= {"query_start_loc": self.num_prompts + 1, "prompt_seq_lens": self.num_prompts}
         return sizes
 
+    def layout(self) -> tuple[dict[str, slice], int]:
+        """Where each segment lies in the host array, and the array's length.
+
+        Segments begin at 16 bytes: `triton` compiles a kernel anew for pointers that are aligned otherwise.
+        """
+        layout, end = {}, 0
+        for name, size in self.sizes().items():
+            layout[name] = slice(end, end + size)
+            end += -(-size // _ALIGNED) * _ALIGNED
+        return layout, end
+
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
@@ -72,7 +85,7 @@ class StepBuffers:
 def make_buffers(shape: StepShape, padding_slot: int, device: torch.device) -> StepBuffers:
     """Buffers that hold nothing but padding."""
     host_copy = torch.from_numpy(padding(shape, padding_slot)).to(device)
-    segments = dict(zip(shape.sizes(), host_copy.split(list(shape.sizes().values())), strict=True))
+    segments = {name: host_copy[where] for name, where in shape.layout()[0].items()}
 
     def ints(name: str) -> Tensor:
         found = segments.get(name)
@@ -99,7 +112,7 @@ def make_buffers(shape: StepShape, padding_slot: int, device: torch.device) -> S
 
 def padding(shape: StepShape, padding_slot: int) -> NDArray[np.int32]:
     """The host array of a step without a single request."""
-    host = np.zeros(sum(shape.sizes().values()), np.int32)
+    host = np.zeros(shape.layout()[1], np.int32)
     views = split(host, shape)
     views["slots"][:] = padding_slot
     views["deltas"][:] = -1
@@ -111,8 +124,7 @@ def padding(shape: StepShape, padding_slot: int) -> NDArray[np.int32]:
 
 def split(host: NDArray[np.int32], shape: StepShape) -> dict[str, NDArray[np.int32]]:
     """Views of a host array by segment."""
-    sizes = shape.sizes()
-    return dict(zip(sizes, np.split(host, np.cumsum(list(sizes.values()))[:-1]), strict=True))
+    return {name: host[where] for name, where in shape.layout()[0].items()}
 
 
 def fill(

@@ -147,7 +147,7 @@ def mask_stop_ids_torch(
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_deltas"])
     def _apply_deltas_kernel(block_tables_ptr, deltas_ptr, num_deltas, table_stride, BLOCK: tl.constexpr):
         row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         is_row = row < num_deltas
@@ -241,7 +241,7 @@ if triton is not None:
         tl.store(out_num_prompt_tokens_ptr + row, num_prompt_tokens, mask=is_row)
         tl.store(out_seq_lens_ptr + row, num_tokens, mask=is_row)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_rows"])
     def _commit_tokens_kernel(
         slots_ptr, sampled_ptr, sample_positions_ptr, last_token_ptr, num_tokens_ptr, num_rows, BLOCK: tl.constexpr
     ):
