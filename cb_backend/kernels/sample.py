@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.gumbel import gumbel_noise, gumbel_noise_torch
+from cb_backend.kernels.gumbel import gumbel_noise_log2, gumbel_noise_torch
 from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
@@ -61,7 +61,7 @@ def _filter_kernel(
         smallest_of = tl.minimum(smallest_of, tl.where(x > float("-inf"), x, float("inf")))
     largest, smallest = tl.max(largest_of, axis=0), tl.min(smallest_of, axis=0)
     if min_p > 0.0:
-        tl.store(border_ptr + 2 * row + 1, largest / temperature + tl.log(min_p))
+        tl.store(border_ptr + 2 * row + 1, largest * (1.0 / temperature) + tl.log(min_p))
     # A border is kept as an ordered integer; `low` is always kept enough, so no search leaves a row empty.
     high = _ordered(largest)
     low = tl.minimum(_ordered(smallest), high)
@@ -130,11 +130,13 @@ def _tile_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature >= GREEDY_BELOW:
         logit = score
-        score = logit / temperature
+        score = logit * (1.0 / temperature)
         if HAS_FILTERS:
             border, scaled_border = tl.load(border_ptr + 2 * row), tl.load(border_ptr + 2 * row + 1)
             score = tl.where((logit >= border) & (score >= scaled_border), score, float("-inf"))
-        score += gumbel_noise(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), token_ids)
+        # In units of ln 2: the order of scores is the same.
+        noise = gumbel_noise_log2(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), token_ids)
+        score = score * 1.4426950408889634 + noise
     score = tl.where(is_inside, score, float("-inf"))
     best, index = tl.max(score, axis=0, return_indices=True)
     best = tl.where(num_nans > 0, float("nan"), best)
