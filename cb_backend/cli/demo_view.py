@@ -17,7 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-LINE_LENGTH = 60  # characters after which a plain line is printed
+LINE_LENGTH = 60  # characters after which a plain line is printed,
+LINE_AGE_S = 0.5  # or seconds after which it is printed however short it is
 SHOWN_CHARACTERS = 300  # of each stream in the live picture
 
 
@@ -86,6 +87,7 @@ class LineView:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: dict[int, str] = {}
+        self._printed_at: dict[int, float] = {}
         self._running: set[int] = set()
 
     def __enter__(self) -> LineView:
@@ -104,8 +106,10 @@ class LineView:
     def text(self, stream: Stream, at: float, text: str) -> None:
         with self._lock:
             pending = self._pending.get(stream.number, "") + text
-            if len(pending) >= LINE_LENGTH:
+            is_old = at - self._printed_at.setdefault(stream.number, at) >= LINE_AGE_S
+            if pending and (is_old or len(pending) >= LINE_LENGTH):
                 self._print(at, stream, f"| {pending!r}")
+                self._printed_at[stream.number] = at
                 pending = ""
             self._pending[stream.number] = pending
 
