@@ -1,0 +1,175 @@
+"""The whole path on one machine: a real Triton server, its front ends, the engine, and a client load. For a GPU host.
+
+    python kernels/bench_served.py --model DIR --front-ends 1,2,4,8 --streams 1,64,256,512 --out results
+
+DIR is a checkpoint folder, or a config.json with `--load-format dummy`; without a tokenizer a made-up one is written
+beside a copy of it. For every number of front ends a server is started, and every number of streams is sent at once
+(each `--input-len` tokens in, `--output-len` out). The table says what the clients saw, and how many cores the engine,
+the front ends, the server and the clients kept busy meanwhile: where the time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from cb_backend.cli.local_server import find_server  # noqa: E402
+from cb_backend.cli.model_repository import copy_with_model  # noqa: E402
+from cb_backend.cli.processes import descendants  # noqa: E402
+from cb_backend.cli.server_process import ServerOptions, ServerProcess, free_ports  # noqa: E402
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+HEADER = (
+    "front ends  streams  out tok/s  responses/s  tok/resp   TTFT p50/p99 ms   ITL p50/p99 ms  errors"
+    "   cores: engine front ends server client"
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A word a token id, split on spaces: text of n words is n tokens, and back."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config["vocab_size"])}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def cpu_seconds(server_pid: int) -> dict[str, float]:
+    """CPU time so far of the server and the processes below it, by part."""
+    found = {"engine": 0.0, "front ends": 0.0, "server": 0.0}
+    for pid in [server_pid, *(process.pid for process in descendants(server_pid))]:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        part = "engine" if b"engine_process" in command else "front ends" if b"backend_stub" in command else "server"
+        found[part] += (int(stat[11]) + int(stat[12])) / _TICKS
+    return found
+
+
+def child_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run_load(args: argparse.Namespace, server: ServerProcess, tokenizer: Path, streams: int) -> dict[str, Any]:
+    """One wave of `streams` requests at once; the load test's own summary, and busy cores by part."""
+    report = args.out / f"load-{streams}.json"
+    command = [
+        *(sys.executable, str(ROOT / "client" / "load_test.py"), "--url", server.grpc_address, "--rate", args.rate),
+        *("--num-requests", str(args.num_requests or streams), "--warm-up", str(min(streams, 64))),
+        *("--input-len", str(args.input_len), "--output-len", str(args.output_len), "--tokenizer", str(tokenizer)),
+        *("--processes", str(min(args.processes, streams)), "--temperature", "0.6", "--json", str(report)),
+    ]
+    before, before_client, start = cpu_seconds(server.pid), child_seconds(), time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s, check=False)
+    seconds = time.perf_counter() - start
+    if done.returncode != 0:
+        raise RuntimeError(f"the load test failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+    after = cpu_seconds(server.pid)
+    run: dict[str, Any] = json.loads(report.read_text())["runs"][0]
+    run["cores"] = {part: (after[part] - before[part]) / seconds for part in after}
+    run["cores"]["client"] = (child_seconds() - before_client) / seconds
+    return run
+
+
+def row(front_ends: int, streams: int, run: dict[str, Any]) -> str:
+    summary, cores = run["summary"], run["cores"]
+    ttft, itl = summary["ttft_ms"], summary["itl_token_ms"]
+    errors = summary["num_requests"] - summary["num_ok"]
+    itl_text = f"{itl['p50']:8.1f}/{itl['p99']:6.1f}" if itl else f"{'-':>15s}"
+    return (
+        f"{front_ends:10d} {streams:8d} {summary['output_tokens_per_s']:10,.0f} {summary['responses_per_s']:12,.0f}"
+        f" {summary['tokens_per_response']:9.2f} {ttft['p50']:9.0f}/{ttft['p99']:7.0f} {itl_text} {errors:7d}"
+        f"   {cores['engine']:13.2f} {cores['front ends']:10.2f} {cores['server']:6.2f} {cores['client']:6.2f}"
+    )
+
+
+def serve(args: argparse.Namespace, model: Path, front_ends: int) -> list[str]:
+    """Start a server with so many front ends and send every load; the table's rows."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        repository = copy_with_model(ROOT / "model_repository" / "llm", str(model), Path(folder), front_ends)
+        arguments_file = repository / "llm" / "1" / "model.json"
+        arguments = json.loads(arguments_file.read_text()) | json.loads(args.engine_args)
+        arguments |= {"model": str(model), "load_format": args.load_format}
+        arguments_file.write_text(json.dumps(arguments))
+        http, grpc, metrics = free_ports(3)
+        options = ServerOptions(repository, http_port=http, grpc_port=grpc, metrics_port=metrics)
+        server = ServerProcess(find_server(), options)
+        start = time.perf_counter()
+        server.start()
+        try:
+            server.wait_ready(args.timeout_s)
+            print(f"{front_ends} front ends: ready after {time.perf_counter() - start:.1f} s", flush=True)
+            for streams in args.streams:
+                try:
+                    run = run_load(args, server, model / "tokenizer.json", streams)
+                except (RuntimeError, subprocess.TimeoutExpired, KeyError, IndexError) as error:
+                    rows.append(f"{front_ends:10d} {streams:8d}  failed: {error}")
+                else:
+                    rows.append(row(front_ends, streams, run))
+                    with (args.out / "served.jsonl").open("a") as file:
+                        file.write(json.dumps({"front_ends": front_ends, "streams": streams, **run}) + "\n")
+                print(rows[-1], flush=True)
+        except Exception:
+            print("\n".join(server.last_lines(25)), file=sys.stderr)
+            raise
+        finally:
+            server.stop()
+    return rows
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--engine-args", default="{}", help="further keys of model.json, as JSON")
+    parser.add_argument("--front-ends", type=numbers, default=[1, 2, 4, 8])
+    parser.add_argument("--streams", type=numbers, default=[1, 64, 256, 512])
+    parser.add_argument("--rate", default="inf", help="requests/s; inf = all at once")
+    parser.add_argument("--num-requests", type=int, help="default: as many as streams")
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--processes", type=int, default=8, help="client processes")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="for a start, and for each load")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model.resolve()
+        if not (model / "tokenizer.json").is_file():
+            model = Path(shutil.copytree(model, Path(folder) / model.name))
+            write_tokenizer(model)
+        rows = []
+        for front_ends in args.front_ends:
+            try:
+                rows += serve(args, model, front_ends)
+            except Exception as error:
+                rows.append(f"{front_ends:10d}  failed: {error}")
+    print(f"\n{args.model.name}, {args.input_len} in / {args.output_len} out, rate {args.rate}\n{HEADER}")
+    print("\n".join(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
