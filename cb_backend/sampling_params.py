@@ -7,6 +7,7 @@ the wire's JSON into a `SamplingParams` (coercion of strings, unknown names) is 
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from typing import Any
 
 import msgspec
@@ -20,6 +21,15 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_PENALTY = 2.0  # of presence and frequency, either sign
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIASES = 300
+MAX_LOGIT_BIAS = 100.0  # either sign
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 256
+MAX_BAD_WORD_TOKENS = 64
+BAD_WORD_FORMS = 3  # token sequences that one word may have
 MAX_SEED = 2**64 - 1
 
 
@@ -37,11 +47,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own end-of-sequence ids do not stop (stop_token_ids still do)
     include_stop_str_in_output: bool = False
+    repetition_penalty: float = 1.0  # tokens of prompt and output: logit / r where above 0, else logit * r; 1 = off
+    presence_penalty: float = 0.0  # taken from the logit of every token that the output holds
+    frequency_penalty: float = 0.0  # the same, times how often the output holds it
+    logit_bias: dict[int, float] = {}  # token id -> added to its logit
+    allowed_token_ids: tuple[int, ...] = ()  # only these can be sampled; empty = all
+    bad_words: tuple[str, ...] = ()  # must not come out
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # their token sequences; filled in by the front end
     logprobs: int | None = None  # so many likely tokens beside each chosen one; 0 = the chosen one only; None = off
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_logits_rules(self) -> bool:
+        """Whether the logits are changed before sampling, apart from min_tokens."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words_token_ids
+        )
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first value that is out of range."""
@@ -62,6 +91,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         self._check_stops(vocab_size)
+        self._check_logits_rules(vocab_size)
+
+    def _check_logits_rules(self, vocab_size: int) -> None:
+        _check_float("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_float("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY)
+        if self.repetition_penalty < 0.01:
+            raise InvalidRequestError(
+                f"repetition_penalty must be at least 0.01, got {self.repetition_penalty:g}; 1 turns it off"
+            )
+        _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIASES, "entries")
+        for token_id, bias in self.logit_bias.items():
+            _check_int("a token id in logit_bias", token_id, 0, vocab_size - 1)
+            _check_float("a value in logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _check_count("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, "ids")
+        for token_id in self.allowed_token_ids:
+            _check_int("allowed_token_ids", token_id, 0, vocab_size - 1)
+        _check_count("bad_words", self.bad_words, MAX_BAD_WORDS, "words")
+        for word in self.bad_words:
+            if not word.strip() or len(word.encode()) > MAX_BAD_WORD_BYTES:
+                raise InvalidRequestError(f"each of bad_words must be a text of 1 to {MAX_BAD_WORD_BYTES} bytes")
+        _check_count("bad_words_token_ids", self.bad_words_token_ids, BAD_WORD_FORMS * MAX_BAD_WORDS, "sequences")
+        for sequence in self.bad_words_token_ids:
+            if not 1 <= len(sequence) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(f"each of bad_words must be 1 to {MAX_BAD_WORD_TOKENS} tokens")
+            for token_id in sequence:
+                _check_int("a token id of bad_words", token_id, 0, vocab_size - 1)
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -86,6 +142,11 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}")
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _check_count(name: str, values: Sized, most: int, what: str) -> None:
+    if len(values) > most:
+        raise InvalidRequestError(f"{name} has {len(values)} {what}; at most {most} are allowed")
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:

@@ -50,7 +50,7 @@ class InputBatch:
         self.min_p[slot] = params.min_p
         self.seeds[slot] = np.uint64(params.seed or 0).astype(np.int64)
         self.min_tokens[slot] = params.min_tokens
-        self.needs_eager_step[slot] = params.logprobs is not None
+        self.needs_eager_step[slot] = params.logprobs is not None or params.has_logits_rules
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.stop_token_ids[slot] = np.asarray(row.stop_token_ids, np.int64)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cb_backend.engine.input_batch import InputBatch
+from cb_backend.engine.logits_rules import LogitsRules
 from cb_backend.engine.logprobs import AskingRows
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.attention_metadata import AttentionMetadata
@@ -49,6 +50,7 @@ class ModelRunner:
         self.storage = storage
         self.device = storage.data.device
         self.batch = InputBatch(num_slots, max_model_len, storage.data.shape[-2])
+        self.rules = LogitsRules(model.config.vocab_size, max_model_len, self.device)
 
     def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
         return self.rotary.cache_key(num_prompt_tokens)
@@ -61,6 +63,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> CompletedStep:
         self.batch.apply(plan)
+        self.rules.join(plan.joined)
         token_ids, metadata = self._prepare(plan)
         hidden = self.model(token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
         sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
@@ -111,6 +114,9 @@ class ModelRunner:
         positions = plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows]  # of the token to be sampled
         logits = self.model.compute_logits(hidden)  # [len(rows), vocab_size]
         asking = AskingRows.find(logits, batch.num_logprobs[slots], rows)
+        ruled = self.rules.find(slots, positions, plan.is_sampling[rows])
+        if ruled is not None:
+            logits = ruled.apply(logits)
         for row, stop_ids in batch.stop_ids_to_mask(slots, positions):
             logits[row, self._to_device(stop_ids)] = float("-inf")
         token_ids, is_failed = self.ops.sample(
@@ -124,6 +130,8 @@ class ModelRunner:
         )
         sampled = token_ids.cpu().numpy()
         batch.token_ids[slots, positions] = sampled
+        if ruled is not None:
+            ruled.record(token_ids)
         logprobs = None if asking is None else asking.launch(token_ids)
         failed = is_failed.cpu().numpy()  # waits for the device
         return sampled, failed, None if logprobs is None else logprobs.result()

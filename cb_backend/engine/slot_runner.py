@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cb_backend.engine.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
 from cb_backend.engine.input_batch import InputBatch
+from cb_backend.engine.logits_rules import LogitsRules
 from cb_backend.engine.logprobs import AskingRows, PendingLogprobs
 from cb_backend.engine.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
 from cb_backend.engine.step_graphs import StepGraphs
@@ -75,6 +76,7 @@ class SlotRunner:
         self.padding_slot = num_slots
         self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
+        self.rules = LogitsRules(model.config.vocab_size, max_model_len, self.device)
         self.graphs = StepGraphs()
         self._is_cuda = self.device.type == "cuda"
         # Twice the rows: a step's result has columns for the bucket's decode rows and for its prompts.
@@ -100,6 +102,7 @@ class SlotRunner:
     def execute_model(self, plan: SchedulerOutput) -> LaunchedStep:
         self.batch.apply(plan)
         if plan.joined:
+            self.rules.join(plan.joined)
             self.ops.join_slots(copy_to(joined_slots(plan.joined), self.device), self.state)
         deltas = block_table_deltas(plan)
         num_decode = plan.num_decode_rows
@@ -129,7 +132,13 @@ class SlotRunner:
         logits = self._compute_logits(buffers)
         num_logprobs = np.where(plan.is_sampling, self.batch.num_logprobs[plan.slots], -1)
         asking = AskingRows.find(logits, num_logprobs, np.arange(plan.num_rows))
-        self._sample(buffers, logits)
+        num_tokens = plan.num_computed_tokens + plan.num_scheduled_tokens
+        ruled = self.rules.find(plan.slots, num_tokens, plan.is_sampling)
+        if ruled is None:
+            self._sample(buffers, logits)
+        else:
+            self._sample(buffers, ruled.apply(logits))
+            ruled.record(buffers.result[0])
         return None if asking is None else asking.launch(buffers.result[0])
 
     def _compute_logits(self, buffers: StepBuffers) -> Tensor:

@@ -15,7 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from cb_backend.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 
 # All the stop strings and ids that are allowed fit with every character escaped; larger text cannot be valid.
 MAX_JSON_BYTES = 128 * 1024
@@ -116,26 +123,57 @@ def _read_bool(name: str, value: Any) -> bool:
     return result
 
 
-def _read_stop(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list):
+def _read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list):
         raise InvalidRequestError(f"{name} must be a string or a list of strings, got {_show(value)}")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"{name} has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed")
-    for stop in stops:
-        if not isinstance(stop, str):
-            raise InvalidRequestError(f"{name} must hold strings only, got {_show(stop)}")
-        if any("\ud800" <= character <= "\udfff" for character in stop):
-            raise InvalidRequestError(f"{name} holds a lone surrogate, which is not a character: {_show(stop)}")
-    return tuple(dict.fromkeys(stops))
+    if len(strings) > most:
+        raise InvalidRequestError(f"{name} has {len(strings)} strings; at most {most} are allowed")
+    for text in strings:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{name} must hold strings only, got {_show(text)}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InvalidRequestError(f"{name} holds a lone surrogate, which is not a character: {_show(text)}")
+    return tuple(dict.fromkeys(strings))
+
+
+def _read_stop(name: str, value: Any) -> tuple[str, ...]:
+    return _read_strings(name, value, MAX_STOP_STRINGS)
+
+
+def _read_bad_words(name: str, value: Any) -> tuple[str, ...]:
+    return _read_strings(name, value, MAX_BAD_WORDS)
+
+
+def _read_token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(value)}")
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} ids; at most {most} are allowed")
+    return tuple(dict.fromkeys(_read_int(name, token_id) for token_id in value))
 
 
 def _read_stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(value)}")
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(f"{name} has {len(value)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed")
-    return tuple(dict.fromkeys(_read_int(name, token_id) for token_id in value))
+    return _read_token_ids(name, value, MAX_STOP_TOKEN_IDS)
+
+
+def _read_allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    token_ids = _read_token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
+    if not token_ids:
+        raise InvalidRequestError(f"{name} is empty, so no token could be sampled; leave it out to allow all")
+    return token_ids
+
+
+def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
+    """An object of token id (JSON keys are strings) to number."""
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{name} must be an object of token ids and numbers, got {_show(value)}")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(f"{name} has {len(value)} entries; at most {MAX_LOGIT_BIASES} are allowed")
+    biases = {_read_int(f"a token id in {name}", key): _read_float(f"a value in {name}", value[key]) for key in value}
+    if len(biases) < len(value):
+        raise InvalidRequestError(f"{name} gives a token id more than once")
+    return biases
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
@@ -151,6 +189,12 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _read_bool,
     "include_stop_str_in_output": _read_bool,
     "logprobs": _read_int,
+    "presence_penalty": _read_float,
+    "frequency_penalty": _read_float,
+    "repetition_penalty": _read_float,
+    "logit_bias": _read_logit_bias,
+    "allowed_token_ids": _read_allowed_token_ids,
+    "bad_words": _read_bad_words,
 }
 
 
@@ -160,19 +204,13 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "flat_logprobs": (False,),
     "logprob_token_ids": (),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "structured_outputs": ("",),
     "guided_decoding": ("",),

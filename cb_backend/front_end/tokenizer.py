@@ -84,6 +84,11 @@ class Tokenizer:
             raise InvalidRequestError("prompt is empty and this model has no BOS token to start from; send some text")
         return [bos]
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a piece of text: nothing is added around it."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text of `token_ids`; special tokens and ids unknown to the tokenizer add nothing.
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from cb_backend.config import load_engine_config
 from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.front_end.bad_words import with_bad_word_ids
 from cb_backend.front_end.logprobs import OutputLogprobs
 from cb_backend.front_end.output_text import OutputText
 from cb_backend.front_end.protocol import GenerateRequest, parse_request
@@ -136,9 +137,10 @@ class TritonPythonModel:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; at most {max_model_len - 1} fit beside one output token"
             )
+        params = with_bad_word_ids(generate.params, self._tokenizer)
         answer = self._new_answer(live, live.request_id, generate, token_ids)
         live.begin(generate, [answer], len(token_ids))
-        self._start(live, answer, AddRequest(live.request_id, token_ids_to_bytes(token_ids), generate.params))
+        self._start(live, answer, AddRequest(live.request_id, token_ids_to_bytes(token_ids), params))
 
     def _new_answer(
         self, live: LiveRequest, request_id: int, generate: GenerateRequest, prompt_ids: list[int]

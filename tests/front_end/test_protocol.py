@@ -275,14 +275,12 @@ def test_min_tokens_above_max_tokens() -> None:
 
 
 NEUTRAL = {
-    "n": 1, "best_of": "1", "presence_penalty": 0, "frequency_penalty": "0.0", "repetition_penalty": 1.0,
-    "prompt_logprobs": None, "logit_bias": {}, "bad_words": [], "allowed_token_ids": None,
+    "n": 1, "best_of": "1", "prompt_logprobs": None,
     "truncate_prompt_tokens": None, "structured_outputs": None, "guided_json": None, "lora_name": "",
     "skip_special_tokens": "true", "spaces_between_special_tokens": True, "detokenize": True,
 }  # fmt: skip
 EFFECTIVE = {
-    "n": 2, "best_of": 3, "presence_penalty": 0.1, "frequency_penalty": "-1", "repetition_penalty": 0,
-    "prompt_logprobs": 0, "logit_bias": {"5": 1}, "bad_words": ["a"], "allowed_token_ids": [],
+    "n": 2, "best_of": 3, "prompt_logprobs": 0,
     "truncate_prompt_tokens": -1, "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
     "lora_name": "sql", "skip_special_tokens": False, "spaces_between_special_tokens": "false", "detokenize": 0,
 }  # fmt: skip
@@ -295,6 +293,55 @@ def test_parameters_that_are_not_built_pass_at_their_neutral_value() -> None:
 @pytest.mark.parametrize("name", EFFECTIVE)
 def test_parameters_that_are_not_built_are_refused_by_name(name: str) -> None:
     assert refusal({name: EFFECTIVE[name]}).startswith(f"{name} is not supported yet")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"presence_penalty": "1.5"}, {"presence_penalty": 1.5}),
+        ({"frequency_penalty": -2}, {"frequency_penalty": -2.0}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"logit_bias": {"7": "-100", "499": 3}}, {"logit_bias": {7: -100.0, 499: 3.0}}),
+        ({"allowed_token_ids": [3, "4", 3]}, {"allowed_token_ids": (3, 4)}),
+        ({"bad_words": ["New York", "x"]}, {"bad_words": ("New York", "x")}),
+        ({"bad_words": "x"}, {"bad_words": ("x",)}),
+        # vLLM's values for "off"
+        ({"presence_penalty": 0, "frequency_penalty": "0.0", "repetition_penalty": 1.0}, {}),
+        ({"logit_bias": {}, "bad_words": [], "allowed_token_ids": None}, {}),
+    ],
+)
+def test_logits_rules(values: Any, expected: Any) -> None:
+    assert params({**values, "seed": 1}) == SamplingParams(seed=1, **expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, got 2.1"),
+        ({"frequency_penalty": "-3"}, "frequency_penalty must be between -2 and 2, got -3.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be at least 0.01, got 0; 1 turns it off"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be between 0 and 100, got -1.0"),
+        ({"repetition_penalty": True}, "repetition_penalty must be a number, got True"),
+        ({"logit_bias": [1]}, "logit_bias must be an object of token ids and numbers, got a list of 1 entries"),
+        ({"logit_bias": {"a": 1}}, "a token id in logit_bias must be an integer, got 'a'"),
+        ({"logit_bias": {"500": 1}}, "a token id in logit_bias must be between 0 and 499, got 500"),
+        ({"logit_bias": {"5": 101}}, "a value in logit_bias must be between -100 and 100, got 101.0"),
+        ({"logit_bias": {"5": None}}, "a value in logit_bias must be a number, got None"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias gives a token id more than once"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias has 301 entries; at most 300 are allowed"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty, so no token could be sampled; leave it out"),
+        ({"allowed_token_ids": [500]}, "allowed_token_ids must be between 0 and 499, got 500"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of token ids, got 5"),
+        ({"bad_words": [1]}, "bad_words must hold strings only, got 1"),
+        ({"bad_words": [" "]}, "each of bad_words must be a text of 1 to 256 bytes"),
+        ({"bad_words": ["x" * 257]}, "each of bad_words must be a text of 1 to 256 bytes"),
+        ({"bad_words": ["\ud800"]}, "bad_words holds a lone surrogate, which is not a character: '\\ud800'"),
+        ({"bad_words": [str(i) for i in range(129)]}, "bad_words has 129 strings; at most 128 are allowed"),
+        ({"bad_words_token_ids": [[1]]}, "unknown sampling parameter 'bad_words_token_ids'; did you mean"),
+    ],
+)
+def test_bad_logits_rules_are_named(values: Any, message: str) -> None:
+    assert refusal(values).startswith(message)
 
 
 @pytest.mark.parametrize(("value", "meaning"), [(0, 0), (1, 1), (20, 20), ("3", 3), (None, None)])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
 
 from tests.server.conftest import RunningServer
 from tests.server.tiny_checkpoint import Reference
@@ -113,3 +114,63 @@ def test_a_stop_string_cuts_everything_at_one_token(server: RunningServer) -> No
     num_tokens = cut["num_output_tokens"][0]
     assert num_tokens < 24
     assert json.loads(cut["logprobs"][0]) == json.loads(whole["logprobs"][0])[:num_tokens]
+
+
+GREEDY = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+
+def answer(server: RunningServer, prompt: str, sampling: dict[str, Any]) -> str:
+    return ask(server, prompt, sampling)[0]["text_output"][0]
+
+
+def test_k4_every_parameter_has_an_effect(server: RunningServer, reference: Reference) -> None:
+    """Case K4: with each sampling parameter the answer is another one."""
+    (plain,) = ask(server, "the quick", {**GREEDY, "logprobs": 0})
+    text = plain["text_output"][0]
+    ids = [int(next(iter(entry))) for entry in json.loads(plain["logprobs"][0])]
+    two_favourites = {**GREEDY, "logit_bias": {"300": 40, "301": 39.5}}
+    drawn = {**GREEDY, "temperature": 2.0, "seed": 1}
+    stopping = {**GREEDY, "stop": text[4:6]}
+    changes: list[tuple[dict[str, Any], str, Any]] = [
+        (GREEDY, "max_tokens", 3),
+        (GREEDY, "temperature", 3.0),
+        (GREEDY, "stop", text[4:6]),
+        (GREEDY, "stop_token_ids", [ids[2]]),
+        (GREEDY, "logit_bias", {str(ids[1]): -100}),
+        (GREEDY, "allowed_token_ids", [300, 301, 302]),
+        (GREEDY, "bad_words", [reference.tokenizer.decode(ids[:1])]),
+        (two_favourites, "repetition_penalty", 2),
+        (two_favourites, "presence_penalty", 2),
+        (two_favourites, "frequency_penalty", 2),
+        (drawn, "top_k", 1),
+        (drawn, "top_p", 1e-6),
+        (drawn, "min_p", 1.0),
+        (drawn, "seed", 2),
+        (stopping, "include_stop_str_in_output", True),
+        (stopping, "min_tokens", 16),
+        ({**GREEDY, "logit_bias": {"0": 100}}, "ignore_eos", False),
+    ]
+    for base, name, value in changes:
+        (before,), (after,) = (ask(server, "the quick", sampling) for sampling in (base, {**base, name: value}))
+        outputs = ("text_output", "num_output_tokens")
+        assert [before[output] for output in outputs] != [after[output] for output in outputs], name
+
+
+def test_k4_unknown_names_are_errors(server: RunningServer) -> None:
+    names = "top-p topp top_P temp temperatur maxtokens max_length max_new_tokens min_new_tokens num_return_sequences"
+    names += " beam_width stop_words stopwords eos pad_id random_seed rand_seed do_sample echo suffix user stream model"
+    names += " penalty repeat_penalty logits_bias bias badwords stop_ids logprob"
+    assert len(names.split()) == 30
+    for name in names.split():
+        with pytest.raises(InferenceServerException, match=f"unknown sampling parameter '{name}'"):
+            ask(server, "x", {name: 1})
+
+
+def test_k1_a_bad_word_is_banned_in_every_form(server: RunningServer, reference: Reference) -> None:
+    """Case K1: with and without a space before it, whatever the model would like best."""
+    for form in ("the", " the"):
+        tokens = reference.tokenizer.encode(form).ids
+        favourite = {**GREEDY, "logit_bias": {str(token): 100 for token in tokens}, "temperature": 1.0, "seed": 4}
+        favourite["max_tokens"] = 64
+        assert "the" in answer(server, "fox", favourite)
+        assert "the" not in answer(server, "fox", {**favourite, "bad_words": ["the"]})
