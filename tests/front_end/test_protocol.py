@@ -278,6 +278,9 @@ NEUTRAL = {
     "n": 1, "best_of": "1", "prompt_logprobs": None,
     "truncate_prompt_tokens": None, "structured_outputs": None, "guided_json": None, "lora_name": "",
     "skip_special_tokens": "true", "spaces_between_special_tokens": True, "detokenize": True,
+    "length_penalty": 1, "early_stopping": False, "use_beam_search": "false", "flat_logprobs": False,
+    "logprob_token_ids": None, "logits_processors": [], "guided_decoding": None, "guided_regex": "",
+    "guided_choice": [], "guided_grammar": "", "thinking_token_budget": None, "extra_args": {},
 }  # fmt: skip
 EFFECTIVE = {
     "n": 2, "best_of": 3, "prompt_logprobs": 0,
