@@ -30,6 +30,17 @@ IS_INTERPRETING = triton is not None and os.environ.get("TRITON_INTERPRET") == "
 TUNED = Path(__file__).parent / "tuned"
 
 
+# One value a row is read at a time through these, so alignment gains nothing; and as parts of larger arrays they may
+# point anywhere, which must not compile another variant while serving.
+_ROW_POINTERS = frozenset(
+    f"{name}_ptr"
+    for name in (
+        "slots", "seq_lens", "query_start_loc", "cos_sin_rows", "slot_mapping", "temperature", "top_k", "top_p", "min_p",
+        "seeds", "positions", "token_ids", "is_failed",
+    )
+)  # fmt: skip
+
+
 def jit(*do_not_specialize: str) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit`, or the bare function where Triton is missing: modules import everywhere.
 
@@ -37,7 +48,10 @@ def jit(*do_not_specialize: str) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        return function if triton is None else triton.jit(function, do_not_specialize=do_not_specialize)
+        if triton is None:
+            return function
+        unaligned = [name for name in function.__code__.co_varnames if name in _ROW_POINTERS]
+        return triton.jit(function, do_not_specialize=do_not_specialize, do_not_specialize_on_alignment=unaligned)
 
     return decorate
 

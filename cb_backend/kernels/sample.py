@@ -13,131 +13,62 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.gumbel import gumbel_noise_log2, gumbel_noise_torch
+from cb_backend.kernels.gumbel import gumbel_noise_torch
 from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.sample_filters import choose_filtered, score_of, weight_of
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
+_PARTS = 8  # of a tile, each with its largest logit known
+_LISTED = 1024  # tokens of a row that top-k may have to look at closely
 _ELEMENTS_AT_ONCE = 1 << 16  # the twin's intermediate results stay in a CPU's cache
-
-
-@jit()
-def _ordered(x):
-    """fp32 -> int32 of the same order (no NaN); its own inverse on the bits."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: the two zeros are one value
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit()
-def _filter_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    border_ptr,
-    row_stride,
-    vocab_size,
-    GREEDY_BELOW: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One row a program: find the smallest logit it keeps, by bisection; several passes over a row that lies in L2."""
-    row = tl.program_id(0)
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    tl.store(border_ptr + 2 * row, float("-inf"))
-    tl.store(border_ptr + 2 * row + 1, float("-inf"))
-    if temperature < GREEDY_BELOW:
-        return
-    if (top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0):
-        return
-    logits_ptr += row.to(tl.int64) * row_stride
-    column = tl.arange(0, TILE)
-    largest_of = tl.full([TILE], float("-inf"), tl.float32)
-    smallest_of = tl.full([TILE], float("inf"), tl.float32)
-    for start in range(0, vocab_size, TILE):
-        is_inside = start + column < vocab_size
-        x = tl.load(logits_ptr + start + column, mask=is_inside, other=float("-inf")).to(tl.float32)
-        largest_of = tl.maximum(largest_of, x)
-        smallest_of = tl.minimum(smallest_of, tl.where(x > float("-inf"), x, float("inf")))
-    largest, smallest = tl.max(largest_of, axis=0), tl.min(smallest_of, axis=0)
-    if min_p > 0.0:
-        tl.store(border_ptr + 2 * row + 1, largest * (1.0 / temperature) + tl.log(min_p))
-    # A border is kept as an ordered integer; `low` is always kept enough, so no search leaves a row empty.
-    high = _ordered(largest)
-    low = tl.minimum(_ordered(smallest), high)
-    if (top_k > 0) & (top_k < vocab_size):
-        above = high
-        while low < above:
-            middle = (low | above) - ((low ^ above) >> 1)  # the mean, rounded up; the sum would overflow
-            count_of = tl.zeros([TILE], tl.int32)
-            for start in range(0, vocab_size, TILE):
-                is_inside = start + column < vocab_size
-                x = tl.load(logits_ptr + start + column, mask=is_inside, other=float("-inf")).to(tl.float32)
-                count_of += (_ordered(x) >= middle).to(tl.int32)
-            count = tl.sum(count_of, axis=0)
-            low = tl.where(count >= top_k, middle, low)
-            above = tl.where(count >= top_k, above, middle - 1)
-            above = tl.where(count == top_k, low, above)  # found: fewer bits to decide
-    if top_p < 1.0:
-        kept = low
-        mass = -1.0  # of all kept tokens; the first round measures it
-        above = high
-        wanted = 0.0
-        middle = low - 1
-        while low < above:
-            mass_of = tl.zeros([TILE], tl.float32)
-            for start in range(0, vocab_size, TILE):
-                is_inside = start + column < vocab_size
-                x = tl.load(logits_ptr + start + column, mask=is_inside, other=float("-inf")).to(tl.float32)
-                key = _ordered(x)
-                weight = tl.where(x == largest, 1.0, tl.exp((x - largest) / temperature))
-                mass_of += tl.where((key > middle) & (key >= kept), weight, 0.0)
-            larger = tl.sum(mass_of, axis=0)
-            is_first = mass < 0.0
-            wanted = tl.where(is_first, top_p * larger, wanted)
-            mass = tl.where(is_first, larger, mass)
-            is_enough = larger < wanted
-            above = tl.where(is_enough & (not is_first), middle, above)
-            low = tl.where(is_enough | is_first, low, middle + 1)
-            middle = (low & above) + ((low ^ above) >> 1)  # the mean, rounded down
-    border = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(border_ptr + 2 * row, border)
 
 
 @jit()
 def _tile_kernel(
     logits_ptr,
     temperature_ptr,
-    border_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
     seeds_ptr,
     positions_ptr,
     best_score_ptr,
     best_id_ptr,
+    part_max_ptr,
+    tile_mass_ptr,
     row_stride,
     vocab_size,
     num_tiles,
     HAS_FILTERS: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """The best token of one tile of one row a program; a tile that holds NaN has the score NaN."""
+    """The best token of one tile of one row a program, no filter applied; a tile that holds NaN has the score NaN.
+
+    For a row that filters also the largest logit of each of the tile's PARTS parts, and the tile's weight.
+    """
     row, tile = tl.program_id(0), tl.program_id(1)
     token_ids = tile * TILE + tl.arange(0, TILE)
     is_inside = token_ids < vocab_size
     logits_ptr += row.to(tl.int64) * row_stride
-    score = tl.load(logits_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
-    num_nans = tl.sum((score != score).to(tl.int32), axis=0)
+    logit = tl.load(logits_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
+    num_nans = tl.sum((logit != logit).to(tl.int32), axis=0)
     temperature = tl.load(temperature_ptr + row)
+    score = logit
     if temperature >= GREEDY_BELOW:
-        logit = score
-        score = logit * (1.0 / temperature)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        score = score_of(logit, temperature, seed, position, token_ids)
+        score = tl.where(is_inside, score, float("-inf"))
         if HAS_FILTERS:
-            border, scaled_border = tl.load(border_ptr + 2 * row), tl.load(border_ptr + 2 * row + 1)
-            score = tl.where((logit >= border) & (score >= scaled_border), score, float("-inf"))
-        # In units of ln 2: the order of scores is the same.
-        noise = gumbel_noise_log2(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), token_ids)
-        score = score * 1.4426950408889634 + noise
-    score = tl.where(is_inside, score, float("-inf"))
+            top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+            if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+                place = (row * num_tiles + tile).to(tl.int64)
+                largest_of = tl.max(tl.reshape(logit, [PARTS, TILE // PARTS]), axis=1)
+                tl.store(part_max_ptr + place * PARTS + tl.arange(0, PARTS), largest_of)
+                largest = tl.max(largest_of, axis=0)
+                mass = tl.sum(tl.where(is_inside, weight_of(logit, largest, temperature), 0.0), axis=0)
+                tl.store(tile_mass_ptr + place, mass)
     best, index = tl.max(score, axis=0, return_indices=True)
     best = tl.where(num_nans > 0, float("nan"), best)
     tl.store(best_score_ptr + row * num_tiles + tile, best)
@@ -145,22 +76,56 @@ def _tile_kernel(
 
 
 @jit()
-def _combine_kernel(
+def _choose_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
     best_score_ptr,
     best_id_ptr,
+    part_max_ptr,
+    tile_mass_ptr,
+    values_ptr,
+    ids_ptr,
     token_ids_ptr,
     is_failed_ptr,
+    row_stride,
+    vocab_size,
     num_tiles,
+    HAS_FILTERS: tl.constexpr,
+    GREEDY_BELOW: tl.constexpr,
+    TILE: tl.constexpr,
     TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """The best tile of one row a program; of equal ones the first."""
+    """One row a program: the best of its tiles' best tokens, of equal ones the first; then the row's filters."""
     row = tl.program_id(0)
-    tile = tl.arange(0, TILES)
-    score = tl.load(best_score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+    tile, part = tl.arange(0, TILES), tl.arange(0, PARTS)
+    is_tile = tile < num_tiles
+    score = tl.load(best_score_ptr + row * num_tiles + tile, mask=is_tile, other=float("-inf"))
     num_nans = tl.sum((score != score).to(tl.int32), axis=0)
     best, index = tl.max(score, axis=0, return_indices=True)
     is_failed = (num_nans > 0) | (best == float("-inf"))
     token_id = tl.load(best_id_ptr + row * num_tiles + index)
+    if HAS_FILTERS:
+        temperature = tl.load(temperature_ptr + row)
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        is_filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+        if is_filtered & (temperature >= GREEDY_BELOW) & (not is_failed):
+            place = row.to(tl.int64) * num_tiles + tile
+            part_max = tl.load(
+                part_max_ptr + place[:, None] * PARTS + part[None, :], mask=is_tile[:, None], other=float("-inf")
+            )
+            tile_mass = tl.load(tile_mass_ptr + place, mask=is_tile, other=0.0)
+            token_id = choose_filtered(
+                token_id, logits_ptr + row.to(tl.int64) * row_stride, values_ptr + row * LISTED, ids_ptr + row * LISTED,
+                part_max, tile_mass, temperature, top_k, top_p, min_p, tl.load(seeds_ptr + row),
+                tl.load(positions_ptr + row), vocab_size, num_tiles, TILE, TILES, LISTED,
+            )  # fmt: skip
     tl.store(token_ids_ptr + row, tl.where(is_failed, 0, token_id))
     tl.store(is_failed_ptr + row, is_failed)
 
@@ -176,7 +141,7 @@ def sample(
     has_filters: bool = True,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sample_torch` in two launches, three with filters. Nothing waits for the device; rows of logits may be strided.
+    """`sample_torch` in two launches. Nothing waits for the device; rows of logits may be strided.
 
     The random bits are the twin's; scores may differ in the last bit of a logarithm.
     """
@@ -191,22 +156,26 @@ def sample(
     if num_rows == 0:
         return out
     parameters = launch_parameters("sample", logits.device)
-    tile = min(parameters["tile"], max(next_power_of_2(vocab_size), 16))
+    tile = min(parameters["tile"], max(next_power_of_2(vocab_size), 2 * _PARTS))
     num_tiles = -(-vocab_size // tile)
-    border = torch.empty(num_rows, 2, dtype=torch.float32, device=logits.device)
     best_score = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
+    tile_mass = torch.empty_like(best_score)
     best_id = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
-    if has_filters:
-        _filter_kernel[(num_rows,)](
-            logits, temperature, top_k, top_p, min_p, border, logits.stride(0), vocab_size,
-            GREEDY_BELOW=GREEDY_BELOW, TILE=min(parameters["filter_tile"], max(next_power_of_2(vocab_size), 16)),
-            num_warps=parameters["filter_num_warps"],
-        )  # fmt: skip
+    part_max = torch.empty(num_rows, num_tiles, _PARTS, dtype=torch.float32, device=logits.device)
+    values = torch.empty(num_rows, _LISTED, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, _LISTED, dtype=torch.int32, device=logits.device)
+    constants = {"HAS_FILTERS": has_filters, "GREEDY_BELOW": GREEDY_BELOW, "TILE": tile, "PARTS": _PARTS}
+    row_values = (logits, temperature, top_k, top_p, min_p, seeds, positions)
     _tile_kernel[(num_rows, num_tiles)](
-        logits, temperature, border, seeds, positions, best_score, best_id, logits.stride(0), vocab_size, num_tiles,
-        HAS_FILTERS=has_filters, GREEDY_BELOW=GREEDY_BELOW, TILE=tile, num_warps=parameters["num_warps"],
+        *row_values, best_score, best_id, part_max, tile_mass, logits.stride(0), vocab_size, num_tiles,
+        **constants, num_warps=parameters["num_warps"],
     )  # fmt: skip
-    _combine_kernel[(num_rows,)](best_score, best_id, *out, num_tiles, TILES=next_power_of_2(num_tiles), num_warps=1)
+    _choose_kernel[(num_rows,)](
+        *row_values, best_score, best_id, part_max, tile_mass, values, ids, *out,
+        logits.stride(0), vocab_size, num_tiles,
+        **constants, TILES=next_power_of_2(num_tiles), LISTED=_LISTED,
+        num_warps=parameters["choose_num_warps"] if has_filters else 1,
+    )  # fmt: skip
     return out
 
 

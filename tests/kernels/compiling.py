@@ -54,7 +54,8 @@ class Recorder:
             value = args[index] if index < len(args) else kwargs[name]
             if isinstance(value, torch.Tensor):
                 signature[name] = POINTERS[value.dtype]
-                attrs[(index,)] = [["tt.divisibility", 16]]
+                if not self.kernel.params[index].do_not_specialize_on_alignment:
+                    attrs[(index,)] = [["tt.divisibility", 16]]
             elif self.kernel.params[index].is_constexpr or value is None or value == 1:
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, float):

@@ -50,9 +50,8 @@ CASES = {
                      {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "has_norm": True}),
     "rms_norm": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096}),
     "silu_mul": case("silu_mul", "_silu_mul_kernel", 90, {"intermediate_size": 8192}),
-    "sample, filters": case("sample", "_filter_kernel", 90, {"vocab_size": 151936}),
     "sample, tiles": case("sample", "_tile_kernel", 90, {"vocab_size": 151936}),
-    "sample, combine": case("sample", "_combine_kernel", 90, {"vocab_size": 151936}),
+    "sample, choice": case("sample", "_choose_kernel", 90, {"vocab_size": 151936}),
 }  # fmt: skip
 
 

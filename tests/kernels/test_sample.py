@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cb_backend.kernels import sample as module
 from cb_backend.kernels.gumbel import random_bits_torch
+from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.sample import sample, sample_torch
 
 LOG_PROBS = [math.log(p) for p in (0.05, 0.5, 0.1, 0.2, 0.15)]
@@ -97,6 +99,26 @@ def test_kernel_draws_what_the_twin_draws(dtype: torch.dtype, has_filters: bool,
         assert token_ids[[1, 2, 4]].tolist() == [0, 0, 3]  # failed, failed, the first of two equal ones
         assert token_ids[[0, 9]].tolist() == logits[[0, 9]].float().argmax(-1).tolist()
         assert token_ids[5] == 5
+
+
+@pytest.mark.parametrize("listed", [16, 1024], ids=["list too short", "list long enough"])
+def test_tiles_and_passes(listed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several tiles; a top-k that its list cannot hold is found by bisection of the whole row instead."""
+    monkeypatch.setattr(module, "_LISTED", listed)
+    torch.manual_seed(3)
+    logits = (2 * torch.randn(12, 700)).to(device)
+    values = arguments(
+        12,
+        temperature=1.5,
+        top_k=[0, 1, 2, 5, 20, 60, 300, 699, 700, 50, 30, 0],
+        top_p=[0.05, 1.0, 0.5, 0.9, 0.9, 1.0, 0.3, 0.99, 0.95, 0.2, 1.0, 1.0],
+        min_p=[0.0, 0.0, 0.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.3, 0.4],
+        seeds=list(range(12)),
+    )
+    values = {name: value.to(device) for name, value in values.items()}
+    with overriding("sample", {"tile": 128, "num_warps": 4, "choose_num_warps": 4}):
+        token_ids = sample(logits, **values)[0]
+    assert token_ids.tolist() == sample_torch(logits, **values)[0].tolist()
 
 
 def test_a_draw_does_not_depend_on_the_batch(device: torch.device) -> None:
