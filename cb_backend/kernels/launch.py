@@ -35,8 +35,8 @@ TUNED = Path(__file__).parent / "tuned"
 _ROW_POINTERS = frozenset(
     f"{name}_ptr"
     for name in (
-        "slots", "seq_lens", "query_start_loc", "cos_sin_rows", "slot_mapping", "temperature", "top_k", "top_p", "min_p",
-        "seeds", "positions", "token_ids", "is_failed",
+        "slots", "seq_lens", "query_start_loc", "cos_sin_rows", "slot_mapping",
+        "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "token_ids", "is_failed",
     )
 )  # fmt: skip
 
