@@ -12,8 +12,11 @@ benchmark (peer, kind, model, batch, ctx, us) and prints its `fa3` times in a co
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -89,6 +92,22 @@ def relative_error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> flo
         else:
             errors.append(float((a != b).float().mean()))
     return max(errors, key=lambda error: float("inf") if error != error else error)
+
+
+def compile_ahead(ops: list[str], models: list[str], is_quick: bool) -> None:
+    """Compile what the cases need into Triton's cache on disk, several processes at once."""
+    jobs = list(dict.fromkeys((c.op, c.model, c.variant) for op in ops for c in cases_of(op, models, is_quick)))
+    num_processes = max(1, min(12, len(jobs), (os.cpu_count() or 2) - 2))
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        pool.starmap(_compile_one, [(*job, is_quick) for job in jobs], chunksize=1)
+
+
+def _compile_one(op: str, model: str, variant: str, is_quick: bool) -> None:
+    """In a helper process: one launch of the smallest case. What fails here fails, and is reported, in its case."""
+    case = next(case for case in cases_of(op, [model], is_quick) if case.variant == variant)
+    with contextlib.suppress(Exception):
+        case.make().kernel({})
+        torch.cuda.synchronize()
 
 
 def run_case(case: Case, card: CardLimits, peers: Peers) -> dict[str, Any]:
@@ -170,9 +189,13 @@ def main() -> int:
     about = {"gpu": about["card"], **{name: about[name] for name in ("driver", "torch", "triton", "commit")}}
     about |= {"copy_gb_s": round(card.bandwidth / 1e9), "matmul_tflop_s": round(card.flops / 1e12)}
     peers, all_rows = read_peers(arguments.peers), []
-    for op in OPS if arguments.op == "all" else [arguments.op]:
+    ops, models = list(OPS) if arguments.op == "all" else [arguments.op], arguments.models.split(",")
+    started = time.perf_counter()
+    compile_ahead(ops, models, arguments.quick)
+    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+    for op in ops:
         started = time.perf_counter()
-        rows = [run_case(case, card, peers) for case in cases_of(op, arguments.models.split(","), arguments.quick)]
+        rows = [run_case(case, card, peers) for case in cases_of(op, models, arguments.quick)]
         write_csv(arguments.results, op, rows, about)
         all_rows += rows
         print(f"{op}: {len(rows)} cases in {time.perf_counter() - started:.1f} s", flush=True)

@@ -41,6 +41,7 @@ class Case:
     label: str  # the sizes, as printed
     work: Work
     make: Callable[[], Launch]
+    variant: str = ""  # cases of one op, model and variant run the same compiled code
     peer: tuple[str, str, int, int] | None = None  # (kind, model, batch, context) in a peer's measurements
 
     @property
@@ -146,6 +147,7 @@ def _decode_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
                     op=op, model=model, label=f"rows {num_rows} context {context} block {block_size}",
                     work=roofline.decode_attention(shape, num_rows, context),
                     make=lambda n=num_rows, c=context, b=block_size: make_decode(model, n, c, b),
+                    variant=f"block {block_size}",
                     peer=("decode", model, num_rows, context),
                 )  # fmt: skip
 
@@ -195,6 +197,7 @@ def _sample_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
             yield Case(
                 op=op, model=model, label=f"rows {num_rows} {kind}", work=roofline.sample(MODELS[model], num_rows),
                 make=lambda n=num_rows, k=kind: _make_sample(model, n, k),
+                variant="filters" if "top" in kind else "",
             )  # fmt: skip
 
 
