@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "client")]
 
 from cb_backend.cli.local_server import find_server  # noqa: E402
 from cb_backend.cli.model_repository import copy_with_model  # noqa: E402
@@ -38,11 +38,17 @@ HEADER = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word a token id, split on spaces: text of n words is n tokens, and back."""
+    """A word a token id, split on spaces: text of n words is n tokens, and back.
+
+    The load test's own words are among them: if they were unknown, all prompts would be one, and cached.
+    """
+    from load_generator.prompts import WORDS
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    config = json.loads((folder / "config.json").read_text())
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config["vocab_size"])}, unk_token="w0"))
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    words = [*dict.fromkeys(WORDS), *(f"w{i}" for i in range(vocab_size))][:vocab_size]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[-1]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
