@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_N = 64
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIASES = 300
@@ -36,6 +37,7 @@ MAX_SEED = 2**64 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling and stopping rules of one request. Immutable; travels to the engine as it is."""
 
+    n: int = 1  # answers to one prompt; each is an engine request of its own, with n = 1 and seed + its index
     max_tokens: int = 16  # most tokens to generate, >= 1
     min_tokens: int = 0  # stop ids cannot be sampled, stop strings do not count, before this many tokens
     temperature: float = 1.0  # 0 (anything below GREEDY_TEMPERATURE) = greedy, ties to the lowest id
@@ -60,6 +62,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
+    def of_answer(self, index: int) -> SamplingParams:
+        """The parameters of one of the n answers. The first is what n = 1 would give."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else (self.seed + index) % (MAX_SEED + 1)
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
     @property
     def has_logits_rules(self) -> bool:
         """Whether the logits are changed before sampling, apart from min_tokens."""
@@ -74,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first value that is out of range."""
+        _check_int("n", self.n, 1, MAX_N)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.min_tokens > self.max_tokens:
@@ -81,6 +91,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens}); lower min_tokens"
             )
         _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        if self.n > 1 and self.is_greedy:
+            raise InvalidRequestError(
+                f"n is {self.n}, but at temperature {self.temperature:g} all answers are the same; set n to 1 or raise"
+                " the temperature"
+            )
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p must be above 0 and at most 1, got 0; for greedy use temperature=0")

@@ -65,6 +65,8 @@ class LLMEngine:
             bad = lowest if lowest < 0 else highest
             raise InvalidRequestError(f"token id {bad} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
         params.check(self.info.vocab_size)
+        if params.n != 1:
+            raise InvalidRequestError(f"n is {params.n}; the engine gives one answer a request, send n requests")
         eos = () if params.ignore_eos else self.info.eos_token_ids
         num_prompt_tokens = len(prompt_token_ids)
         return Request(

@@ -177,6 +177,7 @@ def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
+    "n": _read_int,
     "max_tokens": _read_int,
     "min_tokens": _read_int,
     "temperature": _read_float,
@@ -202,7 +203,6 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 
 # Accepted at the value that changes nothing (null always is one); any other value is refused by name.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),

@@ -138,9 +138,13 @@ class TritonPythonModel:
                 f"the prompt has {len(token_ids)} tokens; at most {max_model_len - 1} fit beside one output token"
             )
         params = with_bad_word_ids(generate.params, self._tokenizer)
-        answer = self._new_answer(live, live.request_id, generate, token_ids)
-        live.begin(generate, [answer], len(token_ids))
-        self._start(live, answer, AddRequest(live.request_id, token_ids_to_bytes(token_ids), params))
+        prompt = token_ids_to_bytes(token_ids)
+        request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.n - 1))]
+        answers = [self._new_answer(live, request_id, generate, token_ids) for request_id in request_ids]
+        requests = [AddRequest(rid, prompt, params.of_answer(index)) for index, rid in enumerate(request_ids)]
+        others = list(zip(answers[1:], requests[1:], strict=True))
+        live.begin(generate, answers, len(token_ids), (lambda: self._start_others(live, others)) if others else None)
+        self._start(live, answers[0], requests[0])
 
     def _new_answer(
         self, live: LiveRequest, request_id: int, generate: GenerateRequest, prompt_ids: list[int]
@@ -149,6 +153,16 @@ class TritonPythonModel:
         is_asking = generate.params.logprobs is not None
         logprobs = OutputLogprobs(self._tokenizer, generate.num_logprobs) if is_asking else None
         return LiveAnswer(live, request_id, text, logprobs)
+
+    def _start_others(self, live: LiveRequest, others: list[tuple[LiveAnswer, AddRequest]]) -> None:
+        """Called by a sender thread, so a failure becomes the request's end instead of being raised."""
+        try:
+            for answer, request in others:
+                if live.is_ended:
+                    return
+                self._start(live, answer, request)
+        except Exception as error:
+            end_with(live, error)
 
     def _start(self, live: LiveRequest, answer: LiveAnswer, request: AddRequest) -> None:
         self._client.submit(request, answer)

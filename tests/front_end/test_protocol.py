@@ -275,7 +275,7 @@ def test_min_tokens_above_max_tokens() -> None:
 
 
 NEUTRAL = {
-    "n": 1, "best_of": "1", "prompt_logprobs": None,
+    "best_of": "1", "prompt_logprobs": None,
     "truncate_prompt_tokens": None, "structured_outputs": None, "guided_json": None, "lora_name": "",
     "skip_special_tokens": "true", "spaces_between_special_tokens": True, "detokenize": True,
     "length_penalty": 1, "early_stopping": False, "use_beam_search": "false", "flat_logprobs": False,
@@ -283,7 +283,7 @@ NEUTRAL = {
     "guided_choice": [], "guided_grammar": "", "thinking_token_budget": None, "extra_args": {},
 }  # fmt: skip
 EFFECTIVE = {
-    "n": 2, "best_of": 3, "prompt_logprobs": 0,
+    "best_of": 3, "prompt_logprobs": 0,
     "truncate_prompt_tokens": -1, "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
     "lora_name": "sql", "skip_special_tokens": False, "spaces_between_special_tokens": "false", "detokenize": 0,
 }  # fmt: skip
@@ -360,7 +360,20 @@ def test_f6_logprobs_out_of_range(value: int) -> None:
 
 @pytest.mark.parametrize("value", [True, "true", 1.5, [1], "one"])
 def test_true_is_not_one(value: Any) -> None:
-    assert "n is not supported yet" in refusal({"n": value})
+    assert "n must be an integer, got" in refusal({"n": value})
+
+
+def test_n() -> None:
+    assert params({"n": "3", "seed": 5}) == SamplingParams(n=3, seed=5)
+    assert params({"n": 1, "temperature": 0, "seed": 5}) == SamplingParams(temperature=0, seed=5)
+    assert refusal({"n": 2, "temperature": 0}).startswith("n is 2, but at temperature 0 all answers are the same")
+
+
+def test_each_answer_has_a_seed_of_its_own_and_the_first_is_that_of_one() -> None:
+    several = SamplingParams(n=3, seed=2**64 - 1, top_k=4)
+    assert [several.of_answer(index) for index in range(3)] == [
+        SamplingParams(seed=seed, top_k=4) for seed in (2**64 - 1, 0, 1)
+    ]
 
 
 def test_unknown_names() -> None:
@@ -432,10 +445,19 @@ def test_b9_long_stop_strings() -> None:
     assert len(params({"stop": ["\u0001" * 1023 + chr(97 + i) for i in range(16)]}).stop) == 16
 
 
-@pytest.mark.parametrize("values", [{"n": 10**6}, {"best_of": 10**9}, {"n": 10**30}])
-def test_x1_a_million_answers_are_refused(values: Any) -> None:
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"n": 10**6}, "n must be between 1 and 64, got 1000000"),
+        ({"n": 65}, "n must be between 1 and 64, got 65"),
+        ({"n": 0}, "n must be between 1 and 64, got 0"),
+        ({"best_of": 10**9}, "best_of is not supported yet"),
+        ({"n": 10**30}, "n must be between 1 and 64"),
+    ],
+)
+def test_x1_a_million_answers_are_refused(values: Any, reason: str) -> None:
     message, seconds = timed_refusal(values)
-    assert "is not supported yet" in message
+    assert message.startswith(reason)
     assert seconds < 0.01
 
 

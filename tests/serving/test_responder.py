@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,13 @@ class Bench:
         self.responder = Responder(2, self.cancelled.extend)
         self.next_id = 0
 
-    def open(self, send_s: float = 0.0, is_stream: bool = True, **params: object) -> tuple[LiveRequest, ResponseSender]:
+    def open(
+        self,
+        send_s: float = 0.0,
+        is_stream: bool = True,
+        start_others: Callable[[], None] | None = None,
+        **params: object,
+    ) -> tuple[LiveRequest, ResponseSender]:
         sender = ResponseSender(send_s)
         self.next_id += 1
         live = self.responder.open(self.next_id, sender)
@@ -48,8 +55,11 @@ class Bench:
             return_num_input_tokens=True,
             return_num_output_tokens=True,
         )
-        text = OutputText(self.tokenizer, generate.params)
-        live.begin(generate, [LiveAnswer(live, self.next_id, text, None)], 7)
+        answers = [
+            LiveAnswer(live, 1000 * index + self.next_id, OutputText(self.tokenizer, generate.params), None)
+            for index in range(generate.params.n)
+        ]
+        live.begin(generate, answers, 7, start_others)
         return live, sender
 
 
@@ -214,3 +224,69 @@ def test_cancellations_are_seen_soon_and_at_bounded_cost(bench: Bench) -> None:
     assert bench.cancelled == [requests[33][0].request_id]
     assert bench.responder.num_live == 49
     poller.close()
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_n_answers_share_one_line(bench: Bench, is_stream: bool) -> None:
+    """The others start at the first answer's first token; the end comes with the last answer's."""
+    started = threading.Event()
+    live, sender = bench.open(is_stream=is_stream, start_others=started.set, n=3)
+    assert not started.is_set()
+    live.answers[0].on_tokens((ord("a"),), 0)
+    assert started.wait(10)
+    live.answers[2].on_tokens((ord("c"), ord("d")), LENGTH)
+    live.answers[0].on_tokens((), LENGTH)
+    time.sleep(0.05)
+    assert sender.final_count == 0
+    live.answers[1].on_tokens((ord("b"),), LENGTH)
+    sender.wait()
+    prefix = "" if is_stream else "prompt "
+    texts = [[element.decode() for element in all_of(response, "text_output")] for response in sender.responses]
+    assert ["".join(pieces) for pieces in zip(*texts, strict=True)] == [prefix + text for text in ("a", "b", "cd")]
+    assert len(sender.responses) == 1 or is_stream
+    counts = [all_of(response, "num_output_tokens") for response in sender.responses]
+    assert [sum(column) for column in zip(*counts, strict=True)] == [1, 1, 2]
+    assert all_of(sender.responses[-1], "finish_reason") == [b"length"] * 3
+    assert bench.responder.counts()["input_tokens"] == 7  # L4
+
+
+@pytest.mark.parametrize("failure", ["error", "abort"])
+def test_one_failing_answer_ends_the_request_and_the_others(bench: Bench, failure: str) -> None:
+    live, sender = bench.open(n=3, start_others=lambda: None)
+    live.answers[0].on_tokens((ord("a"),), 0)
+    if failure == "error":
+        live.answers[1].on_error(ErrorCode.UNAVAILABLE, "the queue is full")
+    else:
+        live.answers[1].on_tokens((), int(FinishReason.ABORT))
+    code, _ = sender.wait().error or (None, "")
+    assert code == TritonError.UNAVAILABLE
+    assert set(bench.cancelled) >= {live.answers[0].request_id, live.answers[2].request_id}
+    live.answers[2].on_tokens((ord("z"),), LENGTH)  # late news is harmless
+    assert bench.responder.num_live == 0
+
+
+def test_l1_a_cancelled_request_ends_all_its_answers(bench: Bench) -> None:
+    live, sender = bench.open(n=4, start_others=lambda: None)
+    poller = CancellationPoller(bench.responder, bench.cancelled.extend)
+    sender.cancel()
+    assert sender.wait().error == (TritonError.CANCELLED, "Request was cancelled")
+    poller.close()
+    assert set(bench.cancelled) == set(live.request_ids)
+    assert len(live.request_ids) == 4
+
+
+def test_a_stop_string_ends_one_answer_only(bench: Bench) -> None:
+    live, sender = bench.open(n=2, stop=("x",), start_others=lambda: None)
+    live.answers[1].on_tokens((ord("a"), ord("x")), 0)
+    deadline = time.monotonic() + 10
+    while not bench.cancelled and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert bench.cancelled == [live.answers[1].request_id]
+    assert not live.is_ended
+    live.answers[0].on_tokens((ord("b"),), LENGTH)
+    sender.wait()
+    assert all_of(sender.responses[-1], "finish_reason") == [b"length", b"stop"]
+
+
+def all_of(response: Any, name: str) -> list[Any]:
+    return list(response.tensors[name].tolist())
