@@ -49,6 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own end-of-sequence ids do not stop (stop_token_ids still do)
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # False: the text shows them as they are written
+    truncate_prompt_tokens: int | None = None  # keep only so many tokens at the prompt's end; -1 = as many as fit
     repetition_penalty: float = 1.0  # tokens of prompt and output: logit / r where above 0, else logit * r; 1 = off
     presence_penalty: float = 0.0  # taken from the logit of every token that the output holds
     frequency_penalty: float = 0.0  # the same, times how often the output holds it
@@ -105,6 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
         self._check_stops(vocab_size)
         self._check_logits_rules(vocab_size)
 

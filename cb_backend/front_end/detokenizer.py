@@ -36,11 +36,12 @@ class IncrementalDetokenizer:
     """The output text of one request. Holds a few bytes of state and nothing outside itself, so it dies with it.
 
     With `prompt_ids` the output is read as the prompt's continuation: the space that begins the first word stays,
-    where the decoding of the output alone would strip it. Special tokens and unknown ids have no text.
+    where the decoding of the output alone would strip it. Unknown ids have no text, nor have special tokens unless
+    `skips_special` is false.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
-        pieces = tokenizer.pieces
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skips_special: bool = True) -> None:
+        pieces = tokenizer.pieces if skips_special else tokenizer.all_pieces
         self._stream: _Stream
         if pieces.kind is DecoderKind.BYTES:
             self._stream = _BytesStream(pieces)
@@ -154,9 +155,9 @@ class _WindowStream:
     def _held_text(self) -> str:
         if not self._held:
             return ""
-        decode = self._pieces.backend.decode
-        before = str(decode(self._context))
-        after = str(decode(self._context + self._held))
+        decode, skips_special = self._pieces.backend.decode, not self._pieces.shows_special
+        before = str(decode(self._context, skip_special_tokens=skips_special))
+        after = str(decode(self._context + self._held, skip_special_tokens=skips_special))
         return after[len(before) :]
 
     def _let_go(self) -> None:

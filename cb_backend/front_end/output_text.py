@@ -27,7 +27,9 @@ class OutputText:
     """The output text of one request; state is a few bytes and dies with the object."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._stop_reason: int | str | None = None
         self._stops = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
@@ -39,11 +41,17 @@ class OutputText:
         """Whether the answer has ended, by a stop string or a finish reason; later tokens are dropped."""
         return self._is_finished
 
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string, or the one of `stop_token_ids`, that ended the answer; None for any other end."""
+        return self._stop_reason
+
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason = FinishReason.NONE) -> TextDelta:
         """Take the next tokens; with a finish reason they are the last, and everything held back comes out.
 
         Negative ids stand for no token. With `FinishReason.STOP` the last id is a stop token: it counts, but its
-        text is shown only with `include_stop_str_in_output` (and never for a special token). A stop string counts
+        text is shown only with `include_stop_str_in_output` (a special token's only without
+        `skip_special_tokens`). A stop string counts
         if its last character comes with a token after the first `min_tokens`; the token that completes it is the
         last that counts.
         """
@@ -51,12 +59,16 @@ class OutputText:
             return TextDelta("", 0, False)
         ids = [int(token_id) for token_id in token_ids if token_id >= 0]
         is_last = finish_reason != FinishReason.NONE
+        if finish_reason == FinishReason.STOP and ids and ids[-1] in self._stop_token_ids:
+            self._stop_reason = ids[-1]
         num_hidden = 0
         if finish_reason == FinishReason.STOP and ids and not self._shows_stop_token:
             ids.pop()
             num_hidden = 1
         delta = (self._push_plain if self._stops is None else self._push_matching)(ids, is_last)
         self._is_finished = is_last or delta.is_stopped
+        if delta.is_stopped and self._stops is not None:
+            self._stop_reason = self._stops.matched
         if num_hidden and not delta.is_stopped:
             return delta._replace(num_tokens=delta.num_tokens + num_hidden)
         return delta

@@ -30,7 +30,10 @@ _FLAG_INPUTS = (
     "return_num_output_tokens",
     "return_logprobs",
     "return_cumulative_logprob",
+    "return_stop_reason",
+    "return_output_ids",
 )
+_ID_INPUTS = ("input_ids",)
 # Inputs of vllm_backend that are not built yet: refused when they ask for something.
 _LATER_STRINGS = ("image", "embedding_request")
 
@@ -39,7 +42,7 @@ _LATER_STRINGS = ("image", "embedding_request")
 class GenerateRequest:
     """One request as the client meant it, with every default filled in."""
 
-    text: str
+    text: str  # the prompt; empty where `input_ids` is given
     params: SamplingParams  # checked; the seed is always set
     is_stream: bool
     is_input_prepended: bool  # the answer begins with `text`; never when streaming
@@ -48,6 +51,9 @@ class GenerateRequest:
     return_num_output_tokens: bool
     return_logprobs: bool = False
     return_cumulative_logprob: bool = False
+    return_stop_reason: bool = False
+    return_output_ids: bool = False
+    input_ids: list[int] | None = None  # the prompt as token ids, within the vocabulary
     num_logprobs: int | None = None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
 
 
@@ -62,18 +68,24 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
     """
     _refuse_unsupported(inputs)
     text_bytes = _read_bytes(inputs, "text_input")
-    if text_bytes is None:
-        raise InvalidRequestError("input 'text_input' is missing")
+    input_ids = _read_ids(inputs, "input_ids", vocab_size)
+    if (text_bytes is None) == (input_ids is None):
+        what = "are missing" if text_bytes is None else "are both given"
+        raise InvalidRequestError(f"inputs 'text_input' and 'input_ids' {what}; send one of them")
     flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
     is_input_excluded = flags["exclude_input_in_output"]
     if is_input_excluded is None:
-        is_input_excluded = is_stream
+        is_input_excluded = is_stream or text_bytes is None
     if is_stream and not is_input_excluded:
         raise InvalidRequestError(STREAM_WITH_INPUT)
+    if text_bytes is None and not is_input_excluded:
+        raise InvalidRequestError(
+            "'exclude_input_in_output' is false, but the prompt is given as token ids and has no text; leave it out"
+        )
     params = parse_sampling_params(_sampling_text(inputs, parameters), vocab_size)
     return GenerateRequest(
-        text=_decode_utf8("text_input", text_bytes),
+        text="" if text_bytes is None else _decode_utf8("text_input", text_bytes),
         params=msgspec.structs.replace(
             params,
             logprobs=_logprobs_to_compute(
@@ -87,6 +99,9 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
         return_num_output_tokens=bool(flags["return_num_output_tokens"]),
         return_logprobs=bool(flags["return_logprobs"]),
         return_cumulative_logprob=bool(flags["return_cumulative_logprob"]),
+        return_stop_reason=bool(flags["return_stop_reason"]),
+        return_output_ids=bool(flags["return_output_ids"]),
+        input_ids=input_ids,
         num_logprobs=params.logprobs,
     )
 
@@ -113,7 +128,7 @@ def _refuse_unsupported(inputs: Mapping[str, NDArray[Any]]) -> None:
     for name, array in inputs.items():
         if name in _LATER_STRINGS:
             is_asked_for = any(bool(element) for element in np.asarray(array).reshape(-1))
-        elif name in _STRING_INPUTS or name in _FLAG_INPUTS:
+        elif name in _STRING_INPUTS or name in _FLAG_INPUTS or name in _ID_INPUTS:
             continue
         else:
             raise InvalidRequestError(f"unknown input {name!r}; remove it")
@@ -148,6 +163,23 @@ def _read_bytes(inputs: Mapping[str, NDArray[Any]], name: str) -> bytes | None:
     if not isinstance(element, bytes):
         raise InvalidRequestError(f"input {name!r} must hold bytes, got {type(element).__name__}")
     return element
+
+
+def _read_ids(inputs: Mapping[str, NDArray[Any]], name: str, vocab_size: int) -> list[int] | None:
+    """Token ids in any shape, or None when they are not given."""
+    if name not in inputs:
+        return None
+    array = np.asarray(inputs[name])
+    if array.dtype != np.int32:
+        raise InvalidRequestError(f"input {name!r} must be of type INT32, got an array of {array.dtype}")
+    if array.size == 0:
+        raise InvalidRequestError(f"input {name!r} is empty; send at least one token id")
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest < 0 or highest >= vocab_size:
+        bad = lowest if lowest < 0 else highest
+        raise InvalidRequestError(f"token id {bad} in {name!r} is outside the vocabulary (0 to {vocab_size - 1})")
+    ids: list[int] = array.reshape(-1).tolist()
+    return ids
 
 
 def _decode_utf8(name: str, data: bytes) -> str:

@@ -18,7 +18,7 @@ class _Automaton:
     def __init__(self, stops: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
         self.depth = [0]
-        self.match_length = [0]  # of the longest stop string that ends at this node; 0 = none
+        self.match = [""]  # the longest stop string that ends at this node; empty = none
         for stop in stops:
             self._insert(stop)
         self.fail = self._failure_links()
@@ -32,10 +32,10 @@ class _Automaton:
                 child = len(self.next)
                 self.next.append({})
                 self.depth.append(self.depth[node] + 1)
-                self.match_length.append(0)
+                self.match.append("")
                 self.next[node][character] = child
             node = child
-        self.match_length[node] = len(stop)
+        self.match[node] = stop
 
     def _failure_links(self) -> list[int]:
         """For each node, the node of its longest proper end that also begins a stop string."""
@@ -48,7 +48,7 @@ class _Automaton:
                 while fallback and character not in self.next[fallback]:
                     fallback = fail[fallback]
                 fail[child] = self.next[fallback].get(character, 0)
-                self.match_length[child] = self.match_length[child] or self.match_length[fail[child]]
+                self.match[child] = self.match[child] or self.match[fail[child]]
                 queue.append(child)
         return fail
 
@@ -73,6 +73,11 @@ class StopStringMatcher:
         self._held = ""
         self._is_stopped = False
 
+    @property
+    def matched(self) -> str | None:
+        """The stop string that is complete; None as long as none is."""
+        return self._automaton.match[self._node] if self._is_stopped and self._automaton is not None else None
+
     def push(self, text: str, counts: bool = True) -> tuple[str, bool]:
         """Take new text; return (text to send, whether a stop string is complete).
 
@@ -90,7 +95,7 @@ class StopStringMatcher:
             end += len(self._held)
             self._held = ""
             if not self._include_in_output:
-                end -= self._automaton.match_length[self._node]
+                end -= len(self._automaton.match[self._node])
             return pending[:end], True
         if self._include_in_output:
             return pending, False
@@ -117,7 +122,7 @@ class StopStringMatcher:
                 index = candidate.start()
             node = automaton.step(node, text[index])
             index += 1
-            if counts and automaton.match_length[node]:
+            if counts and automaton.match[node]:
                 self._node = node
                 return index
         self._node = node

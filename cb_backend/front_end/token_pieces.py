@@ -38,8 +38,10 @@ class TokenPieces:
     as_bytes: dict[int, bytes]  # BYTES: b"" for a token without text
     as_text: dict[int, str | int | None]  # FALLBACK: characters, a byte's value, or None for a token without text
 
-    def __init__(self, backend: BackendTokenizer) -> None:
+    def __init__(self, backend: BackendTokenizer, shows_special: bool = False) -> None:
+        """`shows_special`: special tokens are text like any other."""
         self.backend = backend
+        self.shows_special = shows_special
         added = backend.get_added_tokens_decoder()
         special_texts = {token.content for token in added.values() if token.special}
         ids = {backend.token_to_id(text) for text in special_texts} | {i for i, t in added.items() if t.special}
@@ -58,8 +60,8 @@ class TokenPieces:
         self.as_text = _TextTable(self, [step for step in steps if step["type"] == "Replace"])
 
     def visible_token(self, token_id: int) -> str | None:
-        """The vocabulary's entry, or None for special tokens and ids outside the vocabulary."""
-        if not 0 <= token_id < 2**31 or token_id in self.special_ids:
+        """The vocabulary's entry, or None for ids outside the vocabulary and special tokens that are not shown."""
+        if not 0 <= token_id < 2**31 or (token_id in self.special_ids and not self.shows_special):
             return None
         token: str | None = self.backend.id_to_token(int(token_id))
         return token

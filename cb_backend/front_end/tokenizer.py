@@ -55,6 +55,7 @@ class Tokenizer:
         self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
         self._has_normalizer = self._backend.normalizer is not None
         self.pieces = TokenPieces(self._backend)
+        self._all_pieces: TokenPieces | None = None
 
     def encode(self, text: str, max_model_len: int | None = None) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer's post-processor adds (usually BOS).
@@ -114,6 +115,13 @@ class Tokenizer:
         alone = str(self._backend.decode([token_id], skip_special_tokens=False))
         twice = str(self._backend.decode([token_id, token_id], skip_special_tokens=False))
         return twice[len(alone) :] if twice.startswith(alone) else alone
+
+    @property
+    def all_pieces(self) -> TokenPieces:
+        """As `pieces`, with special tokens as text. Made at first use, by several threads at worst."""
+        if self._all_pieces is None:
+            self._all_pieces = TokenPieces(self._backend, shows_special=True)
+        return self._all_pieces
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of decoded text (BOS, EOS, role marks)."""

@@ -22,10 +22,11 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from cb_backend.config import load_engine_config
-from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.errors import CbError, ConfigError, ErrorCode, UnavailableError
 from cb_backend.front_end.bad_words import with_bad_word_ids
 from cb_backend.front_end.logprobs import OutputLogprobs
 from cb_backend.front_end.output_text import OutputText
+from cb_backend.front_end.prompt import prompt_token_ids
 from cb_backend.front_end.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.supervisor import EngineSupervisor
 from cb_backend.front_end.tokenizer import Tokenizer
@@ -131,12 +132,7 @@ class TritonPythonModel:
         if live.is_ended:  # cancelled while it waited here
             return
         generate = parse_request(inputs, parameters, self._info.vocab_size)
-        max_model_len = self._info.max_model_len
-        token_ids = self._tokenizer.encode(generate.text, max_model_len)
-        if len(token_ids) >= max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; at most {max_model_len - 1} fit beside one output token"
-            )
+        token_ids = prompt_token_ids(generate, self._tokenizer, self._info.max_model_len)
         params = with_bad_word_ids(generate.params, self._tokenizer)
         prompt = token_ids_to_bytes(token_ids)
         request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.n - 1))]

@@ -6,6 +6,7 @@ reads the news, detokenises and sends. What is sent, and how, is the responder's
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class LiveAnswer:
         # The sender thread's own:
         self.unsent_text: list[str] = []
         self.num_unsent_tokens = 0
+        self.unsent_ids: list[int] = []  # kept only where the client wants them
         self.finish_reason = FinishReason.NONE
 
     def on_tokens(
@@ -61,6 +63,8 @@ class LiveAnswer:
         """Turn news into text to send. Sender thread only."""
         delta = self.text.push(news.token_ids, news.finish_reason)
         self.num_unsent_tokens += delta.num_tokens
+        if self.live.generate is not None and self.live.generate.return_output_ids:
+            self.unsent_ids += news.token_ids[: delta.num_tokens]
         if delta.text:
             self.unsent_text.append(delta.text)
         if self.logprobs is not None:
@@ -77,6 +81,15 @@ class LiveAnswer:
     def take_num_tokens(self) -> int:
         num_tokens, self.num_unsent_tokens = self.num_unsent_tokens, 0
         return num_tokens
+
+    def take_ids(self) -> list[int]:
+        ids, self.unsent_ids = self.unsent_ids, []
+        return ids
+
+    @property
+    def stop_reason(self) -> str:
+        """JSON: the stop string or the stop token id that ended the answer, or null."""
+        return json.dumps(self.text.stop_reason)
 
     def take_logprobs(self) -> str:
         return NOT_ASKED_FOR if self.logprobs is None else self.logprobs.take_json()

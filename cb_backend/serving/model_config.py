@@ -1,5 +1,8 @@
-"""The wire contract as the server's model configuration: vllm_backend's tensors, filled in where config.pbtxt leaves
-them out. Knows names, types and shapes, not meanings (those are `front_end.protocol`'s)."""
+"""The wire contract as the server's model configuration: vllm_backend's tensors and a few more.
+
+They are filled in where config.pbtxt leaves them out. Knows names, types and shapes, not meanings (those are
+`front_end.protocol`'s).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import Any
 
 # name, type, dims, optional
 INPUTS: tuple[tuple[str, str, list[int], bool], ...] = (
-    ("text_input", "TYPE_STRING", [1], False),
+    ("text_input", "TYPE_STRING", [1], True),
+    ("input_ids", "TYPE_INT32", [-1], True),
     ("stream", "TYPE_BOOL", [1], True),
     ("sampling_parameters", "TYPE_STRING", [1], True),
     ("exclude_input_in_output", "TYPE_BOOL", [1], True),
@@ -16,6 +20,8 @@ INPUTS: tuple[tuple[str, str, list[int], bool], ...] = (
     ("return_logprobs", "TYPE_BOOL", [1], True),
     ("return_num_input_tokens", "TYPE_BOOL", [1], True),
     ("return_num_output_tokens", "TYPE_BOOL", [1], True),
+    ("return_stop_reason", "TYPE_BOOL", [1], True),
+    ("return_output_ids", "TYPE_BOOL", [1], True),
 )
 OUTPUTS: tuple[tuple[str, str, list[int]], ...] = (
     ("text_output", "TYPE_STRING", [-1]),
@@ -24,6 +30,8 @@ OUTPUTS: tuple[tuple[str, str, list[int]], ...] = (
     ("logprobs", "TYPE_STRING", [-1]),
     ("num_input_tokens", "TYPE_UINT32", [1]),
     ("num_output_tokens", "TYPE_UINT32", [-1]),
+    ("stop_reason", "TYPE_STRING", [-1]),
+    ("output_ids", "TYPE_INT32", [-1]),
 )
 
 

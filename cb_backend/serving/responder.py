@@ -133,6 +133,11 @@ class Responder:
             tensors.append(pb_utils.Tensor("cumulative_logprob", np.array(sums, dtype=np.float32)))
         if generate.return_logprobs:
             tensors.append(_text_tensor("logprobs", [answer.take_logprobs() for answer in answers]))
+        if generate.return_stop_reason:
+            tensors.append(_text_tensor("stop_reason", [answer.stop_reason for answer in answers]))
+        if generate.return_output_ids:
+            ids = [token_id for answer in answers for token_id in answer.take_ids()]
+            tensors.append(pb_utils.Tensor("output_ids", np.array(ids, dtype=np.int32)))
         if generate.return_num_input_tokens:
             tensors.append(_count_tensor("num_input_tokens", [live.num_input_tokens]))
         num_tokens = [answer.take_num_tokens() for answer in answers]

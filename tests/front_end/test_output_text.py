@@ -137,3 +137,43 @@ def test_streamed_and_whole_answers_are_equal(
             kit.full_decode(i for i in ids if i < kit.tokenizer.vocab_size),
             len(ids),
         )
+
+
+def test_special_tokens_are_shown_where_asked_for(byte_level: ByteLevelKit, byte_fallback: ByteFallbackKit) -> None:
+    """Against the library's own decoding of everything at once."""
+    params = SamplingParams(skip_special_tokens=False)
+    for kit in (byte_level, byte_fallback):
+        bos, eos = kit.id("<s>"), kit.id("</s>")
+        word = kit.ids("Hello", "x")
+        ids = [*word, eos, bos, *word]
+        text = OutputText(kit.tokenizer, params, word)
+        pushed = "".join(text.push([token]).text for token in ids) + text.push([eos], FinishReason.STOP).text
+        shown = kit.backend.decode([*word, *ids], skip_special_tokens=False)
+        assert pushed == shown[len(kit.backend.decode(word)) :]
+        assert "</s><s>" in pushed
+        assert not pushed.endswith("</s>")  # a stop token is shown with include_stop_str_in_output only
+        both = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=True)
+        assert OutputText(kit.tokenizer, both, word).push([*word, eos], FinishReason.STOP).text.endswith("</s>")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_reason_of_a_string(byte_level: ByteLevelKit, include: bool) -> None:
+    params = SamplingParams(stop=("zzz", "top", " stop"), include_stop_str_in_output=include)
+    text = OutputText(byte_level.tokenizer, params)
+    assert not text.push(byte_level.ids("Hello")).is_stopped
+    assert text.stop_reason is None
+    assert text.push(byte_level.ids(" stop", "x")).is_stopped
+    assert text.stop_reason == " stop"  # of those that end together the longest
+
+
+def test_stop_reason_of_ids(byte_level: ByteLevelKit) -> None:
+    x, eos = byte_level.ids("x")[0], byte_level.id("</s>")
+    params = SamplingParams(stop_token_ids=(x,))
+    for ids, reason, expected in [
+        ([5, x], FinishReason.STOP, x),
+        ([5, eos], FinishReason.STOP, None),  # the model's own end
+        ([5, x], FinishReason.LENGTH, None),
+    ]:
+        text = OutputText(byte_level.tokenizer, params)
+        text.push(ids, reason)
+        assert text.stop_reason == expected

@@ -114,8 +114,31 @@ def test_bad_inputs_are_named(inputs: dict[str, np.ndarray], message: str) -> No
 
 
 def test_a_missing_prompt_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match="'text_input' is missing"):
+    with pytest.raises(InvalidRequestError, match="inputs 'text_input' and 'input_ids' are missing; send one of them"):
         parse_request({}, "", VOCAB_SIZE)
+
+
+def test_a_prompt_of_token_ids() -> None:
+    ids = np.array([[3, 499, 0]], np.int32)
+    request = parse_request({"input_ids": ids}, "", VOCAB_SIZE)
+    assert (request.input_ids, request.text, request.is_input_prepended) == ([3, 499, 0], "", False)
+    for array, message in [
+        (np.array([500], np.int32), r"token id 500 in 'input_ids' is outside the vocabulary \(0 to 499\)"),
+        (np.array([3, -1], np.int32), "token id -1 in 'input_ids' is outside"),
+        (np.array([], np.int32), "'input_ids' is empty"),
+        (np.array([3], np.int64), "'input_ids' must be of type INT32, got an array of int64"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=message):
+            parse_request({"input_ids": array}, "", VOCAB_SIZE)
+    with pytest.raises(InvalidRequestError, match="are both given; send one of them"):
+        parse(input_ids=ids)
+    with pytest.raises(InvalidRequestError, match="the prompt is given as token ids and has no text"):
+        parse_request({"input_ids": ids, "exclude_input_in_output": flag(False)}, "", VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, "x", True])
+def test_bad_truncation(value: Any) -> None:
+    assert refusal({"truncate_prompt_tokens": value}).startswith("truncate_prompt_tokens must be")
 
 
 def test_inputs_that_ask_for_nothing_pass() -> None:
@@ -276,16 +299,16 @@ def test_min_tokens_above_max_tokens() -> None:
 
 NEUTRAL = {
     "best_of": "1", "prompt_logprobs": None,
-    "truncate_prompt_tokens": None, "structured_outputs": None, "guided_json": None, "lora_name": "",
-    "skip_special_tokens": "true", "spaces_between_special_tokens": True, "detokenize": True,
+    "structured_outputs": None, "guided_json": None, "lora_name": "",
+    "spaces_between_special_tokens": True, "detokenize": True,
     "length_penalty": 1, "early_stopping": False, "use_beam_search": "false", "flat_logprobs": False,
     "logprob_token_ids": None, "logits_processors": [], "guided_decoding": None, "guided_regex": "",
     "guided_choice": [], "guided_grammar": "", "thinking_token_budget": None, "extra_args": {},
 }  # fmt: skip
 EFFECTIVE = {
     "best_of": 3, "prompt_logprobs": 0,
-    "truncate_prompt_tokens": -1, "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
-    "lora_name": "sql", "skip_special_tokens": False, "spaces_between_special_tokens": "false", "detokenize": 0,
+    "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
+    "lora_name": "sql", "spaces_between_special_tokens": "false", "detokenize": 0,
 }  # fmt: skip
 
 

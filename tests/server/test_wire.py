@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.server.conftest import RunningServer, wait_until
 from tests.server.raw_stream import RawStream
-from tests.server.tiny_checkpoint import Reference
+from tests.server.tiny_checkpoint import EOS, MAX_MODEL_LEN, Reference
 
 pytestmark = pytest.mark.server
 
@@ -250,3 +250,52 @@ def num_cached_tokens(server: RunningServer) -> float:
         text = response.read().decode()
     values = re.findall(r"^cb_cached_prompt_tokens_total{[^}]*} (\S+)$", text, re.MULTILINE)
     return sum(map(float, values))
+
+
+# ---- beyond vllm_backend -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_in_and_out(server: RunningServer, reference: Reference, stream: bool) -> None:
+    prompt_ids = reference.tokenizer.encode("the quick").ids
+    ids = np.array(prompt_ids, np.int32)
+    by_ids = ask(server, None, GREEDY, stream, input_ids=ids, return_output_ids=True)
+    by_text = ask(server, "the quick", {**GREEDY, "logprobs": 0}, stream)
+    for responses in (by_ids, by_text):
+        assert responses[0]["num_input_tokens"] == [len(prompt_ids)]
+    text = "".join(response["text_output"][0] for response in by_ids)
+    assert text == "".join(response["text_output"][0] for response in by_text)
+    output_ids = [token for response in by_ids for token in response["output_ids"]]
+    assert output_ids == [int(next(iter(entry))) for entry in merged_logprobs(by_text)]
+    for response in by_ids:
+        assert len(response["output_ids"]) == response["num_output_tokens"][0]
+    (several,) = ask(server, None, {**DRAWN, "n": 2}, input_ids=ids, return_output_ids=True)
+    assert several["num_output_tokens"] == [20, 20]
+    assert reference.tokenizer.decode(several["output_ids"][20:]) == several["text_output"][1]
+
+
+def test_stop_reason(server: RunningServer) -> None:
+    (whole,) = ask(server, "the quick", GREEDY, return_output_ids=True, return_stop_reason=True)
+    assert whole["stop_reason"] == ["null"]
+    stop, third = whole["text_output"][0][4:6], whole["output_ids"][2]
+    (by_string,) = ask(server, "the quick", {**GREEDY, "stop": ["@@@", stop]}, return_stop_reason=True)
+    assert json.loads(by_string["stop_reason"][0]) == stop
+    (by_id,) = ask(server, "the quick", {**GREEDY, "stop_token_ids": [third]}, return_stop_reason=True)
+    assert (by_id["stop_reason"], by_id["finish_reason"]) == ([str(third)], ["stop"])
+
+
+def test_special_tokens_and_truncation(server: RunningServer, reference: Reference) -> None:
+    favourite = {**GREEDY, "max_tokens": 3, "logit_bias": {"0": 100}}
+    assert answer(server, "fox", favourite) == ""
+    assert answer(server, "fox", {**favourite, "skip_special_tokens": False}) == EOS * 3
+    prompt = "the quick brown fox"
+    ids = reference.tokenizer.encode(prompt).ids
+    (cut,) = ask(server, prompt, {**GREEDY, "truncate_prompt_tokens": 3})
+    (same,) = ask(server, None, GREEDY, input_ids=np.array(ids[-3:], np.int32))
+    assert cut["num_input_tokens"] == [3]
+    assert cut["text_output"] == same["text_output"]
+    long = "the quick " * MAX_MODEL_LEN
+    with pytest.raises(InferenceServerException, match="prompt has"):
+        ask(server, long, {"max_tokens": 1})
+    (fitted,) = ask(server, long, {"max_tokens": 1, "truncate_prompt_tokens": 40})
+    assert fitted["num_input_tokens"] == [40]

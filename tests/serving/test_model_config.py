@@ -13,12 +13,14 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
     inputs = {tensor["name"]: (tensor["data_type"], tensor["dims"]) for tensor in config["input"]}
     flags = ("stream", "exclude_input_in_output", "return_finish_reason", "return_cumulative_logprob")
     flags += ("return_logprobs", "return_num_input_tokens", "return_num_output_tokens")
+    flags += ("return_stop_reason", "return_output_ids")  # ours
     assert inputs == {
         "text_input": ("TYPE_STRING", [1]),
+        "input_ids": ("TYPE_INT32", [-1]),  # ours
         "sampling_parameters": ("TYPE_STRING", [1]),
         **{name: ("TYPE_BOOL", [1]) for name in flags},
     }
-    assert [tensor["name"] for tensor in config["input"] if not tensor.get("optional")] == ["text_input"]
+    assert all(tensor["optional"] for tensor in config["input"])
     assert {tensor["name"]: (tensor["data_type"], tensor["dims"]) for tensor in config["output"]} == {
         "text_output": ("TYPE_STRING", [-1]),
         "finish_reason": ("TYPE_STRING", [-1]),
@@ -26,6 +28,8 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
         "logprobs": ("TYPE_STRING", [-1]),
         "num_input_tokens": ("TYPE_UINT32", [1]),
         "num_output_tokens": ("TYPE_UINT32", [-1]),
+        "stop_reason": ("TYPE_STRING", [-1]),  # ours
+        "output_ids": ("TYPE_INT32", [-1]),  # ours
     }
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert config["max_batch_size"] == 0
