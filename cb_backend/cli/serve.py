@@ -24,6 +24,7 @@ from cb_backend.cli.server_log import is_worth_showing
 from cb_backend.cli.server_process import ServerOptions, ServerProcess
 
 PROGRESS_EVERY_S = 10.0
+SAID_ONCE = ("failed to load", "Failed to create instance", "error: creating server")  # in our own words at the end
 OVERDUE_S = 10.0  # after the exit timeout
 
 
@@ -66,7 +67,7 @@ def _serve(args: argparse.Namespace, repository: Path) -> int:
     installation = find_server()
 
     def show(line: str) -> None:
-        if args.verbose or (line and is_worth_showing(line) and "failed to load" not in line):
+        if args.verbose or (is_worth_showing(line) and not any(text in line for text in SAID_ONCE)):
             print(line, file=sys.stderr, flush=True)
 
     server = ServerProcess(installation, options, show)
