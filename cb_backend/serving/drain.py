@@ -20,7 +20,7 @@ from pathlib import Path
 DEFAULT_EXIT_TIMEOUT_S = 30.0
 # How long before the limit the last requests are ended. The server then takes the front ends down one after the
 # other (it sleeps 1 s for each), and an exit that is not complete at the limit was seen to end in a crash.
-MARGIN_S = 1.0
+MARGIN_S = 2.0
 MARGIN_PER_FRONT_END_S = 1.5
 MAX_MARGIN_SHARE = 0.4
 NUM_SIGNS = 2  # looks in a row that must agree
@@ -40,7 +40,7 @@ class DrainWatch:
         self._is_model_ready = is_model_ready
         margin_s = min(MARGIN_S + MARGIN_PER_FRONT_END_S * num_front_ends, MAX_MARGIN_SHARE * exit_timeout_s)
         self._drain_s = exit_timeout_s - margin_s
-        self._has_been_ready = False  # before that, not ready means starting
+        self.has_been_ready = False  # before that, not ready means starting
         self._num_signs = 0
         self._first_sign = 0.0
         self._deadline: float | None = None
@@ -53,10 +53,6 @@ class DrainWatch:
     def is_time_up(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
-    def note_ready(self) -> None:
-        """The server has handed over a request, so it has been ready, whether or not it was asked in that time."""
-        self._has_been_ready = True
-
     def check(self) -> None:
         """Ask the server once; about a millisecond."""
         if self.is_draining or self._is_model_ready is None:
@@ -64,8 +60,8 @@ class DrainWatch:
         is_ready = self._is_model_ready()
         if is_ready is None:
             return
-        if is_ready or not self._has_been_ready:
-            self._has_been_ready |= is_ready
+        if is_ready or not self.has_been_ready:
+            self.has_been_ready |= is_ready
             self._num_signs = 0
             return
         if self._num_signs == 0:

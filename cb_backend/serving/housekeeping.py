@@ -15,6 +15,8 @@ from cb_backend.serving.model_config import num_instances
 from cb_backend.serving.responder import Responder
 
 INTERVAL_S = 0.25
+STARTING_INTERVAL_S = 0.05
+NUM_STARTING_ROUNDS = 600  # then it may be a server that cannot be asked
 METRICS_EVERY = 2  # intervals
 ENGINE_SILENCE_S = 10.0  # of an engine that has work: it speaks twice a second
 TIME_IS_UP = "the server is stopping and the request did not end in time; send it to another server"
@@ -53,11 +55,9 @@ class Housekeeping:
 
     def _run(self) -> None:
         num_rounds = 0
-        while not self._stop.wait(INTERVAL_S):
+        while not self._stop.wait(self._interval_s(num_rounds)):
             num_rounds += 1
             try:
-                if self._responder.num_live:
-                    self._drain.note_ready()
                 self._drain.check()
                 if self._drain.is_time_up and self._responder.num_live:
                     self._responder.end_all(ErrorCode.UNAVAILABLE, TIME_IS_UP)
@@ -66,6 +66,11 @@ class Housekeeping:
                     self._publish()
             except Exception:
                 logger.exception("housekeeping failed")
+
+    def _interval_s(self, num_rounds: int) -> float:
+        """Short until the server has been seen ready once: a stop can only be told from a start after that."""
+        is_starting = not self._drain.has_been_ready and num_rounds < NUM_STARTING_ROUNDS
+        return STARTING_INTERVAL_S if is_starting else INTERVAL_S
 
     def _watch_engine(self) -> None:
         """An engine that has requests of ours and says nothing is stuck: not ready, and the log says so."""

@@ -100,13 +100,13 @@ def test_time_is_up_before_the_servers_limit(health: Health, monkeypatch: pytest
     now = 1001.25
     drain.check()
     assert drain.is_draining
-    now = 1008.4
+    now = 1007.4
     assert not drain.is_time_up
-    now = 1008.5  # first sign + 10 s - 2.5 s
+    now = 1007.5  # first sign + 10 s - 3.5 s
     assert drain.is_time_up
 
 
-@pytest.mark.parametrize(("num_front_ends", "limit", "drain_s"), [(1, 30, 27.5), (8, 30, 18), (8, 60, 47), (1, 5, 3)])
+@pytest.mark.parametrize(("num_front_ends", "limit", "drain_s"), [(1, 30, 26.5), (8, 30, 18), (8, 60, 46), (1, 5, 3)])
 def test_many_front_ends_need_more_time_to_end(
     num_front_ends: int, limit: float, drain_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,15 +146,3 @@ def test_nobody_listening_is_a_refusal_and_a_dead_host_is_unclear(health: Health
     health.close()
     assert ask_over_http("127.0.0.1", port, "llm", "1") is False
     assert ask_over_http("host.invalid", port, "llm", "1") is None
-
-
-def test_a_stop_just_after_the_first_request_is_noticed() -> None:
-    """The server became ready, sent a request and was told to stop before it was ever asked."""
-    drain = DrainWatch(lambda: False, exit_timeout_s=10.0)
-    for _ in range(3):
-        drain.check()
-    assert not drain.is_draining  # not ready yet looks the same
-    drain.note_ready()
-    for _ in range(2):
-        drain.check()
-    assert drain.is_draining
