@@ -49,7 +49,13 @@ class Goodbye(msgspec.Struct, tag=True, frozen=True):
     front_end_id: int
 
 
-FrontEndMessage = Hello | AddRequest | CancelRequests | Goodbye
+class DumpSteps(msgspec.Struct, tag=True, frozen=True):
+    """Asks for the engine's step log. Anybody may ask, without a `Hello`; the answer is one `StepDump`."""
+
+    max_steps: int  # the newest so many
+
+
+FrontEndMessage = Hello | AddRequest | CancelRequests | Goodbye | DumpSteps
 
 
 # ---- engine to front end ----------------------------------------------------------------------------------------
@@ -110,6 +116,7 @@ class StepOutput(msgspec.Struct, tag=True, frozen=True):
     finish_reasons: bytes  # uint8 [num_entries]
     num_cached_tokens: dict[int, int] = {}
     logprobs: StepLogprobs | None = None
+    scheduled_at: dict[int, float] = {}  # request_id -> time.monotonic() of its first step, beside its first token
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
@@ -118,6 +125,27 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
     request_id: int
     code: int  # errors.ErrorCode
     message: str
+
+
+class Buckets(msgspec.Struct, frozen=True):
+    """`buckets.BucketCounts` on its way: since the engine's start."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]  # [num_bounds + 1]
+    sums: tuple[float, ...]  # [num_bounds + 1]
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine's steps were like, since its start."""
+
+    num_steps: int
+    num_scheduled_tokens: int  # prompt and output tokens computed
+    host_seconds: float  # scheduling, taking results in, sending them
+    launch_seconds: float  # in execute_model: launching on a GPU, computing on a CPU
+    wait_seconds: float  # waiting for results
+    step_seconds: Buckets
+    step_requests: Buckets  # requests in a step
+    step_tokens: Buckets  # tokens in a step
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -134,6 +162,29 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_output_tokens: int
     num_cancelled: int
     num_evicted_blocks: int
+    engine_pid: int = 0  # counts of another process begin at 0
+    steps: StepStats | None = None
+
+
+class StepDump(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The newest steps of the engine's log, oldest first: little-endian arrays, [num_steps] unless said otherwise."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    step_ids: bytes  # int64
+    begins: bytes  # float64 time.monotonic() of the launch
+    ends: bytes  # float64 the result had been taken in; 0 = not yet
+    num_rows: bytes  # int32
+    num_decode_rows: bytes  # int32, these come first among a step's rows
+    num_waiting: bytes  # int32
+    num_free_blocks: bytes  # int32
+    num_preemptions: bytes  # int64 since the engine's start
+    slots: bytes  # int32 [sum of num_rows]
+    num_scheduled_tokens: bytes  # int32 [sum of num_rows]
+    request_ids: bytes  # int64 [sum of num_rows]
+    joined: list[tuple[int, int, int, int, int]]  # index of the step, slot, request_id, tokens, of them cached
+    ended: list[tuple[int, int, int]]  # index of the step, request_id, FinishReason
 
 
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
@@ -142,7 +193,7 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-EngineMessage = EngineReady | StepOutput | RequestFailed | EngineStats | EngineFailed
+EngineMessage = EngineReady | StepOutput | RequestFailed | EngineStats | EngineFailed | StepDump
 
 _encoder = msgspec.msgpack.Encoder()
 _front_end_decoder = msgspec.msgpack.Decoder(FrontEndMessage)

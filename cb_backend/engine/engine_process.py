@@ -20,19 +20,23 @@ import os
 import signal
 import sys
 import time
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.engine.front_end_link import FrontEndLink
+from cb_backend.engine.front_end_link import FrontEnd, FrontEndLink
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
 from cb_backend.errors import CbError, ConfigError, ErrorCode
 from cb_backend.messages import (
     REQUEST_ID_BITS,
     AddRequest,
     CancelRequests,
+    DumpSteps,
     EngineFailed,
     EngineReady,
+    EngineStats,
     Goodbye,
     Hello,
     RequestFailed,
@@ -56,6 +60,8 @@ FIRST_FRONT_END_TIMEOUT_S = 60.0
 STALL_TIMEOUT_S = 10.0  # unfinished requests, but nothing to run
 MAX_FAILED_STEPS_IN_A_ROW = 3
 FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why
+
+T = TypeVar("T")
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -123,9 +129,11 @@ class EngineProcess:
         elif isinstance(message, Hello):
             self.link.join(identity, message)
             self.link.send(identity, EngineReady(pid=os.getpid(), info=self.engine.info))
-            self.link.send(identity, self.engine.stats())
+            self.link.send(identity, self._stats())
         elif isinstance(message, Goodbye):
             self._drop_front_end(message.front_end_id)
+        elif isinstance(message, DumpSteps):
+            self.link.send(identity, self.engine.log.dump(message.max_steps))
 
     def _add_request(self, identity: bytes, message: AddRequest) -> None:
         front_end = self.link.sender(identity, message.request_id)
@@ -187,6 +195,7 @@ class EngineProcess:
         """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
         self._step_id += 1
         owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
+        first_tokens = self.engine.log.first_tokens
         for front_end in self.link.front_ends.values():
             mask = owners == front_end.front_end_id
             num_entries = int(np.count_nonzero(mask))
@@ -200,11 +209,8 @@ class EngineProcess:
                 request_ids=request_ids.tobytes(),
                 token_ids=output.token_ids[pick].astype("<i4", copy=False).tobytes(),
                 finish_reasons=finish_reasons.astype(np.uint8, copy=False).tobytes(),
-                num_cached_tokens={
-                    rid: count
-                    for rid, count in output.num_cached_tokens.items()
-                    if rid >> REQUEST_ID_BITS == front_end.front_end_id
-                },
+                num_cached_tokens=_of(front_end, output.num_cached_tokens),
+                scheduled_at=_of(front_end, first_tokens),
                 logprobs=None if output.logprobs is None else _pack_logprobs(output.logprobs.moved(rows_after(mask))),
             )
             self.link.send(front_end.identity, message)
@@ -217,7 +223,7 @@ class EngineProcess:
         now = time.monotonic()
         is_busy = self.engine.has_unfinished()
         if (is_busy and now >= self._next_stats) or (self._was_busy and not is_busy):
-            self.link.send_to_all(self.engine.stats())
+            self.link.send_to_all(self._stats())
             self._next_stats = now + STATS_INTERVAL_S
         if now >= self._next_watch or not is_busy:
             self._watch_processes(now)
@@ -225,6 +231,9 @@ class EngineProcess:
         if now >= self._next_collect and self._has_run:
             self._collect_garbage()
         self._was_busy = is_busy
+
+    def _stats(self) -> EngineStats:
+        return msgspec.structs.replace(self.engine.stats(), engine_pid=os.getpid())
 
     def _collect_garbage(self) -> None:
         gc.collect()
@@ -243,6 +252,12 @@ class EngineProcess:
             if self.link.has_had_front_end or is_too_late:
                 logger.info("no front end is left; the engine ends")
                 self.is_stopping = True
+
+
+def _of(front_end: FrontEnd, by_request_id: dict[int, T]) -> dict[int, T]:
+    """The entries that are the front end's."""
+    own_id = front_end.front_end_id
+    return {request_id: value for request_id, value in by_request_id.items() if request_id >> REQUEST_ID_BITS == own_id}
 
 
 def _pack_logprobs(logprobs: TokenLogprobs) -> StepLogprobs | None:

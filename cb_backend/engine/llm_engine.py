@@ -1,8 +1,8 @@
 """The engine in one process: a scheduler and a model runner, driven step by step.
 
-No I/O, no threads, no clock: requests in, `EngineOutput`s out. `engine_process` puts it behind a socket; tests and the
-offline benchmark drive it directly. Run-ahead lives here: up to `run_ahead` steps are launched before the result of
-the oldest is read, so that the device never waits for the host.
+No I/O, no threads, and no clock but the step log's: requests in, `EngineOutput`s out. `engine_process` puts it behind
+a socket; tests and the offline benchmark drive it directly. Run-ahead lives here: up to `run_ahead` steps are launched
+before the result of the oldest is read, so that the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import importlib
 from collections import deque
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.scheduler import Scheduler
+from cb_backend.engine.step_log import StepLog
 from cb_backend.errors import ConfigError, InvalidRequestError
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats, ModelInfo
@@ -48,6 +50,7 @@ class LLMEngine:
         self.run_ahead = config.run_ahead if config.run_ahead is not None else (4 if info.device == "cuda" else 0)
         kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config, kv, info.max_model_len)
+        self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size)
         self._launched: deque[tuple[int, PendingOutput]] = deque()  # (step_id, result to come), oldest first
 
     def make_request(
@@ -85,7 +88,10 @@ class LLMEngine:
 
     def cancel(self, request_id: int) -> bool:
         """End a request; its blocks return once no launched step can touch them. False if it is not known."""
-        return self.scheduler.cancel(request_id)
+        is_known = self.scheduler.cancel(request_id)
+        if is_known:
+            self.log.cancelled(request_id)
+        return is_known
 
     def has_unfinished(self) -> bool:
         return bool(self._launched) or self.scheduler.has_unfinished()
@@ -95,25 +101,39 @@ class LLMEngine:
 
         Raises `StepFailedError` when the runner raised; its output must be delivered like any other.
         """
+        log, scheduler = self.log, self.scheduler
+        log.begin()
         while len(self._launched) <= self.run_ahead:
-            plan = self.scheduler.schedule()
+            plan = scheduler.schedule()
             if plan is None:
                 break
+            log.launching(plan, scheduler.num_waiting, scheduler.num_free_blocks, scheduler.num_preemptions)
             try:
                 self._launched.append((plan.step_id, self.runner.execute_model(plan)))
             except Exception as error:
-                raise StepFailedError(self.scheduler.fail_step(plan.step_id), error) from error
+                raise self._failed(plan.step_id, error) from error
+            log.launched()
         if not self._launched:
+            log.idle()
             return None
         step_id, pending = self._launched.popleft()
+        log.waiting()
         try:
             result = pending.result()
         except Exception as error:
-            raise StepFailedError(self.scheduler.fail_step(step_id), error) from error
-        return self.scheduler.update_from_output(result)
+            raise self._failed(step_id, error) from error
+        log.arrived()
+        output = scheduler.update_from_output(result)
+        log.completed(step_id, output, self.has_unfinished())
+        return output
+
+    def _failed(self, step_id: int, error: Exception) -> StepFailedError:
+        output = self.scheduler.fail_step(step_id)
+        self.log.completed(step_id, output, is_going_on=False)
+        return StepFailedError(output, error)
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        return msgspec.structs.replace(self.scheduler.stats(), steps=self.log.stats())
 
     def close(self) -> None:
         self._launched.clear()

@@ -64,6 +64,19 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_slots(self) -> int:
+        """Most requests that can run at once."""
+        return len(self._table.requests)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._kv.num_free_blocks
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._counters.num_preemptions
+
     def has_unfinished(self) -> bool:
         """Whether any request still has a token to come, or a launched step has not come back."""
         return bool(self._waiting) or self.num_running > 0 or len(self._in_flight) > 0

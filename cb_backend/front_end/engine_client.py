@@ -61,6 +61,9 @@ class RequestSink(Protocol):
         `logprobs` has one entry a token if the request asks for them.
         """
 
+    def on_scheduled(self, scheduled_at: float) -> None:
+        """When (`time.monotonic`) the request's first step was launched; comes just before its first token."""
+
     def on_error(self, code: ErrorCode, message: str) -> None:
         """The end of the request."""
 
@@ -230,6 +233,9 @@ class EngineClient:
         token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
         sinks = self._sinks
         logprobs = {} if output.logprobs is None else unpack_logprobs(output.logprobs)
+        for request_id, scheduled_at in output.scheduled_at.items():
+            if (waiting := sinks.get(request_id)) is not None:
+                waiting.on_scheduled(scheduled_at)
         entries = enumerate(zip(request_ids, token_ids, output.finish_reasons, strict=True))
         for entry, (request_id, token_id, reason) in entries:
             sink = sinks.pop(request_id, None) if reason else sinks.get(request_id)

@@ -10,8 +10,9 @@ from typing import Any
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.supervisor import EngineSupervisor
 from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readiness_probe, server_arguments
+from cb_backend.serving.metric_exporter import MetricExporter
 from cb_backend.serving.metrics import Metrics
-from cb_backend.serving.model_config import num_instances
+from cb_backend.serving.model_config import num_instances, reports_vllm_names
 from cb_backend.serving.responder import Responder
 
 INTERVAL_S = 0.25
@@ -36,7 +37,10 @@ class Housekeeping:
         arguments = server_arguments(server_pid)
         probe = readiness_probe(arguments, model_name, model_version)
         self._drain = DrainWatch(probe, exit_timeout_s(arguments), num_instances(model_config))
-        self._metrics = Metrics(model_name, model_version, is_on(arguments, "allow-metrics"))
+        exporter = MetricExporter(model_name, model_version, is_on(arguments, "allow-metrics"))
+        assert supervisor.client.info is not None, "the supervisor has been started"
+        max_model_len = supervisor.client.info.max_model_len
+        self._metrics = Metrics(exporter, reports_vllm_names(model_config), max_model_len)
         self._silence_begin: float | None = None
         self.is_engine_stuck = False
         self._stop = threading.Event()
@@ -87,10 +91,10 @@ class Housekeeping:
         self.is_engine_stuck = is_stuck
 
     def _publish(self) -> None:
-        self._metrics.publish(self._responder.counts())
+        self._metrics.publish(self._responder.counts(), self._responder.latencies.totals())
         client = self._supervisor.client
         if client.stats is not None and client.info is not None:
             if self._supervisor.is_owner:
-                self._metrics.publish_engine(client.stats, client.info)
+                self._metrics.publish_engine(client.stats, client.info, client.is_ready)
             else:
                 self._metrics.skip_engine(client.stats)

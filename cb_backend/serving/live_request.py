@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from cb_backend.buckets import BucketCounts
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.logprobs import NOT_ASKED_FOR, OutputLogprobs
 from cb_backend.front_end.output_text import OutputText, TextDelta
@@ -45,16 +47,23 @@ class LiveAnswer:
         self.pending: list[int] = []
         self.pending_logprobs: list[TokenLogprob] = []
         self.engine_reason = 0  # FinishReason; other than 0: nothing more comes
+        # The thread's on which tokens arrive; times of `time.monotonic`, 0.0: no token has come
+        self.first_token_time = 0.0
+        self.last_token_time = 0.0
         # The sender thread's own:
         self.unsent_text: list[str] = []
         self.num_unsent_tokens = 0
         self.unsent_ids: list[int] = []  # kept only where the client wants them
+        self.num_sent_tokens = 0
         self.finish_reason = FinishReason.NONE
 
     def on_tokens(
         self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
     ) -> None:
         self.live.take_tokens(self, token_ids, finish_reason, logprobs)
+
+    def on_scheduled(self, scheduled_at: float) -> None:
+        self.live.scheduled_at = self.live.scheduled_at or scheduled_at
 
     def on_error(self, code: ErrorCode, message: str) -> None:
         self.live.end(code, message)
@@ -80,6 +89,7 @@ class LiveAnswer:
 
     def take_num_tokens(self) -> int:
         num_tokens, self.num_unsent_tokens = self.num_unsent_tokens, 0
+        self.num_sent_tokens += num_tokens
         return num_tokens
 
     def take_ids(self) -> list[int]:
@@ -98,7 +108,18 @@ class LiveAnswer:
 class LiveRequest:
     """What is owed to one client. `answers` is empty until `begin`."""
 
-    def __init__(self, request_id: int, response_sender: Any, news: queue.SimpleQueue[LiveRequest | None]) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        response_sender: Any,
+        news: queue.SimpleQueue[LiveRequest | None],
+        inter_token: BucketCounts,
+    ) -> None:
+        """`inter_token` counts seconds between tokens; filled on the thread that calls `take_tokens`."""
+        self.arrival_time = time.monotonic()
+        self.scheduled_at = 0.0  # when its first step was launched; 0.0: not known
+        self._inter_token = inter_token
+        self.is_first_response_out = False  # the sender thread's own
         self.request_id = request_id  # of the first answer
         self.response_sender = response_sender
         self._news = news  # of the sender thread that owns this request
@@ -139,6 +160,8 @@ class LiveRequest:
     def take_tokens(
         self, answer: LiveAnswer, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...]
     ) -> None:
+        if token_ids:
+            self._note_token_times(answer, len(token_ids))
         with self._lock:
             answer.pending.extend(token_ids)
             answer.pending_logprobs.extend(logprobs)
@@ -148,6 +171,15 @@ class LiveRequest:
             elif not self._is_every_token_news and self.start_others is None:
                 return
             self._queue()
+
+    def _note_token_times(self, answer: LiveAnswer, num_tokens: int) -> None:
+        now = time.monotonic()
+        if not answer.first_token_time:
+            answer.first_token_time = answer.last_token_time = now
+            num_tokens -= 1
+        for _ in range(num_tokens):
+            self._inter_token.add((now - answer.last_token_time) / num_tokens)
+        answer.last_token_time = now
 
     def end(self, code: ErrorCode, message: str) -> bool:
         """End the request with an error. False if it has ended already, in whichever way."""

@@ -1,22 +1,32 @@
-"""The metrics that the server exports for this model, under the names that TensorRT-LLM's backend made known.
+"""What the server exports about this model: names, meanings, and which figures they are made of.
 
-Each call on a metric is a blocking message to the server, so a housekeeping thread makes them, at most twice a
-second, from counts that others keep. What belongs to the whole engine is published by one front end only.
+Our own names begin with `cb_`. The gauges that TensorRT-LLM's backend made known are always there, because gateways
+route by them; vLLM's names only where config.pbtxt says `REPORT_CUSTOM_METRICS`, as with vLLM's backend. What belongs
+to the whole engine is published by one front end only. How a metric reaches the server is the exporter's business.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from typing import Any
-
-import triton_python_backend_utils as pb_utils
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from cb_backend.messages import EngineStats, ModelInfo
+from cb_backend.serving import latency
+from cb_backend.serving.latency import Totals
+from cb_backend.serving.metric_exporter import MAX_OBSERVATIONS, HistogramFeed, MetricExporter
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid_arg", "unavailable", "internal", "unsupported")
 
-# cb_ counters of the whole engine: name -> (field of EngineStats, description)
+
+class _Histogram(NamedTuple):
+    name: str
+    source: str  # name in `latency.BOUNDS`, or field of `StepStats`
+    description: str
+    bounds: tuple[float, ...] | None = None  # None: the source's
+
+
+# Of the whole engine: name -> (field of EngineStats, description).
 _ENGINE_COUNTERS = {
     "cb_prompt_tokens_total": ("num_prompt_tokens", "Prompt tokens of admitted requests"),
     "cb_cached_prompt_tokens_total": ("num_cached_prompt_tokens", "Prompt tokens found in the prefix cache"),
@@ -25,98 +35,180 @@ _ENGINE_COUNTERS = {
     "cb_engine_cancellations_total": ("num_cancelled", "Requests ended at the engine before their end"),
     "cb_evicted_blocks_total": ("num_evicted_blocks", "Cached KV blocks given up for new ones"),
 }
-
-logger = logging.getLogger("cb_backend.serving")
+_VLLM_ENGINE_COUNTERS = {
+    "vllm:prompt_tokens_total": ("num_prompt_tokens", "Number of prefill tokens processed"),
+    "vllm:generation_tokens_total": ("num_output_tokens", "Number of generation tokens processed"),
+}
+# Of its steps: name -> (field of StepStats, description).
+_STEP_COUNTERS = {
+    "cb_steps_total": ("num_steps", "Steps of the engine"),
+    "cb_scheduled_tokens_total": ("num_scheduled_tokens", "Tokens computed in steps, prompts and outputs"),
+    "cb_step_host_seconds_total": ("host_seconds", "Scheduling, taking results in and sending them; per step: / steps"),
+    "cb_step_launch_seconds_total": ("launch_seconds", "Launching steps (on a CPU: computing them)"),
+    "cb_step_wait_seconds_total": ("wait_seconds", "Waiting for results"),
+}
+_STEP_HISTOGRAMS = (
+    _Histogram("cb_step_seconds", "step_seconds", "Time of a step, from the end of the one before if that was later"),
+    _Histogram("cb_step_requests", "step_requests", "Requests in a step: the batch size"),
+    _Histogram("cb_step_tokens", "step_tokens", "Tokens computed in a step"),
+)
+# Of this front end's requests; those without an error.
+_REQUEST_HISTOGRAMS = (
+    _Histogram("cb_time_to_first_token_seconds", "time_to_first_token", "From arrival to the first response sent"),
+    _Histogram("cb_request_queue_time_seconds", "queue_time", "From arrival to the first step"),
+    _Histogram("cb_request_prefill_time_seconds", "prefill_time", "From the first step to the first token"),
+    _Histogram("cb_request_decode_time_seconds", "decode_time", "From the first token to the last"),
+    _Histogram("cb_e2e_request_latency_seconds", "e2e_latency", "From arrival to the final response sent"),
+    _Histogram("cb_request_prompt_tokens", "prompt_tokens", "Prompt tokens of a request"),
+    _Histogram("cb_request_output_tokens", "output_tokens", "Output tokens of a request, all answers together"),
+    _Histogram("cb_inter_token_latency_seconds", "inter_token", "From one token of an answer to its next, per token"),
+)
+# vLLM's, with its buckets; the sources' bounds contain them.
+_VLLM_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_VLLM_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_VLLM_E2E = (1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_VLLM_HISTOGRAMS = (
+    _Histogram(
+        "vllm:time_to_first_token_seconds",
+        "time_to_first_token",
+        "Histogram of time to first token in seconds",
+        _VLLM_FIRST_TOKEN,
+    ),
+    _Histogram(
+        "vllm:time_per_output_token_seconds",
+        "inter_token",
+        "Histogram of time per output token in seconds",
+        _VLLM_PER_TOKEN,
+    ),
+    _Histogram(
+        "vllm:e2e_request_latency_seconds",
+        "e2e_latency",
+        "Histogram of end to end request latency in seconds",
+        _VLLM_E2E,
+    ),
+    _Histogram("vllm:request_prompt_tokens", "prompt_tokens", "Number of prefill tokens processed"),
+    _Histogram("vllm:request_generation_tokens", "output_tokens", "Number of generation tokens processed"),
+    _Histogram("vllm:request_params_n", "num_answers", "Histogram of the n request parameter"),
+)
 
 
 class Metrics:
-    """Does nothing where the server was started without metrics.
+    """Publishes totals since the start, of this front end and (where it is the one) of the engine."""
 
-    NOTE: making a metric family there is an error, and reading an error of this kind can crash the process (see
-    `drain`), so the caller must know beforehand: `is_on`.
-    """
-
-    def __init__(self, model_name: str, model_version: str, is_on: bool = True) -> None:
-        self._labels = {"model": model_name, "version": model_version}
-        self._families: dict[str, Any] = {}  # a family must outlive its metrics
-        self._metrics: dict[tuple[str, str], Any] = {}
-        self._last_value: dict[tuple[str, str], float] = {}
+    def __init__(self, exporter: MetricExporter, has_vllm_names: bool = False, max_model_len: int = 1_000_000) -> None:
+        """`max_model_len` ends the buckets of token counts."""
+        self._exporter = exporter
+        self._max_model_len = max_model_len
+        self._has_vllm_names = has_vllm_names
+        self._feeds: dict[str, HistogramFeed] = {}  # by histogram
         self._last_stats: EngineStats | None = None
         self._last_counts: Counter[str] = Counter()
-        self._is_on = is_on
 
-    def publish(self, counts: Counter[str]) -> None:
-        """This front end's own counts, as `Responder.counts` gives them."""
+    def close(self) -> None:
+        self._exporter.close()
+
+    def publish(self, counts: Counter[str], totals: dict[str, Totals]) -> None:
+        """This front end's own figures, as `Responder.counts` and `Latencies.totals` give them."""
+        exporter, last = self._exporter, self._last_counts
         for outcome in OUTCOMES:
-            self._count("cb_requests_total", "Requests by outcome", "outcome", outcome, self._grown(counts, outcome))
-        grown = self._grown(counts, "responses")
-        self._count("cb_responses_total", "Responses sent, several tokens each when behind", "", "", grown)
+            grown = counts[outcome] - last[outcome]
+            exporter.count("cb_requests_total", "Requests by outcome", grown, outcome=outcome)
+        for name, key, description in (
+            ("cb_responses_total", "responses", "Responses sent"),
+            ("cb_coalesced_responses_total", "coalesced", "Streamed responses that carried several tokens"),
+        ):
+            exporter.count(name, description, counts[key] - last[key])
         self._last_counts = counts
+        histograms = _REQUEST_HISTOGRAMS + (_VLLM_HISTOGRAMS if self._has_vllm_names else ())
+        self._publish_histograms(
+            (histogram, latency.BOUNDS[histogram.source], totals[histogram.source]) for histogram in histograms
+        )
 
-    def publish_engine(self, stats: EngineStats, info: ModelInfo) -> None:
-        """The whole engine's state and counts."""
-        family, label = "nv_trt_llm_request_metrics", "request_type"
-        requests = {
-            "active": stats.num_running + stats.num_waiting,
-            "scheduled": stats.num_running,
-            "waiting": stats.num_waiting,
-            "max": info.max_num_seqs,
-        }
-        for kind, value in requests.items():
-            self._set(family, "Requests in the engine", label, kind, value)
-        family, label = "nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"
-        num_used = stats.num_blocks - stats.num_free_blocks
-        blocks = {
-            "max": stats.num_blocks,
-            "free": stats.num_free_blocks,
-            "used": num_used,
-            "tokens_per": info.block_size,
-            "fraction": num_used / max(stats.num_blocks, 1),
-        }
-        for kind, amount in blocks.items():
-            self._set(family, "KV cache blocks", label, kind, amount)
-        before = self._last_stats
-        for name, (field, description) in _ENGINE_COUNTERS.items():
+    def publish_engine(self, stats: EngineStats, info: ModelInfo, is_up: bool = True) -> None:
+        """The whole engine's state and counts. An engine that is down has no requests and holds no blocks."""
+        running, waiting, num_used = stats.num_running, stats.num_waiting, stats.num_blocks - stats.num_free_blocks
+        if not is_up:
+            running = waiting = num_used = 0
+        self._publish_state(running, waiting, num_used, stats.num_blocks, info)
+        self._exporter.set("cb_engine_up", "1: the engine can take requests", int(is_up))
+        before = self._last_stats if self._is_same_engine(stats) else None
+        for name, (field, description) in self._engine_counters().items():
             value, base = getattr(stats, field), getattr(before, field) if before is not None else 0
-            self._count(name, description, "", "", value - base if value >= base else value)  # less: a new engine
+            self._exporter.count(name, description, value - base)
+        restarts = int(self._last_stats is not None and before is None)
+        self._exporter.count("cb_engine_restarts_total", "Engine processes after the first", restarts)
+        if stats.steps is not None:
+            self._publish_steps(stats, before)
         self._last_stats = stats
 
     def skip_engine(self, stats: EngineStats) -> None:
-        """Another front end publishes these; if it goes, this one counts on from here."""
+        """Another front end publishes these; if it goes, this one counts on from here (half a second's work may be
+        counted twice or not at all)."""
         self._last_stats = stats
+        if stats.steps is not None:
+            for histogram in _STEP_HISTOGRAMS:
+                buckets = getattr(stats.steps, histogram.source)
+                self._feed(histogram.name, buckets.bounds).skip(buckets.counts, buckets.sums)
 
-    def close(self) -> None:
-        """Give the metrics back to the server; the caller must be the last to speak to it."""
-        self._is_on = False
-        self._metrics.clear()
-        self._families.clear()
+    def _is_same_engine(self, stats: EngineStats) -> bool:
+        return self._last_stats is not None and self._last_stats.engine_pid == stats.engine_pid
 
-    def _grown(self, counts: Counter[str], name: str) -> int:
-        return counts[name] - self._last_counts[name]
+    def _engine_counters(self) -> dict[str, tuple[str, str]]:
+        return {**_ENGINE_COUNTERS, **(_VLLM_ENGINE_COUNTERS if self._has_vllm_names else {})}
 
-    def _count(self, name: str, description: str, label: str, value: str, increment: float) -> None:
-        metric = self._metric(name, description, pb_utils.MetricFamily.COUNTER, label, value)
-        if metric is not None and increment > 0:
-            metric.increment(increment)
+    def _publish_state(self, running: int, waiting: int, num_used: int, num_blocks: int, info: ModelInfo) -> None:
+        put, fraction = self._exporter.set, num_used / max(num_blocks, 1)
+        requests = {"active": running + waiting, "scheduled": running, "waiting": waiting, "max": info.max_num_seqs}
+        for kind, value in requests.items():
+            put("nv_trt_llm_request_metrics", "Requests in the engine", value, request_type=kind)
+        blocks = {
+            "max": num_blocks,
+            "free": num_blocks - num_used,
+            "used": num_used,
+            "tokens_per": info.block_size,
+            "fraction": fraction,
+        }
+        for kind, amount in blocks.items():
+            put("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks", amount, kv_cache_block_type=kind)
+        put("cb_requests_running", "Requests in the batch", running)
+        put("cb_requests_waiting", "Requests in the engine's queue", waiting)
+        put("cb_kv_cache_usage", "Share of the KV blocks that requests hold, 0 to 1", fraction)
+        if self._has_vllm_names:
+            put("vllm:num_requests_running", "Number of requests in the batch", running)
+            put("vllm:num_requests_waiting", "Number of requests waiting", waiting)
+            put("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage", fraction)
+            sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(num_blocks)}
+            put("vllm:cache_config_info", "Information of the cache config", 1, **sizes)
 
-    def _set(self, name: str, description: str, label: str, value: str, amount: float) -> None:
-        metric = self._metric(name, description, pb_utils.MetricFamily.GAUGE, label, value)
-        if metric is not None and self._last_value.get((name, value)) != amount:
-            metric.set(amount)
-            self._last_value[name, value] = amount
+    def _publish_steps(self, stats: EngineStats, before: EngineStats | None) -> None:
+        steps, last = stats.steps, before.steps if before is not None else None
+        assert steps is not None
+        for name, (field, description) in _STEP_COUNTERS.items():
+            base = getattr(last, field) if last is not None else 0
+            self._exporter.count(name, description, getattr(steps, field) - base)
+        if before is None:
+            for histogram in _STEP_HISTOGRAMS:
+                self._feeds.pop(histogram.name, None)
+        sources = ((histogram, getattr(steps, histogram.source)) for histogram in _STEP_HISTOGRAMS)
+        self._publish_histograms((histogram, b.bounds, (list(b.counts), list(b.sums))) for histogram, b in sources)
 
-    def _metric(self, name: str, description: str, kind: Any, label: str, value: str) -> Any | None:
-        """The metric, made at its first use; None once the server has said that it has no metrics."""
-        if not self._is_on:
-            return None
-        try:
-            if (name, value) not in self._metrics:
-                if name not in self._families:
-                    self._families[name] = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-                labels = {**self._labels, label: value} if label else self._labels
-                self._metrics[name, value] = self._families[name].Metric(labels=labels)
-            return self._metrics[name, value]
-        except pb_utils.TritonModelException as error:
-            logger.warning("the server exports no metrics of this model: %s", error)
-            self._is_on = False
-            return None
+    def _publish_histograms(self, todo: Iterator[tuple[_Histogram, tuple[float, ...], Totals]]) -> None:
+        """The fewest values first, so that what they leave of the round's budget serves the many."""
+        budget = MAX_OBSERVATIONS
+        entries = [(self._feed(histogram.name, b), histogram, b, totals) for histogram, b, totals in todo]
+        entries.sort(key=lambda entry: entry[0].num_pending(entry[3][0]))
+        for i, (feed, histogram, bounds, (counts, sums)) in enumerate(entries):
+            values, num_untold = feed.take(counts, sums, max(budget // (len(entries) - i), 1))
+            budget -= sum(count for _, count in values)
+            bounds = histogram.bounds or bounds
+            if histogram.source in ("prompt_tokens", "output_tokens"):
+                bounds = tuple(bound for bound in bounds if bound <= self._max_model_len)
+            self._exporter.observe(histogram.name, histogram.description, bounds, values)
+            if num_untold:
+                description = "Values that a histogram was not told of, because there were too many: it is a sample"
+                self._exporter.count("cb_unobserved_values_total", description, num_untold, histogram=histogram.name)
+
+    def _feed(self, name: str, bounds: tuple[float, ...]) -> HistogramFeed:
+        if name not in self._feeds:
+            self._feeds[name] = HistogramFeed(bounds)
+        return self._feeds[name]

@@ -53,3 +53,9 @@ def num_instances(model_config: dict[str, Any]) -> int:
     """How many front ends the server starts for this model; `model_config` as the server gives it to a model."""
     groups = model_config.get("instance_group", [])
     return max(sum(group.get("count", 1) * max(len(group.get("gpus", [])), 1) for group in groups), 1)
+
+
+def reports_vllm_names(model_config: dict[str, Any]) -> bool:
+    """The parameter `REPORT_CUSTOM_METRICS` of config.pbtxt, as with vLLM's backend: its metrics, under its names."""
+    value = model_config.get("parameters", {}).get("REPORT_CUSTOM_METRICS", {}).get("string_value", "")
+    return str(value).lower() == "true"

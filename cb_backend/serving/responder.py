@@ -23,6 +23,7 @@ import triton_python_backend_utils as pb_utils
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.request import FinishReason
+from cb_backend.serving.latency import Latencies, ThreadLatencies
 from cb_backend.serving.live_request import LiveRequest, News
 
 # What the engine's own ends mean for the client, where no text can follow.
@@ -42,6 +43,7 @@ class Responder:
         self._cancel = cancel
         self._news: list[queue.SimpleQueue[LiveRequest | None]] = [queue.SimpleQueue() for _ in range(num_threads)]
         self._counts: list[Counter[str]] = [Counter() for _ in range(num_threads)]  # one a thread, so no lock
+        self.latencies = Latencies(num_threads)
         self._live: dict[int, LiveRequest] = {}  # by request id
         self._threads = [
             threading.Thread(target=self._run, args=(index,), name=f"sender-{index}", daemon=True)
@@ -52,7 +54,9 @@ class Responder:
 
     def open(self, request_id: int, response_sender: Any) -> LiveRequest:
         """Take responsibility for one final response. Requests go round the sender threads."""
-        live = LiveRequest(request_id, response_sender, self._news[request_id % len(self._news)])
+        live = LiveRequest(
+            request_id, response_sender, self._news[request_id % len(self._news)], self.latencies.inter_token
+        )
         self._live[request_id] = live
         return live
 
@@ -64,7 +68,7 @@ class Responder:
         return len(self._live)
 
     def counts(self) -> Counter[str]:
-        """Totals since the start: `responses`, `output_tokens`, `input_tokens`, and requests by outcome."""
+        """Totals since the start: `responses`, `coalesced` ones, `output_tokens`, `input_tokens`, and outcomes."""
         total: Counter[str] = Counter()
         for counts in self._counts:
             total.update(counts.copy())
@@ -85,17 +89,17 @@ class Responder:
     # ---- sender threads ---------------------------------------------------------------------------------------
 
     def _run(self, index: int) -> None:
-        news, counts = self._news[index], self._counts[index]
+        news, counts, latencies = self._news[index], self._counts[index], self.latencies.threads[index]
         while (live := news.get()) is not None:
             if live.is_closed:
                 continue
             try:
-                self._serve(live, counts)
+                self._serve(live, counts, latencies)
             except Exception:
                 logger.exception("a response could not be made or sent")
                 self._give_up(live, counts)
 
-    def _serve(self, live: LiveRequest, counts: Counter[str]) -> None:
+    def _serve(self, live: LiveRequest, counts: Counter[str], latencies: ThreadLatencies) -> None:
         """Send what is new of one request, if it makes a response."""
         all_news, error = live.take_news()
         error = error or next((_ENGINE_ERROR[news.finish_reason] for news in all_news if news.is_failure), None)
@@ -114,6 +118,11 @@ class Responder:
         is_final = all(answer.finish_reason for answer in live.answers)
         if is_final or (live.generate.is_stream and any(answer.unsent_text for answer in live.answers)):
             self._send_data(live, live.generate, is_final, counts)
+            if not live.is_first_response_out:
+                live.is_first_response_out = True
+                latencies.note_first_response(live, live.generate.is_stream)
+            if is_final:
+                latencies.note_end(live)
 
     def _take_in(self, live: LiveRequest, news: News) -> None:
         delta = news.answer.push(news)
@@ -145,6 +154,8 @@ class Responder:
             tensors.append(_count_tensor("num_output_tokens", num_tokens))
         counts["responses"] += 1
         counts["output_tokens"] += sum(num_tokens)
+        if generate.is_stream and max(num_tokens) > 1:
+            counts["coalesced"] += 1
         response = pb_utils.InferenceResponse(output_tensors=tensors)
         if not is_final:
             live.response_sender.send(response, flags=0)

@@ -44,7 +44,7 @@ class StuckEngine:
         self.num_steps += 1
 
     def stats(self) -> EngineStats:
-        return EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
+        return EngineStats(**{**dict.fromkeys(EngineStats.__struct_fields__, 0), "steps": None})
 
 
 @pytest.fixture

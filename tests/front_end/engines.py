@@ -24,6 +24,7 @@ class Sink:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.finish_reason = 0
+        self.scheduled_at = 0.0
         self.error: tuple[ErrorCode, str] | None = None
         self.num_ends = 0
         self.end_time = 0.0
@@ -36,6 +37,9 @@ class Sink:
         if finish_reason:
             self.finish_reason = finish_reason
             self._end()
+
+    def on_scheduled(self, scheduled_at: float) -> None:
+        self.scheduled_at = scheduled_at
 
     def on_error(self, code: ErrorCode, message: str) -> None:
         self.error = (code, message)

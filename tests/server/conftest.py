@@ -105,12 +105,21 @@ def _command_line(pid: int) -> str:
 
 @contextlib.contextmanager
 def running_server(
-    checkpoint: Path, folder: Path, front_ends: int = 2, exit_timeout_secs: int = 5, **engine_arguments: object
+    checkpoint: Path,
+    folder: Path,
+    front_ends: int = 2,
+    exit_timeout_secs: int = 5,
+    prepare: Callable[[Path], None] = lambda repository: None,
+    **engine_arguments: object,
 ) -> Iterator[RunningServer]:
-    """Start a server and wait for it; at the end stop it and fail if a process of it is left."""
+    """Start a server and wait for it; at the end stop it and fail if a process of it is left.
+
+    `prepare` may change the model repository before the start.
+    """
     repository = copy_with_model(checkout_path("model_repository/llm"), str(checkpoint), folder, front_ends)
     arguments = {"model": str(checkpoint), "max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 32 << 20}
     (repository / "llm" / "1" / "model.json").write_text(json.dumps({**arguments, **engine_arguments}))
+    prepare(repository)
     mark = uuid.uuid4().hex
     options = ServerOptions(
         repository,

@@ -156,8 +156,10 @@ def _array(value: Any) -> np.ndarray:
 
 
 class Metric:
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: int, buckets: tuple[float, ...] = ()) -> None:
         self.kind, self.value = kind, 0.0
+        self.buckets = buckets
+        self.observed: list[float] = []
 
     def increment(self, amount: float) -> None:
         if self.kind == MetricFamily.COUNTER and amount < 0:
@@ -169,6 +171,11 @@ class Metric:
             raise TritonModelException("a counter cannot be set")
         self.value = amount
 
+    def observe(self, value: float) -> None:
+        if self.kind != MetricFamily.HISTOGRAM:
+            raise TritonModelException("only a histogram observes")
+        self.observed.append(value)
+
 
 class MetricFamily:
     """Families and metrics live in the server: the same name and labels give the same metric in every process."""
@@ -179,8 +186,11 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: int) -> None:
         self._name, self._kind = name, kind
 
-    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802 the server's name
-        return self.exported.setdefault((self._name, tuple(sorted(labels.items()))), Metric(self._kind))
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802
+        if (self._kind == self.HISTOGRAM) != bool(buckets) or sorted(set(buckets or [])) != (buckets or []):
+            raise TritonModelException("a histogram needs ascending buckets, and nothing else may have them")
+        key = (self._name, tuple(sorted(labels.items())))
+        return self.exported.setdefault(key, Metric(self._kind, tuple(buckets or [])))
 
 
 class ModelConfig:

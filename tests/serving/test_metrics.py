@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from cb_backend.messages import EngineStats, ModelInfo
+from cb_backend.buckets import BucketCounts
+from cb_backend.messages import Buckets, EngineStats, ModelInfo, StepStats
+from cb_backend.serving.latency import BOUNDS, Latencies, Totals
+from cb_backend.serving.metric_exporter import MAX_OBSERVATIONS, MetricExporter
 from cb_backend.serving.metrics import Metrics
 from tests.serving.fake_server import MetricFamily
 
@@ -16,9 +20,40 @@ INFO = ModelInfo(
 )  # fmt: skip
 
 
-def stats(**values: int) -> EngineStats:
+NO_TOTALS = Latencies(1).totals()
+
+
+def make_metrics(has_vllm_names: bool = False, is_on: bool = True) -> Metrics:
+    return Metrics(MetricExporter("llm", "1", is_on), has_vllm_names, INFO.max_model_len)
+
+
+def stats(**values: Any) -> EngineStats:
     names = [name for name in EngineStats.__struct_fields__ if name not in values]
-    return EngineStats(**dict.fromkeys(names, 0), **values)
+    return EngineStats(**{**dict.fromkeys(names, 0), "steps": None, **values})
+
+
+def step_stats(batch_sizes: list[int], **values: float) -> StepStats:
+    sizes = BucketCounts((1, 2, 4, 8))
+    for size in batch_sizes:
+        sizes.add(size)
+    buckets = Buckets(sizes.bounds, tuple(sizes.counts), tuple(sizes.sums))
+    defaults = dict.fromkeys(("host_seconds", "launch_seconds", "wait_seconds", "num_scheduled_tokens"), 0)
+    figures: dict[str, Any] = {"num_steps": len(batch_sizes), **defaults, **values}
+    return StepStats(**figures, step_seconds=buckets, step_requests=buckets, step_tokens=buckets)
+
+
+def totals_of(**values: list[float]) -> dict[str, Totals]:
+    totals = {}
+    for name, bounds in BOUNDS.items():
+        buckets = BucketCounts(bounds)
+        for value in values.get(name, ()):
+            buckets.add(value)
+        totals[name] = buckets.read()
+    return totals
+
+
+def observed(name: str) -> list[float]:
+    return sorted(MetricFamily.exported[name, (("model", "llm"), ("version", "1"))].observed)
 
 
 def exported(name: str, **labels: str) -> float:
@@ -32,7 +67,7 @@ def _fresh() -> None:
 
 
 def test_engine_state_and_counts() -> None:
-    metrics = Metrics("llm", "1")
+    metrics = make_metrics()
     metrics.publish_engine(
         stats(num_running=5, num_waiting=2, num_blocks=100, num_free_blocks=75, num_output_tokens=40), INFO
     )
@@ -52,14 +87,84 @@ def test_engine_state_and_counts() -> None:
 
 
 def test_counts_go_on_over_a_restart_of_the_engine() -> None:
-    metrics = Metrics("llm", "1")
-    for count in (40, 60, 10, 15):  # started anew after 60
-        metrics.publish_engine(stats(num_output_tokens=count), INFO)
-    assert exported("cb_output_tokens_total") == 60 + 15
+    metrics = make_metrics()
+    for pid, count in ((1, 40), (1, 60), (2, 70), (2, 75)):  # more than the first before it was ever heard of
+        metrics.publish_engine(stats(num_output_tokens=count, engine_pid=pid), INFO)
+    assert exported("cb_output_tokens_total") == 60 + 75
+    assert exported("cb_engine_restarts_total") == 1
+
+
+def test_a_dead_engine_has_no_requests() -> None:
+    metrics = make_metrics()
+    busy = stats(num_running=5, num_waiting=2, num_blocks=100, num_free_blocks=75)
+    metrics.publish_engine(busy, INFO)
+    assert exported("cb_engine_up") == 1
+    metrics.publish_engine(busy, INFO, is_up=False)
+    assert exported("cb_engine_up") == exported("cb_requests_running") == exported("cb_requests_waiting") == 0
+    assert exported("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="used") == 0
+    assert exported("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="free") == 100
+
+
+def test_steps_are_told_once_over_a_restart() -> None:
+    metrics = make_metrics()
+    metrics.publish_engine(stats(engine_pid=1, steps=step_stats([1, 2, 8], host_seconds=0.5)), INFO)
+    metrics.publish_engine(stats(engine_pid=1, steps=step_stats([1, 2, 8, 8], host_seconds=0.75)), INFO)
+    metrics.publish_engine(stats(engine_pid=2, steps=step_stats([4], host_seconds=0.25)), INFO)
+    assert observed("cb_step_requests") == [1, 2, 4, 8, 8]
+    assert exported("cb_step_host_seconds_total") == 1.0
+    assert exported("cb_steps_total") == 5
+
+
+def test_latencies_keep_count_sum_and_bucket() -> None:
+    metrics = make_metrics()
+    metrics.publish(Counter(), totals_of(inter_token=[0.0041, 0.0049, 0.3], queue_time=[0.2]))
+    metrics.publish(Counter(), totals_of(inter_token=[0.0041, 0.0049, 0.3, 0.0043], queue_time=[0.2]))
+    assert observed("cb_inter_token_latency_seconds") == pytest.approx([0.0043, 0.0045, 0.0045, 0.3])
+    assert observed("cb_request_queue_time_seconds") == [0.2]
+    assert observed("cb_request_decode_time_seconds") == []
+    assert not any(name.startswith("vllm:") for name, _ in MetricFamily.exported)
+
+
+def test_too_many_values_become_a_sample_that_says_so() -> None:
+    metrics = make_metrics()
+    fast, slow, requests = [0.0045] * 4 * MAX_OBSERVATIONS, [0.4] * MAX_OBSERVATIONS, [0.2] * 50
+    totals = totals_of(inter_token=fast + slow, queue_time=requests)
+    metrics.publish(Counter(), totals)
+    told = observed("cb_inter_token_latency_seconds")
+    assert MAX_OBSERVATIONS / 2 < len(told) <= MAX_OBSERVATIONS - 50
+    assert sum(value > 0.1 for value in told) / len(told) == pytest.approx(0.2, rel=0.02)
+    assert observed("cb_request_queue_time_seconds") == pytest.approx(requests), "the few are told in full"
+    for _ in range(3):  # what a division left over
+        metrics.publish(Counter(), totals)
+    untold = exported("cb_unobserved_values_total", histogram="cb_inter_token_latency_seconds")
+    assert len(observed("cb_inter_token_latency_seconds")) + untold == 5 * MAX_OBSERVATIONS
+
+
+def test_vllm_names_and_buckets_where_asked_for() -> None:
+    metrics = make_metrics(has_vllm_names=True)
+    metrics.publish(Counter(), totals_of(time_to_first_token=[0.05, 3.0], num_answers=[1, 1]))
+    engine = stats(num_running=3, num_blocks=100, num_free_blocks=75, num_prompt_tokens=18, num_output_tokens=48)
+    metrics.publish_engine(engine, INFO)
+    key = (("model", "llm"), ("version", "1"))
+    first_token = MetricFamily.exported["vllm:time_to_first_token_seconds", key]
+    assert first_token.observed == [0.05, 3.0]
+    assert first_token.buckets == (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+    assert set(first_token.buckets) <= set(BOUNDS["time_to_first_token"])
+    for source, name in (
+        ("inter_token", "time_per_output_token_seconds"),
+        ("e2e_latency", "e2e_request_latency_seconds"),
+    ):
+        assert set(MetricFamily.exported[f"vllm:{name}", key].buckets) <= set(BOUNDS[source])
+    assert MetricFamily.exported["vllm:request_prompt_tokens", key].buckets == (1, 2, 5, 10, 20, 50)  # max_model_len 64
+    assert observed("vllm:request_params_n") == [1, 1]
+    assert (exported("vllm:prompt_tokens_total"), exported("vllm:generation_tokens_total")) == (18, 48)
+    assert (exported("vllm:num_requests_running"), exported("vllm:num_requests_waiting")) == (3, 0)
+    assert exported("vllm:kv_cache_usage_perc") == 0.25
+    assert exported("vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
 
 
 def test_the_next_publisher_counts_on_from_where_it_takes_over() -> None:
-    first, second = Metrics("llm", "1"), Metrics("llm", "1")
+    first, second = make_metrics(), make_metrics()
     first.publish_engine(stats(num_output_tokens=40), INFO)
     second.skip_engine(stats(num_output_tokens=40))
     second.publish_engine(stats(num_output_tokens=50), INFO)
@@ -67,17 +172,17 @@ def test_the_next_publisher_counts_on_from_where_it_takes_over() -> None:
 
 
 def test_front_ends_add_their_own_counts_up() -> None:
-    first, second = Metrics("llm", "1"), Metrics("llm", "1")
-    first.publish(Counter(length=3, responses=10))
-    first.publish(Counter(length=4, responses=12))
-    second.publish(Counter(length=1, cancelled=2, responses=5))
+    first, second = make_metrics(), make_metrics()
+    first.publish(Counter(length=3, responses=10), NO_TOTALS)
+    first.publish(Counter(length=4, responses=12), NO_TOTALS)
+    second.publish(Counter(length=1, cancelled=2, responses=5), NO_TOTALS)
     assert exported("cb_requests_total", outcome="length") == 5
     assert exported("cb_requests_total", outcome="cancelled") == 2
     assert exported("cb_responses_total") == 17
 
 
 def test_a_server_without_metrics_is_left_alone() -> None:
-    metrics = Metrics("llm", "1", is_on=False)
-    metrics.publish(Counter(length=3))
+    metrics = make_metrics(is_on=False)
+    metrics.publish(Counter(length=3), NO_TOTALS)
     metrics.publish_engine(stats(num_running=1), INFO)
     assert MetricFamily.exported == {}

@@ -1,0 +1,294 @@
+"""/metrics of a real server beside what its client measured. pytest tests/server/test_metrics.py
+
+The text is read by a strict parser of our own: every sample must belong to a family that was announced, every
+histogram must be whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cb_backend.cli.paths import load_client
+from tests.server.conftest import RunningServer, running_server, wait_until
+
+pytestmark = pytest.mark.server
+
+LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"'
+SAMPLE = re.compile(rf"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{({LABEL}(?:,{LABEL})*)?\}})? (\S+)")
+Labels = frozenset[tuple[str, str]]
+
+
+@dataclass
+class Family:
+    kind: str
+    samples: dict[tuple[str, Labels], float] = field(default_factory=dict)  # (name, labels) -> value
+
+
+def parse(text: str) -> dict[str, Family]:
+    """Families by name. Raises `AssertionError` at anything that the text format does not allow."""
+    families: dict[str, Family] = {}
+    helped: set[str] = set()
+    current = ""
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            name = line.split(" ")[2]
+            assert name not in helped, f"announced twice: {name}"
+            helped.add(name)
+        elif line.startswith("# TYPE "):
+            _, _, current, kind = line.split(" ")
+            assert kind in ("counter", "gauge", "histogram", "summary"), line
+            assert current in helped, line
+            assert current not in families, f"two types: {current}"
+            families[current] = Family(kind)
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match, f"not a sample: {line!r}"
+            name, labels, value = match.group(1), frozenset(re.findall(LABEL, match.group(2) or "")), match.group(7)
+            suffixes = ("_bucket", "_sum", "_count") if families[current].kind == "histogram" else ("",)
+            assert name in {current + suffix for suffix in suffixes}, f"{name} does not belong to {current}"
+            assert (name, labels) not in families[current].samples, f"twice: {line}"
+            families[current].samples[name, labels] = float(value)
+    for name, family in families.items():
+        if family.kind == "histogram":
+            check_histogram(name, family)
+        elif family.kind == "counter":
+            assert all(value >= 0 for value in family.samples.values()), name
+    return families
+
+
+def check_histogram(name: str, family: Family) -> None:
+    series = {labels for sample, labels in family.samples if sample == f"{name}_count"}
+    assert series, f"{name} has no count"
+    for labels in series:
+        buckets = sorted(
+            (float(dict(others)["le"]), value)
+            for (sample, others), value in family.samples.items()
+            if sample == f"{name}_bucket" and {pair for pair in others if pair[0] != "le"} == labels
+        )
+        counts = [count for _, count in buckets]
+        assert counts == sorted(counts), f"{name}: buckets must grow"
+        assert buckets[-1] == (float("inf"), family.samples[f"{name}_count", labels])
+        assert (f"{name}_sum", labels) in family.samples
+
+
+class Snapshot:
+    """One reading of /metrics."""
+
+    def __init__(self, server: RunningServer) -> None:
+        with urllib.request.urlopen(f"http://{server.process.metrics_address}/metrics", timeout=10) as response:
+            self.families = parse(response.read().decode())
+
+    def value(self, name: str, family: str = "", model: str = "llm", **labels: str) -> float:
+        """A sample's value; 0 where the metric does not exist yet."""
+        key = frozenset({"model": model, "version": "1", **labels}.items())
+        found = self.families.get(family or name)
+        return found.samples.get((name, key), 0.0) if found is not None else 0.0
+
+    def histogram(self, name: str, model: str = "llm") -> tuple[float, float]:
+        """(count, sum)"""
+        return self.value(f"{name}_count", name, model), self.value(f"{name}_sum", name, model)
+
+    def counters(self) -> dict[tuple[str, Labels], float]:
+        """Everything that only grows."""
+        return {
+            key: value
+            for family in self.families.values()
+            if family.kind in ("counter", "histogram")
+            for key, value in family.samples.items()
+        }
+
+
+@dataclass
+class Measured:
+    """One request as its client saw it; seconds from the sending."""
+
+    times: list[float]  # of the responses with tokens
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def measure(server: RunningServer, prompt: str, max_tokens: int, model: str = "llm") -> Measured:
+    client = load_client().Client(server.url, model, timeout=60.0)
+    begin = time.perf_counter()
+    sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    responses = [r for r in client.responses(prompt, is_streaming=True, **sampling) if r.num_output_tokens]
+    num_prompt_tokens = max(response.num_input_tokens for response in responses)
+    num_output_tokens = sum(response.num_output_tokens for response in responses)
+    return Measured([response.received_at - begin for response in responses], num_prompt_tokens, num_output_tokens)
+
+
+def settled(server: RunningServer, num_requests: float, model: str = "llm") -> Snapshot:
+    """A reading in which this many requests have ended and all gauges are back to idle."""
+
+    def is_settled() -> bool:
+        now = Snapshot(server)
+        active = now.value("nv_trt_llm_request_metrics", model=model, request_type="active")
+        return ended(now, model) >= num_requests and active == 0
+
+    wait_until(is_settled, 15, f"{num_requests} requests have ended and none is active")
+    time.sleep(0.6)  # front ends publish twice a second, each by itself
+    return Snapshot(server)
+
+
+def ended(snapshot: Snapshot, model: str = "llm") -> float:
+    outcomes = ("stop", "length", "cancelled", "invalid_arg", "unavailable", "internal")
+    return sum(snapshot.value("cb_requests_total", model=model, outcome=outcome) for outcome in outcomes)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Two front ends of `llm`, and the model `named` whose config asks for vLLM's names."""
+    folder = tmp_path_factory.mktemp("repository")
+
+    def add_named(repository: Path) -> None:
+        shutil.copytree(repository / "llm", repository / "named")
+        config = repository / "named" / "config.pbtxt"
+        parameter = 'parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "true" } }'
+        config.write_text(f"{config.read_text()}\n{parameter}\n")
+
+    with running_server(checkpoint, folder, prepare=add_named) as running:
+        yield running
+
+
+def test_histograms_agree_with_the_client(server: RunningServer) -> None:
+    before = settled(server, 0)
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(measure, server, f"the quick brown fox {i}" * (1 + i), 10 + 5 * i) for i in range(6)]
+        measured = [job.result() for job in jobs]
+    after = settled(server, ended(before) + 6)
+
+    def grown(name: str) -> tuple[float, float]:
+        count, total = after.histogram(name)
+        old_count, old_total = before.histogram(name)
+        return count - old_count, total - old_total
+
+    num_tokens = sum(m.num_output_tokens for m in measured)
+    assert num_tokens == sum(10 + 5 * i for i in range(6))
+    assert grown("cb_request_prompt_tokens") == (6, sum(m.num_prompt_tokens for m in measured))
+    assert grown("cb_request_output_tokens") == (6, num_tokens)
+    # The client's clock runs longer: connecting and the way there and back. 0.2 s a request is much on a busy machine.
+    for name, seen in (
+        ("cb_time_to_first_token_seconds", sum(m.times[0] for m in measured)),
+        ("cb_e2e_request_latency_seconds", sum(m.times[-1] for m in measured)),
+    ):
+        count, total = grown(name)
+        assert count == 6
+        assert seen - 6 * 0.2 <= total <= seen
+    count, between_tokens = grown("cb_inter_token_latency_seconds")
+    assert count == num_tokens - 6, "one value a token but the first"
+    assert between_tokens == pytest.approx(sum(m.times[-1] - m.times[0] for m in measured), abs=6 * 0.2)
+    parts = [grown(f"cb_request_{part}_time_seconds") for part in ("queue", "prefill", "decode")]
+    assert [count for count, _ in parts] == [6, 6, 6]
+    assert parts[2][1] == pytest.approx(between_tokens, rel=1e-6)
+    assert sum(total for _, total in parts) <= grown("cb_e2e_request_latency_seconds")[1]
+    for name, expected in (
+        ("cb_output_tokens_total", num_tokens),
+        ("cb_prompt_tokens_total", sum(m.num_prompt_tokens for m in measured)),
+        ("cb_responses_total", sum(len(m.times) for m in measured)),
+    ):
+        assert after.value(name) - before.value(name) == expected
+    num_steps = after.value("cb_steps_total") - before.value("cb_steps_total")
+    assert num_steps >= 35, "the longest answer has 35 tokens"
+    assert grown("cb_step_seconds")[0] == grown("cb_step_requests")[0] == num_steps
+    # Every request runs once for each of its tokens; a prompt is one chunk here.
+    assert grown("cb_step_requests")[1] == num_tokens
+    assert grown("cb_step_tokens")[1] == num_tokens - 6 + sum(m.num_prompt_tokens for m in measured)
+    assert after.value("cb_step_host_seconds_total") > before.value("cb_step_host_seconds_total")
+
+
+def test_gauges_follow_a_full_batch_and_come_back(server: RunningServer) -> None:
+    before = settled(server, 0)
+    with ThreadPoolExecutor(24) as pool:
+        jobs = [pool.submit(measure, server, f"fox {i}", 400) for i in range(24)]
+        wait_until(lambda: Snapshot(server).value("cb_requests_running") == 16, 30, "the batch is full")
+        busy = Snapshot(server)
+        assert 0 < busy.value("cb_requests_waiting") <= 8
+        assert busy.value("nv_trt_llm_request_metrics", request_type="scheduled") == 16
+        assert 0 < busy.value("cb_kv_cache_usage") < 1
+        assert sum(job.result().num_output_tokens for job in jobs) == 24 * 400
+    idle = settled(server, ended(before) + 24)
+    names = ("cb_requests_running", "cb_requests_waiting", "cb_kv_cache_usage")
+    assert [idle.value(name) for name in names] == [0, 0, 0]
+    for kind in ("active", "scheduled", "waiting"):
+        assert idle.value("nv_trt_llm_request_metrics", request_type=kind) == 0
+    blocks = {
+        kind: idle.value("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=kind)
+        for kind in ("max", "free", "used", "tokens_per", "fraction")
+    }
+    assert blocks["max"] == blocks["free"] > 0
+    assert (blocks["used"], blocks["fraction"], blocks["tokens_per"]) == (0, 0, 16)
+    assert idle.value("nv_trt_llm_request_metrics", request_type="max") == 16
+    assert idle.value("cb_output_tokens_total") - before.value("cb_output_tokens_total") == 24 * 400
+    itl = "cb_inter_token_latency_seconds"
+    told = idle.histogram(itl)[0] - before.histogram(itl)[0]
+    untold = idle.value("cb_unobserved_values_total", histogram=itl)
+    untold -= before.value("cb_unobserved_values_total", histogram=itl)
+    assert told + untold == 24 * 399
+
+
+def test_vllm_names_only_where_asked_for(server: RunningServer) -> None:
+    named = measure(server, "the quick brown fox", 20, model="named")
+    now = settled(server, 1, model="named")
+    ours = [family for name, family in now.families.items() if name.startswith("vllm:")]
+    assert len(ours) == 12
+    assert {dict(labels)["model"] for family in ours for _, labels in family.samples} == {"named"}
+    assert now.histogram("vllm:request_prompt_tokens", "named") == (1, named.num_prompt_tokens)
+    assert now.histogram("vllm:request_generation_tokens", "named") == (1, 20)
+    assert now.histogram("vllm:time_per_output_token_seconds", "named")[0] == 19
+    assert now.histogram("vllm:request_params_n", "named") == (1, 1)
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert now.histogram(f"vllm:{name}_seconds", "named") == now.histogram(f"cb_{name}_seconds", "named")
+    assert now.value("vllm:prompt_tokens_total", model="named") == named.num_prompt_tokens
+    assert now.value("vllm:generation_tokens_total", model="named") == 20
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert (f"vllm:{gauge}", frozenset({("model", "named"), ("version", "1")})) in now.families[
+            f"vllm:{gauge}"
+        ].samples
+    blocks = now.value("nv_trt_llm_kv_cache_block_metrics", model="named", kv_cache_block_type="max")
+    sizes = {"block_size": "16", "num_gpu_blocks": str(int(blocks))}
+    assert now.value("vllm:cache_config_info", model="named", **sizes) == 1
+
+
+def test_counters_never_fall_over_a_killed_engine(server: RunningServer) -> None:
+    measure(server, "fox", 30)
+    before = settled(server, 1)
+    restarts = before.value("cb_engine_restarts_total")
+    engine = engine_of(server, "llm")
+    with ThreadPoolExecutor(1) as pool:
+        broken = pool.submit(measure, server, "the quick", 5000)
+        wait_until(lambda: Snapshot(server).value("cb_requests_running") == 1, 10, "the request runs")
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(load_client().ClientError):
+            broken.result()
+    wait_until(lambda: Snapshot(server).value("cb_engine_up") == 0, 5, "the death is seen")
+    down = Snapshot(server)
+    assert down.value("cb_requests_running") == down.value("cb_kv_cache_usage") == 0
+    wait_until(lambda: Snapshot(server).value("cb_engine_restarts_total") == restarts + 1, 40, "it is started again")
+    measure(server, "fox", 30)
+    after = settled(server, ended(before) + 2)
+    fallen = [key for key, value in before.counters().items() if after.counters()[key] < value]
+    assert fallen == []
+    assert after.value("cb_engine_up") == 1
+    assert after.value("cb_output_tokens_total") >= before.value("cb_output_tokens_total") + 30
+    unavailable = [snapshot.value("cb_requests_total", outcome="unavailable") for snapshot in (before, after)]
+    assert unavailable[1] == unavailable[0] + 1
+
+
+def engine_of(server: RunningServer, model: str) -> int:
+    """The engine whose parent is a front end of the model: its stub's command line names the instance."""
+    for pid in server.engine_pids():
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if f"{model}_0" in Path(f"/proc/{parent}/cmdline").read_text():
+            return pid
+    raise AssertionError(f"no engine of {model}")
