@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cb_backend.engine.input_batch import InputBatch
-from cb_backend.kernels.step_state import SamplingState, StepRows
+from cb_backend.kernels.slot_state import SamplingState
+from cb_backend.kernels.step_rows import StepRows
 from cb_backend.outputs import SchedulerOutput
 
 _ALIGNED = 4  # int32 elements in 16 bytes

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cb_backend.errors import ConfigError
-from cb_backend.kernels import decode_attention, prefill_attention, qkv_post, rms_norm, sample, silu_mul, step_state
+from cb_backend.kernels import (
+    decode_attention,
+    prefill_attention,
+    qkv_post,
+    rms_norm,
+    sample,
+    silu_mul,
+    slot_state,
+    step_rows,
+)
 
 Op = Callable[..., Any]  # each one's signature stands in its module in cb_backend/kernels
 
@@ -24,11 +33,11 @@ _MODULE_OF_OP = {
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
     "sample": sample,
-    "apply_deltas": step_state,
-    "join_slots": step_state,
-    "prepare_rows": step_state,
-    "commit_tokens": step_state,
-    "mask_stop_ids": step_state,
+    "apply_deltas": slot_state,
+    "join_slots": slot_state,
+    "prepare_rows": step_rows,
+    "commit_tokens": step_rows,
+    "mask_stop_ids": step_rows,
 }
 _SUFFIX_OF_BACKEND = {"torch": "_torch", "triton": ""}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cb_backend.engine.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots
-from cb_backend.kernels import step_state
+from cb_backend.kernels import slot_state, step_rows
 from cb_backend.outputs import JoinedRow
 from cb_backend.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 5, 4, 37
 PADDING = NUM_SLOTS - 1
 
 
-def _state(rng: np.random.Generator) -> step_state.SlotState:
+def _state(rng: np.random.Generator) -> slot_state.SlotState:
     def floats() -> torch.Tensor:
         return torch.from_numpy(rng.random(NUM_SLOTS, np.float32))
 
@@ -23,12 +23,12 @@ def _state(rng: np.random.Generator) -> step_state.SlotState:
         return torch.from_numpy(rng.integers(low, high, (NUM_SLOTS, *shape), np.int32))
 
     seeds = torch.from_numpy(rng.integers(-(2**63), 2**63, NUM_SLOTS, np.int64))
-    state = step_state.SlotState(
+    state = slot_state.SlotState(
         last_token=ints(0, VOCAB),
         num_tokens=ints(1, MAX_BLOCKS * BLOCK_SIZE + 1),
         num_prompt_tokens=ints(1, 9),
         block_tables=ints(1, 100, MAX_BLOCKS),
-        sampling=step_state.SamplingState(floats(), ints(0, 50), floats(), floats(), seeds),
+        sampling=slot_state.SamplingState(floats(), ints(0, 50), floats(), floats(), seeds),
         min_positions=ints(0, 9),
         stop_ids=ints(-1, VOCAB, 6),
     )
@@ -36,13 +36,13 @@ def _state(rng: np.random.Generator) -> step_state.SlotState:
     return state
 
 
-def _rows(num_rows: int, num_decode: int) -> step_state.StepRows:
+def _rows(num_rows: int, num_decode: int) -> step_rows.StepRows:
     def poison(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((size,), -7, dtype=dtype)
 
     i32, f32 = torch.int32, torch.float32
-    sampling = step_state.SamplingState(*(poison(num_rows, dtype) for dtype in (f32, i32, f32, f32, torch.int64)))
-    return step_state.StepRows(
+    sampling = slot_state.SamplingState(*(poison(num_rows, dtype) for dtype in (f32, i32, f32, f32, torch.int64)))
+    return step_rows.StepRows(
         *(poison(num_decode + 2, i32) for _ in range(4)),
         poison(num_decode, i32),
         sampling,
@@ -60,7 +60,7 @@ def test_prepare_rows_gathers_by_slot(suffix: str, num_rows: int, num_decode: in
     rng = np.random.default_rng(num_rows)
     slots = rng.integers(0, NUM_SLOTS, num_rows, np.int32)
     state, out = _state(rng), _rows(num_rows, num_decode)
-    getattr(step_state, "prepare_rows" + suffix)(torch.from_numpy(slots), num_decode, state, BLOCK_SIZE, out)
+    getattr(step_rows, "prepare_rows" + suffix)(torch.from_numpy(slots), num_decode, state, BLOCK_SIZE, out)
     for row, slot in enumerate(slots):
         length = int(state.num_tokens[slot])
         assert out.sample_positions[row] == length
@@ -87,7 +87,7 @@ def test_joining_writes_the_slot_and_no_other(suffix: str) -> None:
         JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), SamplingParams(temperature=0.0, seed=7), ()),
     ]
     state = state._replace(stop_ids=torch.zeros(NUM_SLOTS, MAX_STOP_IDS_PER_SLOT, dtype=torch.int32))
-    getattr(step_state, "join_slots" + suffix)(torch.from_numpy(joined_slots(rows)), state)
+    getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined_slots(rows)), state)
     assert [state.last_token[2], state.num_tokens[2], state.num_prompt_tokens[2]] == [6, 3, 2]
     assert state.min_positions[2] == 5
     assert [round(float(values[2]), 6) for values in state.sampling[:4]] == [0.7, 5, 0.9, 0.1]
@@ -107,7 +107,7 @@ def test_commit_moves_only_live_rows(suffix: str) -> None:
     slots = torch.tensor([2, 0, PADDING, PADDING], dtype=torch.int32)
     sampled = torch.tensor([11, 12, 13, 14], dtype=torch.int32)
     positions = torch.tensor([7, 3, 0, 0])
-    getattr(step_state, "commit_tokens" + suffix)(slots, sampled, positions, last_token, num_tokens)
+    getattr(step_rows, "commit_tokens" + suffix)(slots, sampled, positions, last_token, num_tokens)
     assert last_token.tolist() == [12, 5, 11, 5, 5, 5, 5, 5, 5]
     assert num_tokens.tolist() == [4, 3, 8, 3, 3, 3, 3, 3, 0]
 
@@ -115,7 +115,7 @@ def test_commit_moves_only_live_rows(suffix: str) -> None:
 def test_deltas_are_written_and_padding_is_not(suffix: str) -> None:
     tables = torch.zeros(NUM_SLOTS, MAX_BLOCKS, dtype=torch.int32)
     deltas = torch.tensor([[1, 0, 42], [-1, -1, -1], [7, 4, 43], [1, 1, 44]], dtype=torch.int32)
-    getattr(step_state, "apply_deltas" + suffix)(tables, deltas)
+    getattr(slot_state, "apply_deltas" + suffix)(tables, deltas)
     assert tables[1].tolist() == [42, 44, 0, 0, 0]
     assert tables[7].tolist() == [0, 0, 0, 0, 43]
     assert int(tables.sum()) == 42 + 43 + 44
@@ -131,6 +131,6 @@ def test_stop_ids_are_masked_below_min_tokens_only(suffix: str) -> None:
     stop_ids = torch.full((NUM_SLOTS, 6), -1, dtype=torch.int32)
     stop_ids[0, :2] = torch.tensor([3, VOCAB - 1], dtype=torch.int32)
     stop_ids[1, 0] = 4
-    getattr(step_state, "mask_stop_ids" + suffix)(logits, slots, positions, min_positions, stop_ids)
+    getattr(step_rows, "mask_stop_ids" + suffix)(logits, slots, positions, min_positions, stop_ids)
     before[0, [3, VOCAB - 1]] = float("-inf")
     assert torch.equal(logits, before)

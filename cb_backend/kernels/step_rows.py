@@ -1,0 +1,196 @@
+"""The rows of one step: what they read of their slots before the model runs, and what they write after it.
+
+With these a decode step runs without the host: its input tokens, positions and cache cells come from the slot state,
+and the sampled tokens go back there. Rows of padding name the last slot (see `slot_state`).
+
+Each function has a torch twin of the same signature (`<name>_torch`), the specification and the CPU path.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cb_backend.kernels.launch import jit, next_power_of_2, tl
+from cb_backend.kernels.slot_state import SamplingState, SlotState
+
+
+class StepRows(NamedTuple):
+    """What `prepare_rows` fills in for one step. The first `num_decode` rows decode; the rest only sample."""
+
+    token_ids: Tensor  # int32 [>= num_decode] last known token of the row
+    positions: Tensor  # int32 [>= num_decode] its position
+    slot_mapping: Tensor  # int32 [>= num_decode] where its key and value go; 0 for padding
+    num_prompt_tokens: Tensor  # int32 [>= num_decode]
+    seq_lens: Tensor  # int32 [>= num_decode] tokens to attend to, its own included; 0 for padding
+    sampling: SamplingState  # each [num_rows]
+    sample_positions: Tensor  # int64 [num_rows] position of the token to be sampled; 0 for padding
+
+
+@jit("num_rows", "num_decode")
+def _prepare_rows_kernel(
+    slots_ptr,
+    last_token_ptr,
+    num_tokens_ptr,
+    num_prompt_tokens_ptr,
+    block_tables_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    out_token_ids_ptr,
+    out_positions_ptr,
+    out_slot_mapping_ptr,
+    out_num_prompt_tokens_ptr,
+    out_seq_lens_ptr,
+    out_temperature_ptr,
+    out_top_k_ptr,
+    out_top_p_ptr,
+    out_min_p_ptr,
+    out_seeds_ptr,
+    out_sample_positions_ptr,
+    num_rows,
+    num_decode,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
+    num_tokens = tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
+    tl.store(out_temperature_ptr + row, tl.load(temperature_ptr + slot, mask=is_row, other=0.0), mask=is_row)
+    tl.store(out_top_k_ptr + row, tl.load(top_k_ptr + slot, mask=is_row, other=0), mask=is_row)
+    tl.store(out_top_p_ptr + row, tl.load(top_p_ptr + slot, mask=is_row, other=1.0), mask=is_row)
+    tl.store(out_min_p_ptr + row, tl.load(min_p_ptr + slot, mask=is_row, other=0.0), mask=is_row)
+    tl.store(out_seeds_ptr + row, tl.load(seeds_ptr + slot, mask=is_row, other=0), mask=is_row)
+    tl.store(out_sample_positions_ptr + row, num_tokens.to(tl.int64), mask=is_row)
+    is_row = row < num_decode
+    position = tl.maximum(num_tokens - 1, 0)
+    table_ptr = block_tables_ptr + slot * table_stride + position // BLOCK_SIZE
+    block_id = tl.load(table_ptr, mask=is_row & (num_tokens > 0), other=0)
+    mapping = tl.where(num_tokens > 0, block_id * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+    num_prompt_tokens = tl.load(num_prompt_tokens_ptr + slot, mask=is_row, other=0)
+    tl.store(out_token_ids_ptr + row, tl.load(last_token_ptr + slot, mask=is_row, other=0), mask=is_row)
+    tl.store(out_positions_ptr + row, position, mask=is_row)
+    tl.store(out_slot_mapping_ptr + row, mapping, mask=is_row)
+    tl.store(out_num_prompt_tokens_ptr + row, num_prompt_tokens, mask=is_row)
+    tl.store(out_seq_lens_ptr + row, num_tokens, mask=is_row)
+
+
+def prepare_rows(slots: Tensor, num_decode: int, state: SlotState, block_size: int, out: StepRows) -> None:
+    """`prepare_rows_torch` in one launch."""
+    num_rows = slots.shape[0]
+    _prepare_rows_kernel[(-(-num_rows // 128),)](
+        slots, state.last_token, state.num_tokens, state.num_prompt_tokens, state.block_tables, *state.sampling,
+        out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, *out.sampling,
+        out.sample_positions,
+        num_rows, num_decode, state.block_tables.stride(0),
+        BLOCK_SIZE=block_size, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+
+
+def prepare_rows_torch(slots: Tensor, num_decode: int, state: SlotState, block_size: int, out: StepRows) -> None:
+    """Gather a step's rows by slot into `out`. slots: int32 [num_rows], of which the first `num_decode` decode."""
+    index = slots.long()
+    num_tokens = state.num_tokens[index]
+    out.sample_positions.copy_(num_tokens)
+    for gathered, values in zip(out.sampling, state.sampling, strict=True):
+        gathered.copy_(values[index])
+    index, num_tokens = index[:num_decode], num_tokens[:num_decode]
+    positions = (num_tokens - 1).clamp(min=0)
+    cells = state.block_tables[index, (positions // block_size).long()] * block_size + positions % block_size
+    out.token_ids[:num_decode] = state.last_token[index]
+    out.positions[:num_decode] = positions
+    out.slot_mapping[:num_decode] = torch.where(num_tokens > 0, cells, 0)
+    out.num_prompt_tokens[:num_decode] = state.num_prompt_tokens[index]
+    out.seq_lens[:num_decode] = num_tokens
+
+
+@jit("num_rows")
+def _commit_tokens_kernel(
+    slots_ptr, sampled_ptr, sample_positions_ptr, last_token_ptr, num_tokens_ptr, num_rows, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(sample_positions_ptr + row, mask=row < num_rows, other=0)
+    keep = position > 0
+    slot = tl.load(slots_ptr + row, mask=keep, other=0)
+    tl.store(last_token_ptr + slot, tl.load(sampled_ptr + row, mask=keep, other=0), mask=keep)
+    tl.store(num_tokens_ptr + slot, (position + 1).to(tl.int32), mask=keep)
+
+
+def commit_tokens(
+    slots: Tensor, sampled: Tensor, sample_positions: Tensor, last_token: Tensor, num_tokens: Tensor
+) -> None:
+    """`commit_tokens_torch` in one launch."""
+    num_rows = slots.shape[0]
+    _commit_tokens_kernel[(-(-num_rows // 128),)](
+        slots, sampled, sample_positions, last_token, num_tokens, num_rows, BLOCK=128, num_warps=4
+    )
+
+
+def commit_tokens_torch(
+    slots: Tensor, sampled: Tensor, sample_positions: Tensor, last_token: Tensor, num_tokens: Tensor
+) -> None:
+    """Make the sampled tokens the last tokens of their slots, in place. Rows of padding (position 0) change nothing.
+
+    slots, sampled: int32 [B]; sample_positions: int64 [B]; last_token, num_tokens: int32 [num_slots].
+    """
+    keep = sample_positions > 0
+    index = slots.long()[keep]
+    last_token[index] = sampled[keep]
+    num_tokens[index] = (sample_positions[keep] + 1).to(torch.int32)
+
+
+@jit()
+def _mask_stop_ids_kernel(
+    logits_ptr,
+    slots_ptr,
+    sample_positions_ptr,
+    min_positions_ptr,
+    stop_ids_ptr,
+    logits_stride,
+    num_stop_ids,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if tl.load(sample_positions_ptr + row) < tl.load(min_positions_ptr + slot):
+        column = tl.arange(0, BLOCK)
+        token_id = tl.load(stop_ids_ptr + slot * num_stop_ids + column, mask=column < num_stop_ids, other=-1)
+        tl.store(logits_ptr + row.to(tl.int64) * logits_stride + token_id, float("-inf"), mask=token_id >= 0)
+
+
+def mask_stop_ids(
+    logits: Tensor, slots: Tensor, sample_positions: Tensor, min_positions: Tensor, stop_ids: Tensor
+) -> None:
+    """`mask_stop_ids_torch` in one launch."""
+    _mask_stop_ids_kernel[(slots.shape[0],)](
+        logits,
+        slots,
+        sample_positions,
+        min_positions,
+        stop_ids,
+        logits.stride(0),
+        stop_ids.shape[1],
+        BLOCK=next_power_of_2(stop_ids.shape[1]),
+        num_warps=1,
+    )
+
+
+def mask_stop_ids_torch(
+    logits: Tensor, slots: Tensor, sample_positions: Tensor, min_positions: Tensor, stop_ids: Tensor
+) -> None:
+    """Rule out the stop ids of rows that are below their min_tokens, in place.
+
+    logits: [B, vocab]; min_positions: int32 [num_slots], first position at which a stop id may be sampled; stop_ids:
+    int32 [num_slots, K], -1 = none.
+    """
+    index = slots.long()
+    ids = stop_ids[index].long()  # [B, K]
+    is_masked = (sample_positions < min_positions[index])[:, None] & (ids >= 0)
+    rows, columns = is_masked.nonzero(as_tuple=True)
+    logits[rows, ids[rows, columns]] = float("-inf")
