@@ -1,6 +1,7 @@
 """Find launch parameters on this GPU and write them to `cb_backend/kernels/tuned/<gpu>.json`.
 
-    python kernels/tune.py [--quick] [--ops decode_attention,prefill_attention] [--dry-run]
+    python kernels/tune.py [attention] [--quick] [--ops decode_attention,prefill_attention] [--dry-run]
+    python kernels/tune.py linear [--quick] [--models llama-3.2-1b] [--dry-run]    # see tune_linear.py
 
 For each op and head size every combination of a small grid is timed on cases that stand for serving, and the one with
 the least geometric mean of time per unit of work wins. Variants are compiled first, by several processes at once, into
@@ -155,6 +156,11 @@ def write(found: list[tuple[Target, Parameters]], path: Path) -> None:
     for target, parameters in found:
         kept = [entry for entry in tuned.get(target.op, []) if entry.get("when") != target.when]
         tuned[target.op] = [{"when": target.when, "use": parameters}, *kept]
+    write_table(tuned, path)
+
+
+def write_table(tuned: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """One line an entry."""
     ops = (
         f'  "{op}": [\n' + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
         for op, entries in sorted(tuned.items())
@@ -162,15 +168,32 @@ def write(found: list[tuple[Target, Parameters]], path: Path) -> None:
     path.write_text("{\n" + ",\n".join(ops) + "\n}\n")
 
 
+def tune_linear_products(arguments: argparse.Namespace) -> int:
+    import tune_linear  # its helper processes import it by name
+
+    found = tune_linear.run(arguments)
+    if not arguments.dry_run:
+        path = TUNED / f"{gpu_slug(torch.device('cuda', torch.cuda.current_device()))}.json"
+        tuned = json.loads(path.read_text()) if path.is_file() else {}
+        kept = {op: entries for op, entries in (tuned | found).items() if entries}
+        write_table(kept, path)
+        print(path.read_text())
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=["attention", "linear"], default="attention")
     parser.add_argument("--quick", action="store_true", help="a small grid")
     parser.add_argument("--ops", default="decode_attention,prefill_attention")
+    parser.add_argument("--models", default=",".join(MODELS), help="of linear: whose weights")
     parser.add_argument("--dry-run", action="store_true", help="print, do not write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: launch parameters are found on the GPU they are for", file=sys.stderr)
         return 2
+    if arguments.what == "linear":
+        return tune_linear_products(arguments)
     chosen = [target for target in targets(arguments.quick) if target.op in arguments.ops.split(",")]
     device = torch.device("cuda", torch.cuda.current_device())
     jobs = [

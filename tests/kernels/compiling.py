@@ -21,6 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cb_backend.kernels.launch import overriding
+
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -29,7 +31,8 @@ POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+MODULES = {"linear_silu_mul": "linear"}  # an op that does not name its module
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -70,7 +73,7 @@ class Recorder:
 
 def record(op: str, kernel: str, call: dict[str, Any]) -> Recorder:
     """Call `cb_backend.kernels.<op>`'s launcher on small tensors of the case's shapes; return what it launched."""
-    launched = importlib.import_module(f"cb_backend.kernels.{op}")
+    launched = importlib.import_module(f"cb_backend.kernels.{MODULES.get(op, op)}")
     recorders: dict[str, Recorder] = {}
     originals: list[tuple[Any, str, Any]] = []
     for module in [value for name, value in sys.modules.items() if name.startswith("cb_backend.kernels.")]:
@@ -135,6 +138,18 @@ def _sample(module: Any, vocab_size: int) -> None:
     module.sample(logits, floats, ints.int(), floats, floats, ints, ints)
 
 
+def _linear(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
+    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, out_size))
+    with overriding("linear", parameters):
+        module.linear(x, weight)
+
+
+def _linear_silu_mul(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
+    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, 2 * out_size))
+    with overriding("linear_silu_mul", parameters):
+        module.linear_silu_mul(x, weight)
+
+
 LAUNCHES = {
     "decode_attention": _decode,
     "prefill_attention": _prefill,
@@ -142,6 +157,8 @@ LAUNCHES = {
     "silu_mul": _silu_mul,
     "qkv_post": _qkv_post,
     "sample": _sample,
+    "linear": _linear,
+    "linear_silu_mul": _linear_silu_mul,
 }
 
 

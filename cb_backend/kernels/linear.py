@@ -1,0 +1,288 @@
+"""Products with weights for the few rows of a decode step: `x W^T + b`, plain or gated by SiLU.
+
+With few rows a product is one read of the weights, so the kernels are built to keep many bytes in flight on every
+multiprocessor: the weights are the tall operand of the tensor cores, and the sum over the input size is cut into a
+fixed number of splits where the output alone has too few tiles. The last program of a tile adds the splits in their
+order, so there is no second launch and results do not vary. A single row needs no tensor cores: plain multiply-adds.
+Which kernel serves a shape, or that the library's product is faster, stands in `tuned/<gpu>.json`.
+Knows matrices, not the projections of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cb_backend.kernels.launch import IS_INTERPRETING, jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
+
+MAX_ROWS = 128  # above, a product is no longer a read of the weights
+_MAX_TILES = 1 << 14  # split tiles of one launch: one counter each
+
+
+@jit()
+def _prefetch(pointers, num_bytes, IS_PREFETCHING: tl.constexpr):
+    """Ask for `num_bytes` (a multiple of 16) at each pointer to come into L2; waits for nothing."""
+    if IS_PREFETCHING:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+            [pointers.to(tl.uint64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit()
+def _gate(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up of fp32 sums, rounded where separate kernels would round."""
+    gate = gate.to(dtype).to(tl.float32)
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    return activated * up.to(dtype).to(tl.float32)
+
+
+@jit()
+def _sum_splits(partial_ptr, offset, mask, stride, SPLITS: tl.constexpr):
+    """The sum of a tile's splits, always in the same order. From L2 (.cg): other programs stored them there."""
+    total = tl.load(partial_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(partial_ptr + split * stride + offset, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@jit("num_rows")
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    num_rows,
+    out_size,
+    in_size,
+    split_size,
+    x_stride,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,  # two weights, out_size rows each: gate, then up
+    IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
+    SPLITS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,  # launched while the kernel before still runs
+    PREFETCH: tl.constexpr,  # elements of each weight row brought to L2 meanwhile
+    BLOCK_M: tl.constexpr,  # >= num_rows
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N output columns of all rows, summed over one split of the input size, a program."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n, m, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    start = split * split_size
+    end = tl.minimum(start + split_size, in_size)
+    # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.
+    weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
+    up_shift = out_size.to(tl.int64) * in_size
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        num_bytes = tl.minimum(PREFETCH, end - start) * 2
+        _prefetch(weight_row_ptr + start, num_bytes, PREFETCH > 0)
+        _prefetch(weight_row_ptr + start + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
+        tl.extra.cuda.gdc_wait()
+    weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
+    x_tile_ptr = x_ptr + tl.minimum(m, num_rows - 1)[:, None] * x_stride + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for offset in range(start, end, BLOCK_K):
+        if IS_EVEN:
+            weight = tl.load(weight_tile_ptr + offset, eviction_policy="evict_first")  # [BLOCK_N, BLOCK_K]
+            x = tl.load(x_tile_ptr + offset)  # [BLOCK_M, BLOCK_K]
+        else:
+            is_inside = (offset + k < end)[None, :]
+            weight = tl.load(weight_tile_ptr + offset, mask=is_inside, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_tile_ptr + offset, mask=is_inside, other=0.0)
+        if IS_GATED:
+            if IS_EVEN:
+                up = tl.load(weight_tile_ptr + up_shift + offset, eviction_policy="evict_first")
+            else:
+                up = tl.load(
+                    weight_tile_ptr + up_shift + offset, mask=is_inside, other=0.0, eviction_policy="evict_first"
+                )
+            acc_up = tl.dot(up, tl.trans(x), acc_up)
+        acc = tl.dot(weight, tl.trans(x), acc)
+    is_stored = (n < out_size)[:, None] & (m < num_rows)[None, :]
+    if SPLITS > 1:
+        # partial [SPLITS, num_rows, out_size], twice that long where gated
+        width = out_size * 2 if IS_GATED else out_size
+        offset = n[:, None] + m[None, :] * width
+        stride = num_rows * width
+        tl.store(partial_ptr + split * stride + offset, acc, mask=is_stored)
+        if IS_GATED:
+            tl.store(partial_ptr + split * stride + offset + out_size, acc_up, mask=is_stored)
+        # The barrier and the atomic make this program's sums visible before the count that announces them.
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.debug_barrier()
+        tl.store(counter_ptr + tile, 0)  # as the next launch wants it
+        acc = _sum_splits(partial_ptr, offset, is_stored, stride, SPLITS)
+        if IS_GATED:
+            acc_up = _sum_splits(partial_ptr + out_size, offset, is_stored, stride, SPLITS)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        acc = _gate(acc, acc_up, out_ptr.dtype.element_ty)
+    out_tile_ptr = out_ptr + n[:, None] + m[None, :] * out_size
+    tl.store(out_tile_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_stored)
+
+
+@jit()
+def _vector_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    out_size,
+    in_size,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight; 1: only those in registers
+):
+    """BLOCK_N output columns of the one row a program."""
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
+    up_shift = out_size.to(tl.int64) * in_size
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        num_bytes = tl.minimum(PREFETCH, in_size) * 2
+        _prefetch(weight_row_ptr, num_bytes, PREFETCH > 0)
+        _prefetch(weight_row_ptr + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
+        tl.extra.cuda.gdc_wait()
+    weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for offset in tl.range(0, in_size, BLOCK_K, num_stages=STAGES):
+        is_inside = offset + k < in_size
+        if IS_EVEN:
+            x = tl.load(x_ptr + offset + k).to(tl.float32)[None, :]
+            weight = tl.load(weight_tile_ptr + offset, eviction_policy="evict_first")
+        else:
+            x = tl.load(x_ptr + offset + k, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+            weight = tl.load(
+                weight_tile_ptr + offset, mask=is_inside[None, :], other=0.0, eviction_policy="evict_first"
+            )
+        acc += weight.to(tl.float32) * x
+        if IS_GATED:
+            if IS_EVEN:
+                up = tl.load(weight_tile_ptr + up_shift + offset, eviction_policy="evict_first")
+            else:
+                up = tl.load(weight_tile_ptr + up_shift + offset, mask=is_inside[None, :], other=0.0)
+            acc_up += up.to(tl.float32) * x
+    total = tl.sum(acc, axis=1)  # [BLOCK_N]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)
+    if IS_GATED:
+        total = _gate(total, tl.sum(acc_up, axis=1), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=n < out_size)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`linear_torch`, by whatever the tuned table says is fastest for this shape; rows of x may be strided."""
+    parameters = _parameters("linear", x, weight, weight.shape[0])
+    if parameters is None or "library" in parameters:
+        return linear_torch(x, weight, bias, out)
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+    _launch(x, weight, bias, out, parameters, is_gated=False)
+    return out
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear_silu_mul_torch` in one launch, or in two where the tuned table says so."""
+    out_size = weight.shape[0] // 2
+    parameters = _parameters("linear_silu_mul", x, weight, out_size)
+    if parameters is None or "library" in parameters:
+        return silu_mul(linear(x, weight))
+    out = x.new_empty(x.shape[0], out_size)
+    _launch(x, weight, None, out, parameters, is_gated=True)
+    return out
+
+
+def _parameters(op: str, x: Tensor, weight: Tensor, out_size: int) -> dict[str, int] | None:
+    """Launch parameters of the table's entry; None where the kernels do not apply."""
+    num_rows = x.shape[0]
+    if not 0 < num_rows <= MAX_ROWS or x.element_size() != 2 or needs_twin(x):
+        return None
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        return None
+    return launch_parameters(op, x.device, n=out_size, k=weight.shape[1], m=next_power_of_2(num_rows))
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parameters: dict[str, int], *, is_gated: bool
+) -> None:
+    """One launch of the kernel that `parameters` describe. Raises `ValueError` where `out` is not contiguous."""
+    if not out.is_contiguous():
+        raise ValueError(f"out has strides {out.stride()}; the product is written to a contiguous tensor")
+    num_rows, in_size = x.shape
+    out_size = out.shape[1]
+    block_n, block_k = parameters["block_n"], parameters["block_k"]
+    is_dependent = bool(parameters.get("dependent")) and not IS_INTERPRETING
+    num_tiles = -(-out_size // block_n)
+    # Prefetches are of whole 16 bytes, which rows of an odd size do not begin at.
+    prefetch = parameters.get("prefetch", 0) if in_size % 8 == 0 else 0
+    options = {"num_warps": parameters["num_warps"]} | ({"launch_pdl": True} if is_dependent else {})
+    if "vector" in parameters and num_rows == 1:
+        _vector_kernel[(num_tiles,)](
+            x, weight, bias, out, out_size, in_size,
+            HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0,
+            IS_DEPENDENT=is_dependent, PREFETCH=prefetch,
+            BLOCK_N=block_n, BLOCK_K=block_k, STAGES=parameters["num_stages"], **options,
+        )  # fmt: skip
+        return
+    splits = parameters["splits"]
+    split_size = -(-in_size // (splits * block_k)) * block_k
+    splits = -(-in_size // split_size)  # none of them empty
+    partial = counters = None
+    if splits > 1:
+        partial = torch.empty(splits, num_rows, out_size * (1 + is_gated), dtype=torch.float32, device=x.device)
+        counters = _counters(x.device)
+    _linear_kernel[(num_tiles, splits)](
+        x, weight, bias, out, partial, counters,
+        num_rows, out_size, in_size, split_size, x.stride(0),
+        HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0, SPLITS=splits,
+        IS_DEPENDENT=is_dependent, PREFETCH=prefetch,
+        BLOCK_M=max(16, next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=block_k,
+        num_stages=parameters["num_stages"], **options,
+    )  # fmt: skip
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that count a tile's finished splits; every launch leaves them zero.
+
+    NOTE: one set a device, so launches on two streams at once would disturb each other. It must exist before a CUDA
+    graph is captured: a step is always run once before its capture.
+    """
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run a product before its capture"
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x W^T + b. x [num_rows, in_size], weight [out_size, in_size], bias [out_size], all of one type.
+
+    Returns [num_rows, out_size], in `out` where given.
+    """
+    product = functional.linear(x, weight, bias)
+    return product if out is None else out.copy_(product)
+
+
+def linear_silu_mul_torch(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x G^T) * (x U^T). x [num_rows, in_size]; weight [2 * out_size, in_size], G above U.
+
+    Returns [num_rows, out_size]; products and activation are rounded to x's type, as in separate steps.
+    """
+    return silu_mul_torch(functional.linear(x, weight))

@@ -1,0 +1,302 @@
+"""Find, per weight shape and number of rows, the fastest product on this GPU: a kernel of ours or the library's.
+
+    python kernels/tune.py linear [--quick] [--models qwen3-0.6b] [--dry-run]
+
+Every product stands behind a small kernel in a CUDA graph, as in a model, and the small kernel's own time is taken off;
+weights rotate through more memory than an L2 cache holds. Variants are compiled first by several processes. The best
+few of a shape are tried again as dependent launches (they start, and prefetch weights, while the kernel before ends).
+Entries go to `cb_backend/kernels/tuned/<gpu>.json`, all times to `results/linear.csv`; shapes where the library is
+faster get no entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import TOLERANCE, relative_error, time_graph, write_csv
+from roofline import MODELS
+
+from cb_backend.cli.bench_device import conditions, measure_card
+from cb_backend.kernels.launch import num_multiprocessors, overriding
+from cb_backend.kernels.linear import linear, linear_silu_mul
+from cb_backend.kernels.rms_norm import rms_norm
+from cb_backend.kernels.silu_mul import silu_mul
+
+Parameters = dict[str, int]
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+TRIED_ROWS = (1, 8, 32, 64, 128)  # 2 to 16 rows are one compiled tile: tried at 8, compared with the library at each
+ROTATED_BYTES = 128 << 20
+MARGIN = 0.99  # of the library's time: what a kernel must be under to be used
+SHARED_BYTES = 227 << 10
+FINALISTS = 2
+
+# (block_n, block_k, num_warps, num_stages)
+VECTOR_TILES = ((8, 512, 4, 1), (4, 1024, 4, 1), (8, 1024, 8, 1), (8, 512, 4, 4), (4, 512, 2, 1), (16, 256, 4, 1))
+SMALL_TILES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (32, 256, 4, 4), (128, 64, 4, 5))
+LARGE_TILES = ((64, 128, 4, 4), (64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product of some model: `op` with out_size n and in_size k."""
+
+    op: str  # linear | linear_silu_mul
+    n: int
+    k: int
+    name: str  # the first model and projection that has it
+
+    @property
+    def weight_rows(self) -> int:
+        return self.n * (2 if self.op == "linear_silu_mul" else 1)
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Weights and rows in, rows out; gate and up of the separate activation are not needed."""
+        return 2 * (self.weight_rows * self.k + num_rows * (self.k + self.n))
+
+
+@dataclass
+class Bench:
+    """One shape's weights and rows, and how to time a product on them."""
+
+    shape: Shape
+    num_rows: int
+    weights: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self.raw, self.x = (
+            torch.randn(self.num_rows, self.shape.k, device="cuda").to(torch.bfloat16) for _ in range(2)
+        )
+        self.scale = torch.ones(self.shape.k, device="cuda", dtype=torch.bfloat16)
+        self.norm_seconds = self._time(lambda x, weight: None)
+        rms_norm(self.raw, self.scale, 1e-6, out=self.x)
+        self.wanted = self.library(self.x, self.weights[0])
+
+    def _time(self, product: Callable[[Tensor, Tensor], Any]) -> float:
+        rounds = -(-8 // len(self.weights))
+
+        def launch_all() -> int:
+            for weight in self.weights * rounds:
+                rms_norm(self.raw, self.scale, 1e-6, out=self.x)
+                product(self.x, weight)
+            return rounds * len(self.weights)
+
+        return time_graph(launch_all)
+
+    def library(self, x: Tensor, weight: Tensor) -> Tensor:
+        product = functional.linear(x, weight)
+        return silu_mul(product) if self.shape.op == "linear_silu_mul" else product
+
+    def ours(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear_silu_mul(x, weight) if self.shape.op == "linear_silu_mul" else linear(x, weight)
+
+    def library_seconds(self) -> float:
+        return self._time(self.library) - self.norm_seconds
+
+    def seconds(self, parameters: Parameters) -> float:
+        """Raises `ValueError` where the result is not the library's."""
+        with overriding(self.shape.op, parameters):
+            error = relative_error([self.ours(self.x, self.weights[0])], [self.wanted])
+            if not error < TOLERANCE:
+                raise ValueError(f"differs from the library: relative error {error:.3g}")
+            return self._time(self.ours) - self.norm_seconds
+
+
+def shapes_of(models: list[str]) -> list[Shape]:
+    """The distinct products of the models."""
+    found: dict[tuple[str, int, int], Shape] = {}
+    for model in models:
+        m = MODELS[model]
+        attention = m.num_heads * m.head_dim
+        for op, part, n, k in (
+            ("linear", "qkv", attention + 2 * m.num_kv_heads * m.head_dim, m.hidden_size),
+            ("linear", "o", m.hidden_size, attention),
+            ("linear_silu_mul", "gate_up", m.intermediate_size, m.hidden_size),
+            ("linear", "down", m.hidden_size, m.intermediate_size),
+            ("linear", "lm_head", m.vocab_size, m.hidden_size),
+        ):
+            found.setdefault((op, n, k), Shape(op, n, k, f"{model} {part}"))
+    return list(found.values())
+
+
+def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Iterator[Parameters]:
+    """Launch parameters worth timing: tiles that fit, with splits that give every multiprocessor something to read."""
+    names = ("block_n", "block_k", "num_warps", "num_stages")
+    if num_rows == 1:
+        for tile in VECTOR_TILES:
+            yield {"vector": 1, **dict(zip(names, tile, strict=True))}
+    block_m = max(16, num_rows)
+    weights = shape.weight_rows // shape.n
+    for tile in SMALL_TILES if num_rows <= 32 else LARGE_TILES:
+        block_n, block_k, num_warps, num_stages = tile
+        if weights == 2 and block_n > 64:
+            continue  # two sums of 128 columns do not fit into the registers
+        if weights == 2 and num_rows == 128:
+            num_warps = 8
+        if block_n * block_m * weights > 96 * 32 * num_warps:
+            continue  # its sums would spill
+        while 2 * num_stages * block_k * (block_n * weights + block_m) > SHARED_BYTES:
+            num_stages -= 1
+        if num_stages < 2:
+            continue
+        tiles = -(-shape.n // block_n)
+        shares = (1, 2) if is_quick else (1, 2, 3, 4)
+        for splits in sorted({splits_for(tiles, num_sms * share, shape.k // block_k) for share in shares}):
+            if splits > 1 and 3 * num_rows * splits > shape.k:
+                continue  # its partial sums would come near to the bytes of the weights
+            yield {
+                "block_n": block_n, "block_k": block_k, "splits": splits,
+                "num_warps": num_warps, "num_stages": num_stages,
+            }  # fmt: skip
+
+
+def splits_for(tiles: int, programs: int, most: int) -> int:
+    """The number of splits, out of a few, that brings `tiles` nearest to `programs` without passing it by a fifth."""
+    fitting = [splits for splits in (1, 2, 3, 4, 6, 8, 12, 16) if splits <= most and tiles * splits <= 1.2 * programs]
+    return max(fitting, default=1)
+
+
+def variant(shape: Shape, num_rows: int, parameters: Parameters) -> tuple[Any, ...]:
+    """What a compilation depends on."""
+    is_even = shape.k % parameters["block_k"] == 0
+    return shape.op, max(16, num_rows) if "splits" in parameters else 1, is_even, tuple(sorted(parameters.items()))
+
+
+def compile_one(job: tuple[Shape, int, Parameters]) -> str:
+    """Runs in a helper process: one launch, which leaves the compiled variant on disk. Returns an error or nothing."""
+    shape, num_rows, parameters = job
+    try:
+        x = torch.zeros(num_rows, shape.k, dtype=torch.bfloat16, device="cuda")
+        weight = torch.zeros(shape.weight_rows, shape.k, dtype=torch.bfloat16, device="cuda")
+        with overriding(shape.op, parameters):
+            linear_silu_mul(x, weight) if shape.op == "linear_silu_mul" else linear(x, weight)
+        torch.cuda.synchronize()
+        del x, weight
+        torch.cuda.empty_cache()  # many helpers share the card
+    except Exception as exception:  # too much shared memory, a failing compilation: the variant is left out
+        return f"{shape.op} {num_rows} rows {parameters}: {type(exception).__name__}: {exception}"[:200]
+    return ""
+
+
+def compile_all(pool: Any, jobs: list[tuple[Shape, int, Parameters]]) -> None:
+    # The smallest shape stands for all that share a variant.
+    jobs = sorted(jobs, key=lambda job: -job[0].n * job[0].k)
+    distinct = {variant(*job): job for job in jobs}
+    started = time.perf_counter()
+    errors = [error for error in pool.imap_unordered(compile_one, distinct.values()) if error]
+    seconds = time.perf_counter() - started
+    print(f"compiled {len(distinct)} variants in {seconds:.0f} s", *errors, sep="\n  ", flush=True)
+
+
+def best_of(bench: Bench, tried: list[Parameters]) -> list[tuple[float, Parameters]]:
+    """(seconds, parameters) from the fastest; those that fail are reported and left out."""
+    times = []
+    for parameters in tried:
+        try:
+            times.append((bench.seconds(parameters), parameters))
+        except Exception as exception:  # as in compile_one
+            print(f"  left out {bench.shape.name} {bench.num_rows} {parameters}: {exception}"[:200], flush=True)
+    return sorted(times, key=lambda entry: entry[0])
+
+
+def dependent(parameters: Parameters) -> list[Parameters]:
+    return [parameters | {"dependent": 1} | prefetch for prefetch in ({}, {"prefetch": 256}, {"prefetch": 1024})]
+
+
+def make_weights(shape: Shape) -> list[Tensor]:
+    size = (shape.weight_rows, shape.k)
+    sets = max(2, -(-ROTATED_BYTES // (2 * shape.weight_rows * shape.k)))
+    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) / shape.k**0.5 for _ in range(sets)]
+
+
+def tune_all(shapes: list[Shape], is_quick: bool, bandwidth: float, helpers: int) -> list[dict[str, Any]]:
+    """One row of results a shape and number of rows."""
+    num_sms = num_multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    tried = {(s, m): list(candidates(s, m, num_sms, is_quick)) for s in shapes for m in TRIED_ROWS}
+    has_dependents = torch.cuda.get_device_capability()[0] >= 9
+    results = []
+    with multiprocessing.get_context("spawn").Pool(helpers) as pool:
+        compile_all(pool, [(s, m, parameters) for (s, m), many in tried.items() for parameters in many])
+        best: dict[tuple[Shape, int], list[tuple[float, Parameters]]] = {}
+        for shape in shapes:
+            weights = make_weights(shape)
+            for m in TRIED_ROWS:
+                best[shape, m] = best_of(Bench(shape, m, weights), tried[shape, m])[:FINALISTS]
+        print("timed the first round", flush=True)
+        finals = {
+            key: [p for _, plain in found for p in (plain, *(dependent(plain) if has_dependents else ()))]
+            for key, found in best.items()
+        }
+        compile_all(pool, [(s, m, parameters) for (s, m), many in finals.items() for parameters in many])
+    for shape in shapes:
+        weights = make_weights(shape)
+        for m in ROWS:
+            bench = Bench(shape, m, weights)
+            found = best_of(bench, finals[shape, next(r for r in TRIED_ROWS if r >= m)])
+            results.append(result(bench, found, bandwidth))
+    return results
+
+
+def result(bench: Bench, found: list[tuple[float, Parameters]], bandwidth: float) -> dict[str, Any]:
+    shape, library = bench.shape, bench.library_seconds()
+    seconds, parameters = found[0] if found else (float("inf"), {})
+    plain = min((s for s, p in found if "dependent" not in p), default=float("inf"))
+    return {
+        "op": shape.op, "shape": shape.name, "n": shape.n, "k": shape.k, "m": bench.num_rows,
+        "library_us": round(1e6 * library, 2), "ours_us": round(1e6 * seconds, 2),
+        "plain_us": round(1e6 * plain, 2), "floor_us": round(1e6 * shape.num_bytes(bench.num_rows) / bandwidth, 2),
+        "norm_us": round(1e6 * bench.norm_seconds, 2),
+        "winner": "ours" if seconds < MARGIN * library else "library",
+        "parameters": " ".join(f"{name}={value}" for name, value in parameters.items()),
+    }  # fmt: skip
+
+
+def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
+    """The table of an op: what `launch_parameters` reads."""
+    found = []
+    for row in rows:
+        if row["op"] == op and row["winner"] == "ours":
+            use = {name: int(value) for name, _, value in (part.partition("=") for part in row["parameters"].split())}
+            found.append({"when": {name: row[name] for name in ("n", "k", "m")}, "use": use})
+    return found
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    print(f"{'shape':24} {'[n, k]':>15} {'m':>4} {'library':>8} {'ours':>8} {'plain':>8} {'floor':>8}  winner")
+    for row in rows:
+        print(
+            f"{row['shape']:24} {row['n']:>8} {row['k']:>6} {row['m']:4} {row['library_us']:8.2f} {row['ours_us']:8.2f}"
+            f" {row['plain_us']:8.2f} {row['floor_us']:8.2f}  {row['winner']:7} {row['parameters']}"
+        )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Tune, print and write the CSV. Returns the table's entries by op."""
+    started = time.perf_counter()
+    card = measure_card("cuda", "bfloat16")
+    if card is None:
+        raise SystemExit("no memory left on the GPU to measure its limits")
+    torch.cuda.empty_cache()
+    about = conditions("cuda")
+    about = {"gpu": about["card"], **{name: about[name] for name in ("driver", "torch", "triton", "commit")}}
+    about["copy_gb_s"] = round(card.bandwidth / 1e9)
+    helpers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    rows = tune_all(shapes_of(arguments.models.split(",")), arguments.quick, card.bandwidth, helpers)
+    print_rows(rows)
+    print(*(f"{name}={value}" for name, value in about.items()), f"in {time.perf_counter() - started:.0f} s")
+    if not arguments.dry_run:
+        write_csv(Path(__file__).parent / "results", "linear", rows, about)
+    return {op: entries(rows, op) for op in ("linear", "linear_silu_mul")}
