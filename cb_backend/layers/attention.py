@@ -41,8 +41,8 @@ class Attention:
         self.ops = ops
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(hidden_size, parts, has_bias=has_qkv_bias, dtype=dtype, device=device)
-        self.o_proj = Linear(q_size, {"o_proj": hidden_size}, has_bias=has_o_bias, dtype=dtype, device=device)
+        self.qkv_proj = Linear(hidden_size, parts, ops, has_bias=has_qkv_bias, dtype=dtype, device=device)
+        self.o_proj = Linear(q_size, {"o_proj": hidden_size}, ops, has_bias=has_o_bias, dtype=dtype, device=device)
         self.q_norm = self.k_norm = None
         self.eps = qk_norm_eps or 0.0
         if qk_norm_eps is not None:

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cb_backend.layers.ops import Ops
+
 
 class Linear:
     """y = x W^T + b. Several projections of the same input are one weight, so one product: `parts` in row order."""
 
     def __init__(
-        self, in_size: int, parts: dict[str, int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
+        self, in_size: int, parts: dict[str, int], ops: Ops, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.ops = ops
         self.parts = parts  # checkpoint name of the projection -> number of its output features
         out_size = sum(parts.values())
         self.weight = torch.empty(out_size, in_size, dtype=dtype, device=device)  # [out_size, in_size]
@@ -27,7 +30,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_size] -> [num_tokens, out_size]."""
-        return functional.linear(x, self.weight, self.bias)
+        product: Tensor = self.ops.linear(x, self.weight, self.bias)
+        return product
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         start = 0
@@ -52,9 +56,11 @@ class Embedding:
 class LMHead:
     """Hidden states to logits. A tied head shares the embedding's weight and owns no tensor."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, ops: Ops) -> None:
+        self.ops = ops
         self.weight = weight  # [vocab_size, hidden_size]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return functional.linear(hidden, self.weight)
+        logits: Tensor = self.ops.linear(hidden, self.weight)
+        return logits

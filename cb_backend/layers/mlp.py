@@ -25,14 +25,16 @@ class MLP:
         device: torch.device,
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, parts, has_bias=has_bias, dtype=dtype, device=device)
+        self.gate_up_proj = Linear(hidden_size, parts, ops, has_bias=has_bias, dtype=dtype, device=device)
         self.down_proj = Linear(
-            intermediate_size, {"down_proj": hidden_size}, has_bias=has_bias, dtype=dtype, device=device
+            intermediate_size, {"down_proj": hidden_size}, ops, has_bias=has_bias, dtype=dtype, device=device
         )
         self.ops = ops
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        if self.gate_up_proj.bias is None:
+            return self.down_proj(self.ops.linear_silu_mul(hidden, self.gate_up_proj.weight))
         return self.down_proj(self.ops.silu_mul(self.gate_up_proj(hidden)))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ from typing import Any
 from cb_backend.errors import ConfigError
 from cb_backend.kernels import (
     decode_attention,
+    linear,
     prefill_attention,
     qkv_post,
     rms_norm,
@@ -29,6 +30,8 @@ _MODULE_OF_OP = {
     "rms_norm": rms_norm,
     "add_rms_norm": rms_norm,
     "silu_mul": silu_mul,
+    "linear": linear,
+    "linear_silu_mul": linear,
     "qkv_post": qkv_post,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
@@ -51,6 +54,8 @@ class Ops:
     rms_norm: Op
     add_rms_norm: Op
     silu_mul: Op
+    linear: Op
+    linear_silu_mul: Op
     qkv_post: Op
     decode_attention: Op
     prefill_attention: Op

@@ -79,7 +79,7 @@ class DecoderForCausalLM:
         self.layers = [DecoderLayer(config, window, ops, dtype=dtype, device=device) for window in config.windows]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype=dtype, device=device)
         embedding = self.embed_tokens.weight
-        self.lm_head = LMHead(torch.empty_like(embedding) if has_own_head else embedding)
+        self.lm_head = LMHead(torch.empty_like(embedding) if has_own_head else embedding, ops)
 
     @property
     def has_own_head(self) -> bool:

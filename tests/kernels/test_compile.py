@@ -36,6 +36,16 @@ def prefill(arch: int, head_dim: int, **given: Any) -> dict[str, Any]:
     return case("prefill_attention", "_prefill_attention_kernel", arch, attention(head_dim, **given))
 
 
+def product(op: str, kernel: str, num_rows: int, **parameters: int) -> dict[str, Any]:
+    """gate_up or down of an 8192-wide MLP."""
+    call = {"parameters": {"num_warps": 4, **parameters}, "num_rows": num_rows, "out_size": 8192, "in_size": 2048}
+    return case(op, kernel, 90, call)
+
+
+def tiled(num_rows: int, op: str = "linear", **parameters: int) -> dict[str, Any]:
+    return product(op, "_linear_kernel", num_rows, **{"block_n": 64, "splits": 2, "block_k": 64, **parameters})
+
+
 CASES = {
     "decode, 2 stages": decode(90, 128, 2),
     "decode, 3 stages": decode(90, 128, 3),
@@ -52,6 +62,15 @@ CASES = {
     "silu_mul": case("silu_mul", "_silu_mul_kernel", 90, {"intermediate_size": 8192}),
     "sample, tiles": case("sample", "_tile_kernel", 90, {"vocab_size": 151936}),
     "sample, choice": case("sample", "_choose_kernel", 90, {"vocab_size": 151936}),
+    "linear, 3 stages": tiled(8, block_k=128, num_stages=3),
+    "linear, 4 stages": tiled(8, block_k=128, num_stages=4),
+    "linear, 64 rows": tiled(64, num_stages=4),
+    "linear, 128 rows": tiled(128, block_n=128, num_warps=8, num_stages=4, dependent=1, prefetch=256),
+    "linear_silu_mul": tiled(16, "linear_silu_mul", num_stages=5),
+    "linear_silu_mul, 128 rows": tiled(128, "linear_silu_mul", num_warps=8, num_stages=4),
+    "vector": product("linear", "_vector_kernel", 1, vector=1, block_n=8, block_k=512, num_stages=1),
+    "vector, gated": product("linear_silu_mul", "_vector_kernel", 1, vector=1, block_n=4, block_k=1024, num_stages=1,
+                             dependent=1, prefetch=256),
 }  # fmt: skip
 
 
@@ -97,6 +116,20 @@ def test_prefill_attention_is_multi_buffered(compiled: dict[str, dict[str, Any]]
 
 def test_prefill_attention_uses_warp_group_products_on_hopper(compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled["prefill"]["has_wgmma"]
+
+
+def test_products_are_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:
+    """A stage more is a tile more of weights and of rows in flight."""
+    three, four = compiled["linear, 3 stages"], compiled["linear, 4 stages"]
+    assert four["shared_bytes"] - three["shared_bytes"] == 2 * 128 * (64 + 16)
+    assert four["num_buffers"] == [4, 4]
+    assert compiled["linear_silu_mul"]["num_buffers"] == [5, 5, 5]
+    assert four["has_async_copy"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear")])
+def test_products_use_warp_group_products_on_hopper(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled[name]["has_wgmma"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("decode", "prefill"))])
