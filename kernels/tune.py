@@ -175,8 +175,10 @@ def tune_linear_products(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         path = TUNED / f"{gpu_slug(torch.device('cuda', torch.cuda.current_device()))}.json"
         tuned = json.loads(path.read_text()) if path.is_file() else {}
-        kept = {op: entries for op, entries in (tuned | found).items() if entries}
-        write_table(kept, path)
+        for op, entries in found.items():
+            others = [entry for entry in tuned.get(op, []) if not tune_linear.is_of(entry, arguments.models)]
+            tuned[op] = [*others, *entries]
+        write_table({op: entries for op, entries in tuned.items() if entries}, path)
         print(path.read_text())
     return 0
 

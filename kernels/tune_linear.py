@@ -12,6 +12,7 @@ faster get no entry.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import sys
@@ -37,8 +38,8 @@ from cb_backend.kernels.rms_norm import rms_norm
 from cb_backend.kernels.silu_mul import silu_mul
 
 Parameters = dict[str, int]
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-TRIED_ROWS = (1, 8, 32, 64, 128)  # 2 to 16 rows are one compiled tile: tried at 8, compared with the library at each
+# Rows that one compiled variant serves, so a row's result is the same in any batch of them; the first stands for all.
+ROW_GROUPS = ((1,), (8, 2, 4, 16), (32,), (64,), (128,))
 ROTATED_BYTES = 128 << 20
 MARGIN = 0.99  # of the library's time: what a kernel must be under to be used
 SHARED_BYTES = 227 << 10
@@ -201,15 +202,16 @@ def compile_all(pool: Any, jobs: list[tuple[Shape, int, Parameters]]) -> None:
     print(f"compiled {len(distinct)} variants in {seconds:.0f} s", *errors, sep="\n  ", flush=True)
 
 
-def best_of(bench: Bench, tried: list[Parameters]) -> list[tuple[float, Parameters]]:
-    """(seconds, parameters) from the fastest; those that fail are reported and left out."""
+def times_of(bench: Bench, tried: list[Parameters]) -> list[float]:
+    """Seconds of each; infinite, and reported, where it fails."""
     times = []
     for parameters in tried:
         try:
-            times.append((bench.seconds(parameters), parameters))
+            times.append(max(bench.seconds(parameters), 1e-7))
         except Exception as exception:  # as in compile_one
             print(f"  left out {bench.shape.name} {bench.num_rows} {parameters}: {exception}"[:200], flush=True)
-    return sorted(times, key=lambda entry: entry[0])
+            times.append(math.inf)
+    return times
 
 
 def dependent(parameters: Parameters) -> list[Parameters]:
@@ -225,35 +227,41 @@ def make_weights(shape: Shape) -> list[Tensor]:
 def tune_all(shapes: list[Shape], is_quick: bool, bandwidth: float, helpers: int) -> list[dict[str, Any]]:
     """One row of results a shape and number of rows."""
     num_sms = num_multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-    tried = {(s, m): list(candidates(s, m, num_sms, is_quick)) for s in shapes for m in TRIED_ROWS}
     has_dependents = torch.cuda.get_device_capability()[0] >= 9
-    results = []
+    tried = {(s, g[0]): list(candidates(s, g[0], num_sms, is_quick)) for s in shapes for g in ROW_GROUPS}
     with multiprocessing.get_context("spawn").Pool(helpers) as pool:
         compile_all(pool, [(s, m, parameters) for (s, m), many in tried.items() for parameters in many])
-        best: dict[tuple[Shape, int], list[tuple[float, Parameters]]] = {}
         for shape in shapes:
             weights = make_weights(shape)
-            for m in TRIED_ROWS:
-                best[shape, m] = best_of(Bench(shape, m, weights), tried[shape, m])[:FINALISTS]
+            for m in (group[0] for group in ROW_GROUPS):
+                times = times_of(Bench(shape, m, weights), tried[shape, m])
+                best = [tried[shape, m][i] for i in sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]]
+                tried[shape, m] = best + [d for plain in best if has_dependents for d in dependent(plain)]
         print("timed the first round", flush=True)
-        finals = {
-            key: [p for _, plain in found for p in (plain, *(dependent(plain) if has_dependents else ()))]
-            for key, found in best.items()
-        }
-        compile_all(pool, [(s, m, parameters) for (s, m), many in finals.items() for parameters in many])
+        compile_all(pool, [(s, m, parameters) for (s, m), many in tried.items() for parameters in many])
+    results = []
     for shape in shapes:
         weights = make_weights(shape)
-        for m in ROWS:
-            bench = Bench(shape, m, weights)
-            found = best_of(bench, finals[shape, next(r for r in TRIED_ROWS if r >= m)])
-            results.append(result(bench, found, bandwidth))
+        for group in ROW_GROUPS:
+            results += group_results([Bench(shape, m, weights) for m in group], tried[shape, group[0]], bandwidth)
     return results
 
 
-def result(bench: Bench, found: list[tuple[float, Parameters]], bandwidth: float) -> dict[str, Any]:
+def group_results(benches: list[Bench], tried: list[Parameters], bandwidth: float) -> list[dict[str, Any]]:
+    """A row of results for each number of rows, all at the parameters with the least geometric mean of times."""
+    times = [times_of(bench, tried) for bench in benches]
+    costs = [sum(map(math.log, column)) for column in zip(*times, strict=True)]
+    best = min(range(len(tried)), key=costs.__getitem__, default=None)
+    rows = []
+    for bench, found in sorted(zip(benches, times, strict=True), key=lambda pair: pair[0].num_rows):
+        seconds = math.inf if best is None else found[best]
+        plain = min((s for s, p in zip(found, tried, strict=True) if "dependent" not in p), default=math.inf)
+        rows.append(result(bench, seconds, plain, {} if best is None else tried[best], bandwidth))
+    return rows
+
+
+def result(bench: Bench, seconds: float, plain: float, parameters: Parameters, bandwidth: float) -> dict[str, Any]:
     shape, library = bench.shape, bench.library_seconds()
-    seconds, parameters = found[0] if found else (float("inf"), {})
-    plain = min((s for s, p in found if "dependent" not in p), default=float("inf"))
     return {
         "op": shape.op, "shape": shape.name, "n": shape.n, "k": shape.k, "m": bench.num_rows,
         "library_us": round(1e6 * library, 2), "ours_us": round(1e6 * seconds, 2),
@@ -272,6 +280,11 @@ def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
             use = {name: int(value) for name, _, value in (part.partition("=") for part in row["parameters"].split())}
             found.append({"when": {name: row[name] for name in ("n", "k", "m")}, "use": use})
     return found
+
+
+def is_of(entry: dict[str, Any], models: str) -> bool:
+    """Whether a table's entry is for a product of these models."""
+    return any((s.n, s.k) == (entry["when"]["n"], entry["when"]["k"]) for s in shapes_of(models.split(",")))
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -248,6 +248,7 @@ def _launch(
     splits = -(-in_size // split_size)  # none of them empty
     partial = counters = None
     if splits > 1:
+        assert num_tiles <= _MAX_TILES, f"{num_tiles} tiles of {block_n} columns: too many to split"
         partial = torch.empty(splits, num_rows, out_size * (1 + is_gated), dtype=torch.float32, device=x.device)
         counters = _counters(x.device)
     _linear_kernel[(num_tiles, splits)](
