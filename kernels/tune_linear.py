@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import TOLERANCE, relative_error, time_graph, write_csv
-from roofline import MODELS
+from linear_shapes import ROW_GROUPS, Parameters, Shape, candidates, shapes_of
 
 from cb_backend.cli.bench_device import conditions, measure_card
 from cb_backend.kernels.launch import num_multiprocessors, overriding
@@ -37,36 +37,9 @@ from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.rms_norm import rms_norm
 from cb_backend.kernels.silu_mul import silu_mul
 
-Parameters = dict[str, int]
-# Rows that one compiled variant serves, so a row's result is the same in any batch of them; the first stands for all.
-ROW_GROUPS = ((1,), (8, 2, 4, 16), (32,), (64,), (128,))
 ROTATED_BYTES = 128 << 20
 MARGIN = 0.99  # of the library's time: what a kernel must be under to be used
-SHARED_BYTES = 227 << 10
 FINALISTS = 2
-
-# (block_n, block_k, num_warps, num_stages)
-VECTOR_TILES = ((8, 512, 4, 1), (4, 1024, 4, 1), (8, 1024, 8, 1), (8, 512, 4, 4), (4, 512, 2, 1), (16, 256, 4, 1))
-SMALL_TILES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (32, 256, 4, 4), (128, 64, 4, 5))
-LARGE_TILES = ((64, 128, 4, 4), (64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A product of some model: `op` with out_size n and in_size k."""
-
-    op: str  # linear | linear_silu_mul
-    n: int
-    k: int
-    name: str  # the first model and projection that has it
-
-    @property
-    def weight_rows(self) -> int:
-        return self.n * (2 if self.op == "linear_silu_mul" else 1)
-
-    def num_bytes(self, num_rows: int) -> int:
-        """Weights and rows in, rows out; gate and up of the separate activation are not needed."""
-        return 2 * (self.weight_rows * self.k + num_rows * (self.k + self.n))
 
 
 @dataclass
@@ -114,60 +87,6 @@ class Bench:
             if not error < TOLERANCE:
                 raise ValueError(f"differs from the library: relative error {error:.3g}")
             return self._time(self.ours) - self.norm_seconds
-
-
-def shapes_of(models: list[str]) -> list[Shape]:
-    """The distinct products of the models."""
-    found: dict[tuple[str, int, int], Shape] = {}
-    for model in models:
-        m = MODELS[model]
-        attention = m.num_heads * m.head_dim
-        for op, part, n, k in (
-            ("linear", "qkv", attention + 2 * m.num_kv_heads * m.head_dim, m.hidden_size),
-            ("linear", "o", m.hidden_size, attention),
-            ("linear_silu_mul", "gate_up", m.intermediate_size, m.hidden_size),
-            ("linear", "down", m.hidden_size, m.intermediate_size),
-            ("linear", "lm_head", m.vocab_size, m.hidden_size),
-        ):
-            found.setdefault((op, n, k), Shape(op, n, k, f"{model} {part}"))
-    return list(found.values())
-
-
-def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Iterator[Parameters]:
-    """Launch parameters worth timing: tiles that fit, with splits that give every multiprocessor something to read."""
-    names = ("block_n", "block_k", "num_warps", "num_stages")
-    if num_rows == 1:
-        for tile in VECTOR_TILES:
-            yield {"vector": 1, **dict(zip(names, tile, strict=True))}
-    block_m = max(16, num_rows)
-    weights = shape.weight_rows // shape.n
-    for tile in SMALL_TILES if num_rows <= 32 else LARGE_TILES:
-        block_n, block_k, num_warps, num_stages = tile
-        if weights == 2 and block_n > 64:
-            continue  # two sums of 128 columns do not fit into the registers
-        if weights == 2 and num_rows == 128:
-            num_warps = 8
-        if block_n * block_m * weights > 96 * 32 * num_warps:
-            continue  # its sums would spill
-        while 2 * num_stages * block_k * (block_n * weights + block_m) > SHARED_BYTES:
-            num_stages -= 1
-        if num_stages < 2:
-            continue
-        tiles = -(-shape.n // block_n)
-        shares = (1, 2) if is_quick else (1, 2, 3, 4)
-        for splits in sorted({splits_for(tiles, num_sms * share, shape.k // block_k) for share in shares}):
-            if splits > 1 and 3 * num_rows * splits > shape.k:
-                continue  # its partial sums would come near to the bytes of the weights
-            yield {
-                "block_n": block_n, "block_k": block_k, "splits": splits,
-                "num_warps": num_warps, "num_stages": num_stages,
-            }  # fmt: skip
-
-
-def splits_for(tiles: int, programs: int, most: int) -> int:
-    """The number of splits, out of a few, that brings `tiles` nearest to `programs` without passing it by a fifth."""
-    fitting = [splits for splits in (1, 2, 3, 4, 6, 8, 12, 16) if splits <= most and tiles * splits <= 1.2 * programs]
-    return max(fitting, default=1)
 
 
 def variant(shape: Shape, num_rows: int, parameters: Parameters) -> tuple[Any, ...]:
