@@ -20,7 +20,7 @@ from cb_backend.kernels.decode_plan import (
     plan_decode,
     tile_alignment,
 )
-from cb_backend.kernels.launch import jit, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import can_overlap, jit, needs_twin, next_power_of_2, tl
 
 _PADDED_TOKENS = 16384  # most (rows x longest context) the twin gathers at once, so that a long row costs no memory
 
@@ -56,8 +56,11 @@ def _decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, rounded up
     MERGED: tl.constexpr,  # partial results read together
+    CAN_OVERLAP: tl.constexpr,
 ):
     """One split of one row and KV head a program; BLOCK_M >= GROUP query heads are the rows of its tiles."""
+    if CAN_OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(plan_ptr):
         return
@@ -196,7 +199,7 @@ def decode_attention(
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,
         BLOCK_G=next_power_of_2(group), MERGED=min(max(4096 // (next_power_of_2(group) * block_d), 1), 16),
-        num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+        CAN_OVERLAP=can_overlap(q.device), num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
     )  # fmt: skip
     return out
 

@@ -72,6 +72,16 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may let the next one start before it ends (programmatic dependent launch).
+
+    A kernel that does so loses nothing: one launched the plain way still waits for all of it, and one launched as a
+    dependent waits where it says so, having asked for its weights meanwhile.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
 def max_shared_bytes(device: torch.device) -> int:
     """Shared memory one program may have; without bound on the interpreter's CPU."""
     if device.type != "cuda":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import can_overlap, jit, launch_parameters, needs_twin, next_power_of_2, tl
 
 
 @jit()
@@ -24,9 +24,12 @@ def _rms_norm_kernel(
     hidden_size: tl.constexpr,
     eps: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    CAN_OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row a program."""
+    if CAN_OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_inside = column < hidden_size
@@ -77,7 +80,8 @@ def _launch(
     _rms_norm_kernel[(num_tokens,)](
         x, residual, weight, out, out_residual,
         x.stride(0), 0 if residual is None else residual.stride(0),
-        hidden_size=hidden_size, eps=eps, HAS_RESIDUAL=residual is not None, BLOCK=block,
+        hidden_size=hidden_size, eps=eps, HAS_RESIDUAL=residual is not None,
+        CAN_OVERLAP=can_overlap(x.device), BLOCK=block,
         **launch_parameters("rms_norm", x.device, block=block),
     )  # fmt: skip
 

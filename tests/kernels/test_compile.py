@@ -50,6 +50,7 @@ CASES = {
     "decode, 2 stages": decode(90, 128, 2),
     "decode, 3 stages": decode(90, 128, 3),
     "decode, 4 stages": decode(90, 128, 4),
+    "decode, overlapping": {**decode(90, 128), "overrides": {"CAN_OVERLAP": True}},
     "decode, sm_80": decode(80, 64),
     "decode, sm_100": decode(100, 128, block_size=64),
     "prefill": prefill(90, 128),
