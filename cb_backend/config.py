@@ -24,6 +24,11 @@ DTYPES = {
 }
 
 
+_AT_LEAST_ONE_IF_GIVEN = (
+    "max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "queue_timeout_ms", "timeout_ms"
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine can be told. Defaults work on a CPU box and on one GPU."""
@@ -45,7 +50,12 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # most tokens computed in one step
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step, whatever its length
     scheduling_policy: str = "fcfs"  # fcfs | static (the baseline: a batch is filled, then runs until all have ended)
-    max_queue_size: int = 4096  # requests waiting; beyond it a request is refused as UNAVAILABLE
+    # The queue
+    max_queue_size: int = 4096  # requests waiting beyond free slots; one more is refused as UNAVAILABLE
+    max_queue_tokens: int = 1 << 24  # their prompt tokens in all; beyond it a request is refused as UNAVAILABLE
+    queue_timeout_ms: int | None = None  # a request that has not started by then ends as UNAVAILABLE; None: it waits
+    timeout_ms: int | None = None  # the same for a request that has not ended, from its arrival at the engine
+    priority_aging_s: float = 10.0  # seconds of waiting that make up for one step of `priority`; 0: nothing does
     # The KV cache
     block_size: int = 16  # tokens a block
     kv_cache_memory_bytes: int | None = None  # None: gpu_memory_utilization of a GPU, or 1 GiB on a CPU
@@ -63,11 +73,15 @@ class EngineConfig:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("attention_backend", self.attention_backend, ("auto", "triton", "torch"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "static"))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size", "max_queue_tokens"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        for name in _AT_LEAST_ONE_IF_GIVEN:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        _require(
+            0 <= self.priority_aging_s < float("inf"),
+            f"priority_aging_s is {self.priority_aging_s}; it must be a number of seconds, 0 or more",
+        )
         _require(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",

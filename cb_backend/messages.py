@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 
 REQUEST_ID_BITS = 40  # request_id = (front_end_id << REQUEST_ID_BITS) | counter
 
@@ -34,7 +35,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True):
     request_id: int
     prompt_token_ids: bytes  # int32
     params: SamplingParams  # seed is always set
-    cache_salt: bytes = b""
+    scheduling: SchedulingParams = SchedulingParams()
 
 
 class CancelRequests(msgspec.Struct, tag=True, frozen=True):
@@ -164,6 +165,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_evicted_blocks: int
     engine_pid: int = 0  # counts of another process begin at 0
     steps: StepStats | None = None
+    num_refused: int = 0  # for a full queue
+    num_timed_out: int = 0
 
 
 class StepDump(msgspec.Struct, tag=True, frozen=True, kw_only=True):

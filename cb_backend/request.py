@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 
 NO_SLOT = -1
+
+QueueKey = tuple[int, float, int]  # compared as it is; the least starts first
 
 
 class RequestStatus(IntEnum):
@@ -67,12 +70,15 @@ class Request:
     stop_token_ids: tuple[int, ...]  # params.stop_token_ids and, unless ignore_eos, the model's end-of-sequence ids
     max_total_tokens: int  # prompt + output never exceeds this
     cache_salt: bytes = b""  # requests share cached blocks only within one salt
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     status: RequestStatus = RequestStatus.WAITING
     slot: int = NO_SLOT
     block_table: list[int] = field(default_factory=list)  # block ids in token order
     block_hashes: list[bytes] = field(default_factory=list)  # chain hash of each full block, as far as computed
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the last admission
     num_preemptions: int = 0
+    arrival_time: float = 0.0  # seconds, as the engine's owner counts them
+    queue_key: QueueKey = (0, 0.0, 0)  # place in the queue; set at the arrival
 
     @property
     def front_end_id(self) -> int:

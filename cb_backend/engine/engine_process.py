@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.engine.front_end_link import FrontEnd, FrontEndLink
+from cb_backend.engine.front_end_link import FrontEnd, FrontEndLink, report_failed_start
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
 from cb_backend.errors import CbError, ConfigError, ErrorCode
 from cb_backend.messages import (
@@ -59,7 +59,6 @@ BUSY_COLLECT_INTERVAL_S = 30.0  # garbage is collected when idle, and this often
 FIRST_FRONT_END_TIMEOUT_S = 60.0
 STALL_TIMEOUT_S = 10.0  # unfinished requests, but nothing to run
 MAX_FAILED_STEPS_IN_A_ROW = 3
-FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why
 
 T = TypeVar("T")
 
@@ -96,6 +95,7 @@ class EngineProcess:
             while not self.is_stopping:
                 self._take_messages()
                 if self.engine.has_unfinished():
+                    self._expire()
                     self._step()
                 self._look_around()
             return EXIT_DONE
@@ -142,7 +142,7 @@ class EngineProcess:
             return
         try:
             token_ids = token_ids_from_bytes(message.prompt_token_ids)
-            request = self.engine.make_request(message.request_id, token_ids, message.params, message.cache_salt)
+            request = self.engine.make_request(message.request_id, token_ids, message.params, message.scheduling)
             self.engine.add_request(request)
         except CbError as error:
             self.link.send(identity, RequestFailed(message.request_id, int(error.code), str(error)))
@@ -160,6 +160,13 @@ class EngineProcess:
             if front_end is not None:
                 front_end.open_request_ids.discard(request_id)
                 self.engine.cancel(request_id)
+
+    def _expire(self) -> None:
+        for request_id, reason in self.engine.expire():
+            front_end = self.link.front_ends.get(request_id >> REQUEST_ID_BITS)
+            if front_end is not None:
+                front_end.open_request_ids.discard(request_id)
+                self.link.send(front_end.identity, RequestFailed(request_id, int(ErrorCode.UNAVAILABLE), reason))
 
     def _drop_front_end(self, front_end_id: int) -> None:
         for request_id in self.link.leave(front_end_id):
@@ -264,18 +271,6 @@ def _pack_logprobs(logprobs: TokenLogprobs) -> StepLogprobs | None:
     if not len(logprobs.rows):
         return None
     return StepLogprobs.pack(logprobs.rows, logprobs.sampled, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
-
-
-def report_failed_start(link: FrontEndLink, reason: str) -> None:
-    """Tell every front end that says hello why there is no engine, for as long as they may still be coming."""
-    deadline = time.monotonic() + FAILED_START_LINGER_S
-    while time.monotonic() < deadline and link.is_server_alive:
-        link.wait(100)
-        while (received := link.receive()) is not None:
-            identity, message = received
-            if isinstance(message, Hello):
-                link.join(identity, message)
-                link.send(identity, EngineFailed(reason))
 
 
 def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:

@@ -6,12 +6,14 @@ Messages come out decoded, malformed ones never. What they mean is the engine pr
 from __future__ import annotations
 
 import logging
+import time
 
 import msgspec
 import zmq
 
 from cb_backend.messages import (
     REQUEST_ID_BITS,
+    EngineFailed,
     EngineMessage,
     FrontEndMessage,
     Hello,
@@ -19,6 +21,8 @@ from cb_backend.messages import (
     encode,
 )
 from cb_backend.process_watch import ProcessWatch
+
+FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -112,3 +116,15 @@ class FrontEndLink:
     def _watch(self, watch: ProcessWatch) -> None:
         if watch.fd is not None:
             self._poller.register(watch.fd, zmq.POLLIN)
+
+
+def report_failed_start(link: FrontEndLink, reason: str) -> None:
+    """Tell every front end that says hello why there is no engine, for as long as they may still be coming."""
+    deadline = time.monotonic() + FAILED_START_LINGER_S
+    while time.monotonic() < deadline and link.is_server_alive:
+        link.wait(100)
+        while (received := link.receive()) is not None:
+            identity, message = received
+            if isinstance(message, Hello):
+                link.join(identity, message)
+                link.send(identity, EngineFailed(reason))

@@ -1,14 +1,17 @@
 """The engine in one process: a scheduler and a model runner, driven step by step.
 
-No I/O, no threads, and no clock but the step log's: requests in, `EngineOutput`s out. `engine_process` puts it behind
-a socket; tests and the offline benchmark drive it directly. Run-ahead lives here: up to `run_ahead` steps are launched
-before the result of the oldest is read, so that the device never waits for the host.
+No I/O, no threads: requests in, `EngineOutput`s out. What time it is comes from a function that the owner may replace.
+`engine_process` puts it behind a socket; tests and the offline benchmark drive it directly. Run-ahead lives here: up
+to `run_ahead` steps are launched before the result of the oldest is read, so that the device never waits for the host.
 """
 
 from __future__ import annotations
 
 import importlib
+import time
 from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
@@ -24,6 +27,7 @@ from cb_backend.messages import EngineStats, ModelInfo
 from cb_backend.outputs import EngineOutput, ModelRunner, PendingOutput
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 
 
 class RunnerFactory(Protocol):
@@ -43,7 +47,13 @@ class StepFailedError(Exception):
 class LLMEngine:
     """Requests in, tokens out. Not thread-safe: one owner calls everything."""
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, info: ModelInfo) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        info: ModelInfo,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.info = info
         self.runner = runner
@@ -51,10 +61,15 @@ class LLMEngine:
         kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config, kv, info.max_model_len)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size)
+        self._clock = clock
         self._launched: deque[tuple[int, PendingOutput]] = deque()  # (step_id, result to come), oldest first
 
     def make_request(
-        self, request_id: int, prompt_token_ids: NDArray[np.int32], params: SamplingParams, cache_salt: bytes = b""
+        self,
+        request_id: int,
+        prompt_token_ids: NDArray[np.int32],
+        params: SamplingParams,
+        scheduling: SchedulingParams | None = None,
     ) -> Request:
         """Check a request against the model and complete it with what the model knows.
 
@@ -70,6 +85,8 @@ class LLMEngine:
         params.check(self.info.vocab_size)
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}; the engine gives one answer a request, send n requests")
+        scheduling = scheduling or SchedulingParams()
+        scheduling.check()
         eos = () if params.ignore_eos else self.info.eos_token_ids
         num_prompt_tokens = len(prompt_token_ids)
         return Request(
@@ -79,11 +96,13 @@ class LLMEngine:
             params=params,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             max_total_tokens=min(num_prompt_tokens + params.max_tokens, self.info.max_model_len),
-            cache_salt=cache_salt + self.runner.prefix_cache_key(num_prompt_tokens),
+            cache_salt=_salt_bytes(scheduling.cache_salt) + self.runner.prefix_cache_key(num_prompt_tokens),
+            scheduling=scheduling,
         )
 
     def add_request(self, request: Request) -> None:
         """Queue a request. `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full."""
+        self.scheduler.set_time(self._clock())
         self.scheduler.add_request(request)
 
     def cancel(self, request_id: int) -> bool:
@@ -92,6 +111,14 @@ class LLMEngine:
         if is_known:
             self.log.cancelled(request_id)
         return is_known
+
+    def expire(self) -> list[tuple[int, str]]:
+        """End requests whose timeout has passed: their ids, and what to tell their clients."""
+        self.scheduler.set_time(self._clock())
+        expired = self.scheduler.expire()
+        for request_id, _ in expired:
+            self.log.cancelled(request_id)
+        return expired
 
     def has_unfinished(self) -> bool:
         return bool(self._launched) or self.scheduler.has_unfinished()
@@ -103,6 +130,7 @@ class LLMEngine:
         """
         log, scheduler = self.log, self.scheduler
         log.begin()
+        scheduler.set_time(self._clock())
         while len(self._launched) <= self.run_ahead:
             plan = scheduler.schedule()
             if plan is None:
@@ -123,6 +151,7 @@ class LLMEngine:
         except Exception as error:
             raise self._failed(step_id, error) from error
         log.arrived()
+        scheduler.set_time(self._clock())
         output = scheduler.update_from_output(result)
         log.completed(step_id, output, self.has_unfinished())
         return output
@@ -138,6 +167,11 @@ class LLMEngine:
     def close(self) -> None:
         self._launched.clear()
         self.runner.close()
+
+
+def _salt_bytes(salt: str) -> bytes:
+    """Of one length, so that no salt can look like another one with a runner's key behind it."""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest() if salt else b""
 
 
 def create_engine(config: EngineConfig) -> LLMEngine:

@@ -1,24 +1,26 @@
 """Decides which tokens are computed in which step.
 
 One idea: every request's `num_computed_tokens` catches up with its tokens, under a token budget; running requests
-first, then waiting ones in order of arrival. Chunked prefill, prefix hits and preemption fall out of it. Up to
+first, then waiting ones in the queue's order. Chunked prefill, prefix hits and preemption fall out of it. Up to
 `run_ahead` further plans may be made before the result of an earlier one is fed back: lengths are known without the
 values, and rows of a request that turns out to have ended are dropped by its slot's epoch.
 
-This module does not know devices, tensors, text or processes. Plans go out, results come in; it never waits.
+This module does not know devices, tensors, text or processes. Plans go out, results come in; it never waits, and
+what time it is it is told (`set_time`): without that, time stands still, and nobody ages or times out.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from cb_backend.config import EngineConfig
 from cb_backend.engine.admission import AdmissionPolicy, FcfsAdmission, StaticAdmission
+from cb_backend.engine.deadlines import Deadlines
 from cb_backend.engine.in_flight import InFlightSteps
+from cb_backend.engine.preemption import Preemption, is_protected
+from cb_backend.engine.request_queue import RequestQueue
 from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_plan import DecodeBatch, StepPlan, launch
 from cb_backend.engine.step_result import StepCounters, StepResults
-from cb_backend.errors import InvalidRequestError, UnavailableError
+from cb_backend.errors import InvalidRequestError
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
 from cb_backend.outputs import EngineOutput, ModelRunnerOutput, NewBlocks, SchedulerOutput
@@ -35,7 +37,6 @@ class Scheduler:
         self._kv = kv
         self._budget = config.max_num_batched_tokens
         self._is_chunking = config.enable_chunked_prefill
-        self._max_queue_size = config.max_queue_size
         self._max_model_len = max_model_len
         self._num_cache_tokens = kv.num_usable_blocks * kv.block_size
         # Never more running requests than budget: then every running request can be given a token in every step.
@@ -46,13 +47,17 @@ class Scheduler:
         self._counters = StepCounters()
         self._results = StepResults(self._table, kv, self._in_flight, self._counters)
         self._decode_batch = DecodeBatch(self._table)
-        self._admission: AdmissionPolicy = FcfsAdmission()
-        if config.scheduling_policy == "static":
-            self._admission = StaticAdmission(kv, num_slots)
-        self._waiting: OrderedDict[int, Request] = OrderedDict()  # by request id, first arrived first
+        self._queue = RequestQueue(config.max_queue_size, config.max_queue_tokens, config.priority_aging_s)
+        self._deadlines = Deadlines(config.timeout_ms, config.queue_timeout_ms)
+        self._preemption = Preemption(self._table, kv, self._in_flight, self._results, self._queue, self._counters)
+        self._is_static = config.scheduling_policy == "static"
+        self._admission: AdmissionPolicy = StaticAdmission(kv, num_slots) if self._is_static else FcfsAdmission()
+        self._now = 0.0
         self._step_id = 0
         self._was_exclusive = False  # the last plan was one whole prompt, and decode rows had to wait for it
-        self._blocked_at = _CAN_ALWAYS_TRY  # free blocks when the head of the queue last did not fit
+        self._blocked_head: Request | None = None  # the head of the queue when it last did not fit ...
+        self._blocked_at = _CAN_ALWAYS_TRY  # ... the free blocks at that time
+        self._blocked_version = 0  # ... and the slot table's version
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
@@ -62,7 +67,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_slots(self) -> int:
@@ -79,7 +84,11 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         """Whether any request still has a token to come, or a launched step has not come back."""
-        return bool(self._waiting) or self.num_running > 0 or len(self._in_flight) > 0
+        return bool(len(self._queue)) or self.num_running > 0 or len(self._in_flight) > 0
+
+    def set_time(self, now: float) -> None:
+        """Tell what time it is, in seconds from anywhere. It never goes back."""
+        self._now = max(self._now, now)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full.
@@ -100,19 +109,33 @@ class Scheduler:
                 f"({self._kv.num_usable_blocks} blocks of {self._kv.block_size}), one of which must be left for the "
                 "output; shorten the prompt or give the cache more memory"
             )
-        if request.request_id in self._results.running or request.request_id in self._waiting:
+        if request.request_id in self._results.running or request.request_id in self._queue:
             raise InvalidRequestError(f"request id {request.request_id} is in use; ids must be unique")
-        if len(self._waiting) >= self._max_queue_size:
-            raise UnavailableError(
-                f"the queue is full ({self._max_queue_size} requests waiting); try again later or raise max_queue_size"
-            )
+        self._queue.arrive(
+            request, self._now, self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size
+        )
         request.max_total_tokens = min(request.max_total_tokens, self._max_model_len, self._num_cache_tokens)
         request.status = RequestStatus.WAITING
-        self._waiting[request.request_id] = request
+        self._deadlines.add(request)
 
     def cancel(self, request_id: int) -> bool:
         """End a waiting or running request now; no output is owed for it. False if it is unknown or has ended."""
-        request = self._waiting.pop(request_id, None)
+        if not self._end(request_id):
+            return False
+        self._counters.num_cancelled += 1
+        return True
+
+    def expire(self) -> list[tuple[int, str]]:
+        """End the requests whose timeout has passed: their ids and what to tell. No other output is owed for them."""
+        expired = []
+        for request, reason in self._deadlines.due(self._now):
+            self._end(request.request_id)
+            self._counters.num_timed_out += 1
+            expired.append((request.request_id, reason))
+        return expired
+
+    def _end(self, request_id: int) -> bool:
+        request = self._queue.remove(request_id)
         if request is not None:
             request.status = RequestStatus.FINISHED_ABORTED
         elif request_id in self._results.running:
@@ -120,7 +143,6 @@ class Scheduler:
         else:
             return False
         self._blocked_at = _CAN_ALWAYS_TRY
-        self._counters.num_cancelled += 1
         return True
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -130,6 +152,7 @@ class Scheduler:
         if self._in_flight.is_full:
             return None
         plan = StepPlan(self._budget)
+        self._yield_to_head()
         self._was_exclusive = self._needs_exclusive_step() and self._admit_head(plan)
         if not self._was_exclusive:
             can_admit = self._plan_decode_rows(plan)
@@ -161,7 +184,7 @@ class Scheduler:
             growing = batch.slots[batch.out_of_room].tolist()
             has_enough = len(growing) <= self._kv.num_free_blocks
             if not has_enough:
-                growing = self._make_room(growing, batch)
+                growing = self._preemption.make_room(growing, batch)
             self._grow(growing, plan, batch)
         if len(batch.slots):
             plan.set_decode(batch)
@@ -178,44 +201,8 @@ class Scheduler:
             for slot, request, block_id in zip(slots, requests, block_ids, strict=True)
         )
 
-    def _make_room(self, growing: list[int], batch: DecodeBatch) -> list[int]:
-        """Preempt the youngest until every other growing slot can have a block, now or once launched steps are back.
-
-        Returns the slots that get a block now; victims and those who must wait leave the batch. Preempting comes
-        before any row is planned, so no row has to be taken back; blocks on their way count, so that no victim is
-        taken in vain.
-        """
-        table = self._table
-        is_ending = table.num_computed_tokens[table.order] >= table.max_computed_tokens[table.order]
-        ending = [table.request_at(slot).block_table for slot in table.order[is_ending].tolist()]
-        victims = table.order[~is_ending].tolist()
-        dropped = []
-        while len(growing) > self._kv.num_free_blocks + self._in_flight.num_blocks_coming(
-            self._kv.pool.ref_cnt, ending
-        ):
-            victim = victims.pop()
-            assert victims, "the oldest request alone must fit the cache"
-            self._preempt(victim)
-            growing = [slot for slot in growing if slot != victim]
-            dropped.append(victim)
-        num_free = self._kv.num_free_blocks
-        batch.drop([*dropped, *growing[num_free:]])
-        return growing[:num_free]
-
-    def _preempt(self, slot: int) -> None:
-        """Give the request's blocks away and put it at the head of the queue; it will be recomputed.
-
-        Victims come youngest first and everyone in the queue is younger, so the queue stays in order of arrival.
-        """
-        request = self._results.leave(slot, RequestStatus.PREEMPTED)
-        request.num_preemptions += 1
-        self._counters.num_preemptions += 1
-        self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
-        self._blocked_at = _CAN_ALWAYS_TRY
-
     def _plan_prefill_chunks(self, plan: StepPlan) -> None:
-        """Give what is left of the budget to requests whose prefill has begun, oldest first."""
+        """Give what is left of the budget to requests whose prefill has begun, in the queue's order."""
         table, order = self._table, self._table.order
         if plan.num_rows == len(order):
             return
@@ -234,34 +221,52 @@ class Scheduler:
 
     def _needs_exclusive_step(self) -> bool:
         """Without chunking, a prompt that does not fit beside the decode rows gets a step of its own, now and then."""
-        if self._is_chunking or self._was_exclusive or not self._waiting or not self.num_running:
+        head = self._queue.head
+        if self._is_chunking or self._was_exclusive or head is None or not self.num_running:
             return False
-        head = next(iter(self._waiting.values()))
         return len(head.token_ids) > self._budget - self.num_running
+
+    def _yield_to_head(self) -> None:
+        """Let the first of the queue preempt what is less urgent. Costs nothing where all priorities are equal."""
+        head = self._queue.head
+        if head is None or self._is_static or self._table.highest_priority <= head.scheduling.priority:
+            return
+        num_cached = len(self._kv.get_computed_blocks(head)[0])
+        num_blocks = self._kv.num_blocks_for(self._num_tokens_to_hold(head)) - num_cached
+        self._preemption.yield_to(head, num_blocks + self._admission.num_reserved_blocks(self.num_running))
+
+    def _num_tokens_to_hold(self, request: Request) -> int:
+        """Tokens for which a request needs blocks at its start: those it has, or all it may ever have."""
+        return request.max_total_tokens if is_protected(request) else len(request.token_ids)
 
     def _admit_head(self, plan: StepPlan) -> bool:
         """Start the first waiting request if slots, memory, budget and policy allow; its blocks hold all its tokens."""
-        if not self._waiting or not self._table.has_free_slot:
+        head = self._queue.head
+        if head is None or not self._table.has_free_slot:
             return False
-        head = next(iter(self._waiting.values()))
-        if self.num_running and self._kv.num_free_blocks <= self._blocked_at:
+        if self.num_running and self._is_still_blocked(head):
             return False
-        if not self._admission.may_admit(head, self._waiting.values(), self.num_running):
+        if not self._admission.may_admit(head, self._queue, self.num_running):
             return False
-        num_tokens = len(head.token_ids)
         computed_blocks, num_computed = self._kv.get_computed_blocks(head)
-        if not self._is_chunking and plan.num_rows and num_tokens - num_computed > plan.budget:
+        if not self._is_chunking and plan.num_rows and len(head.token_ids) - num_computed > plan.budget:
             return False
         num_reserved = self._admission.num_reserved_blocks(self.num_running)
-        if self._kv.allocate_slots(head, num_tokens, computed_blocks, num_reserved) is None:
-            self._blocked_at = self._kv.num_free_blocks
+        if self._kv.allocate_slots(head, self._num_tokens_to_hold(head), computed_blocks, num_reserved) is None:
+            self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
+            self._blocked_version = self._table.version
             return False
-        del self._waiting[head.request_id]
+        self._queue.start(head, self._now)
         self._blocked_at = _CAN_ALWAYS_TRY
         self._results.join(head, num_computed)
         plan.add_joined(head)
         self._plan_prefill(plan, head.slot)
         return True
+
+    def _is_still_blocked(self, head: Request) -> bool:
+        """Whether nothing has changed for the better since the same request did not fit."""
+        is_same = head is self._blocked_head and self._blocked_version == self._table.version
+        return is_same and self._kv.num_free_blocks <= self._blocked_at
 
     # ---- looking in -------------------------------------------------------------------------------------------------
 
@@ -279,12 +284,17 @@ class Scheduler:
             num_output_tokens=counters.num_output_tokens,
             num_cancelled=counters.num_cancelled,
             num_evicted_blocks=self._kv.pool.num_evicted_blocks,
+            num_refused=self._queue.num_refused,
+            num_timed_out=counters.num_timed_out,
         )
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless blocks, slots and queue add up. For tests and idle moments; O(everything)."""
         self._table.check_integrity()
+        keys = [request.queue_key for request in self._queue]
+        assert keys == sorted(keys), "the queue is out of order"
+        assert self._queue.num_tokens == sum(len(request.token_ids) for request in self._queue), "queued tokens"
         running = [request for request in self._table.requests if request is not None]
         assert {request.request_id: request for request in running} == self._results.running, "running sets differ"
-        assert all(not request.block_table for request in self._waiting.values()), "a waiting request holds blocks"
+        assert all(not request.block_table for request in self._queue), "a waiting request holds blocks"
         self._kv.check_integrity([*(request.block_table for request in running), *self._in_flight.deferred_blocks])

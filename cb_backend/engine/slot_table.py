@@ -1,8 +1,8 @@
 """State of all running requests as NumPy arrays, so that a steady step costs a few array calls whatever the batch.
 
 A slot is a request's place for as long as it runs; the model runner keeps its device state under the same numbers.
-`order` lists the taken slots by arrival. This module does not know blocks, budgets or the queue: it holds the figures
-and answers what a batch of sampled tokens means for each request.
+`order` lists the taken slots as their requests stood in the queue. This module does not know blocks, budgets or the
+queue: it holds the figures and answers what a batch of sampled tokens means for each request.
 
 NOTE: how many tokens a request has is not stored. A request past its prefill has `num_computed_tokens + 1` tokens,
 the last of them perhaps sampled by a step whose result has not been read yet; before that it has
@@ -41,7 +41,8 @@ class SlotTable:
         """`max_tokens` bounds prompt + output of any request."""
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * num_slots
-        self.order: NDArray[np.intp] = np.empty(0, np.intp)  # [num_running] taken slots, first arrived first
+        self.order: NDArray[np.intp] = np.empty(0, np.intp)  # [num_running] taken slots, least queue_key first
+        self.highest_priority = -(2**31)  # greatest `priority` value (the least urgent) of the running requests
         self.version = 0  # changes with every join and leave
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
@@ -52,6 +53,7 @@ class SlotTable:
         self.token_ids = np.empty((num_slots, max_tokens), np.int32)
         self.epoch = counts()  # raised when the request leaves: results of its launched rows are dropped by it
         self.request_ids = np.zeros(num_slots, np.int64)
+        self.priority = counts()
         self.num_prompt_tokens = counts()
         self.num_prefill_tokens = counts()  # tokens known at the join: prompt, and output from before a preemption
         self.num_computed_tokens = counts()  # launched steps included
@@ -67,11 +69,15 @@ class SlotTable:
         return len(self.order)
 
     @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
     def join(self, request: Request, num_computed_tokens: int) -> int:
-        """Give the request a slot, last in order; its block table is complete for all its known tokens."""
+        """Give the request a slot; its block table is complete for all its known tokens."""
         slot = self._free_slots.pop()
         num_tokens = len(request.token_ids)
         request.slot = slot
@@ -79,6 +85,7 @@ class SlotTable:
         self.request_ids[slot] = request.request_id
         self.token_ids[slot, :num_tokens] = request.token_ids
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.priority[slot] = request.scheduling.priority
         self.num_prefill_tokens[slot] = num_tokens
         self.num_computed_tokens[slot] = num_computed_tokens
         self.num_known_tokens[slot] = num_tokens
@@ -87,8 +94,12 @@ class SlotTable:
         self.max_computed_tokens[slot] = request.max_total_tokens - 1
         self.min_total_tokens[slot] = request.num_prompt_tokens + min(request.params.min_tokens, 2**30)
         self._set_stop_ids(slot, request.stop_token_ids)
-        self.order = np.append(self.order, slot)
-        self.version += 1
+        key = request.queue_key
+        place = len(self.order)
+        while place and self.request_at(int(self.order[place - 1])).queue_key > key:
+            place -= 1
+        self.order = np.insert(self.order, place, slot)
+        self._note_change()
         return slot
 
     def leave(self, slot: int) -> Request:
@@ -101,8 +112,12 @@ class SlotTable:
         self.epoch[slot] += 1
         self.order = self.order[self.order != slot]
         self._free_slots.append(slot)
-        self.version += 1
+        self._note_change()
         return request
+
+    def _note_change(self) -> None:
+        self.version += 1
+        self.highest_priority = int(self.priority[self.order].max(initial=-(2**31)))
 
     def request_at(self, slot: int) -> Request:
         request = self.requests[slot]
@@ -141,6 +156,8 @@ class SlotTable:
         """Raise `AssertionError` unless slots, order and figures agree."""
         taken = [slot for slot, request in enumerate(self.requests) if request is not None]
         assert sorted(self.order.tolist()) == taken, "order and taken slots differ"
+        keys = [self.request_at(slot).queue_key for slot in self.order.tolist()]
+        assert keys == sorted(keys), "the running requests are out of order"
         assert sorted([*taken, *self._free_slots]) == list(range(len(self.requests))), "a slot is lost or free twice"
         for slot in taken:
             request = self.request_at(slot)

@@ -33,6 +33,7 @@ class StepCounters:
     num_cached_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cancelled: int = 0
+    num_timed_out: int = 0
 
 
 class StepResults:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.sampling_json import check_json_size, parse_sampling_params
+from cb_backend.front_end.sampling_json import check_json_size, parse_params
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 
 # Clients of vllm_backend compare with this text.
 STREAM_WITH_INPUT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
@@ -44,6 +45,7 @@ class GenerateRequest:
 
     text: str  # the prompt; empty where `input_ids` is given
     params: SamplingParams  # checked; the seed is always set
+    scheduling: SchedulingParams
     is_stream: bool
     is_input_prepended: bool  # the answer begins with `text`; never when streaming
     return_finish_reason: bool
@@ -83,7 +85,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
         raise InvalidRequestError(
             "'exclude_input_in_output' is false, but the prompt is given as token ids and has no text; leave it out"
         )
-    params = parse_sampling_params(_sampling_text(inputs, parameters), vocab_size)
+    params, scheduling = parse_params(_sampling_text(inputs, parameters), vocab_size)
     return GenerateRequest(
         text="" if text_bytes is None else _decode_utf8("text_input", text_bytes),
         params=msgspec.structs.replace(
@@ -92,6 +94,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
                 params, bool(flags["return_logprobs"]), bool(flags["return_cumulative_logprob"])
             ),
         ),
+        scheduling=scheduling,
         is_stream=is_stream,
         is_input_prepended=not is_input_excluded,
         return_finish_reason=bool(flags["return_finish_reason"]),

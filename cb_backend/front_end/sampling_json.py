@@ -1,4 +1,4 @@
-"""The JSON text of sampling parameters, as clients of vLLM write it, to a `SamplingParams`.
+"""The JSON text of sampling parameters, as clients of vLLM write it, to `SamplingParams` and `SchedulingParams`.
 
 Values may be strings ("0.7", "128", "false"), null means the default, and a name that has no effect here is refused
 instead of ignored. Every failure is an `InvalidRequestError`. It does not know tensors or the model.
@@ -23,6 +23,7 @@ from cb_backend.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from cb_backend.scheduling_params import SchedulingParams
 
 # All the stop strings and ids that are allowed fit with every character escaped; larger text cannot be valid.
 MAX_JSON_BYTES = 128 * 1024
@@ -34,18 +35,22 @@ _NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 
 
-def parse_sampling_params(text: str, vocab_size: int) -> SamplingParams:
-    """Parse and check one request's sampling parameters; a seed is drawn where none is given.
+def parse_params(text: str, vocab_size: int) -> tuple[SamplingParams, SchedulingParams]:
+    """Parse and check one request's parameters; a seed is drawn where none is given.
 
     Raises `InvalidRequestError` that names the parameter, its value and the remedy.
     """
     values: dict[str, Any] = {}
+    scheduling_values: dict[str, Any] = {}
     for name, value in _load_object(text).items():
         if name in _READERS:
             if value is None and name == "max_tokens":
                 raise InvalidRequestError("max_tokens is null; give a number of at least 1 or leave it out")
             if value is not None:
                 values[name] = _READERS[name](name, value)
+        elif name in _SCHEDULING_READERS:
+            if value is not None:
+                scheduling_values[name] = _SCHEDULING_READERS[name](name, value)
         elif name in _NEUTRAL_VALUES:
             _check_neutral(name, value)
         else:
@@ -55,7 +60,9 @@ def parse_sampling_params(text: str, vocab_size: int) -> SamplingParams:
         values["seed"] = secrets.randbits(64)
     params = SamplingParams(**values)
     params.check(vocab_size)
-    return params
+    scheduling = SchedulingParams(**scheduling_values)
+    scheduling.check()
+    return params, scheduling
 
 
 def check_json_size(num_bytes: int) -> None:
@@ -121,6 +128,12 @@ def _read_bool(name: str, value: Any) -> bool:
     if result is None:
         raise InvalidRequestError(f"{name} must be true or false, got {_show(value)}")
     return result
+
+
+def _read_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a string, got {_show(value)}")
+    return value
 
 
 def _read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
@@ -201,6 +214,14 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+_SCHEDULING_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "priority": _read_int,
+    "timeout_ms": _read_int,
+    "queue_timeout_ms": _read_int,
+    "cache_salt": _read_text,
+}
+
+
 # ---- names of vLLM that are not built yet ---------------------------------------------------------------------------
 
 # Accepted at the value that changes nothing (null always is one); any other value is refused by name.
@@ -250,7 +271,7 @@ def _equals(value: Any, neutral: Any) -> bool:
 
 
 def _refuse_unknown(name: str) -> None:
-    known = [*_READERS, *_NEUTRAL_VALUES]
+    known = [*_READERS, *_SCHEDULING_READERS, *_NEUTRAL_VALUES]
     close = difflib.get_close_matches(name, known, n=1) if len(name) <= _MAX_SHOWN else []
     hint = f"; did you mean {close[0]!r}?" if close else "; remove it"
     raise InvalidRequestError(f"unknown sampling parameter {_show(name)}{hint}")

@@ -137,7 +137,10 @@ class TritonPythonModel:
         prompt = token_ids_to_bytes(token_ids)
         request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.n - 1))]
         answers = [self._new_answer(live, request_id, generate, token_ids) for request_id in request_ids]
-        requests = [AddRequest(rid, prompt, params.of_answer(index)) for index, rid in enumerate(request_ids)]
+        requests = [
+            AddRequest(rid, prompt, params.of_answer(index), generate.scheduling)
+            for index, rid in enumerate(request_ids)
+        ]
         others = list(zip(answers[1:], requests[1:], strict=True))
         live.begin(generate, answers, len(token_ids), (lambda: self._start_others(live, others)) if others else None)
         self._start(live, answers[0], requests[0])

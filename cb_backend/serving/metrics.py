@@ -33,6 +33,8 @@ _ENGINE_COUNTERS = {
     "cb_output_tokens_total": ("num_output_tokens", "Tokens generated"),
     "cb_preemptions_total": ("num_preemptions", "Requests put back into the queue for lack of KV blocks"),
     "cb_engine_cancellations_total": ("num_cancelled", "Requests ended at the engine before their end"),
+    "cb_refused_requests_total": ("num_refused", "Requests refused for a full queue"),
+    "cb_timed_out_requests_total": ("num_timed_out", "Requests ended by timeout_ms or queue_timeout_ms"),
     "cb_evicted_blocks_total": ("num_evicted_blocks", "Cached KV blocks given up for new ones"),
 }
 _VLLM_ENGINE_COUNTERS = {

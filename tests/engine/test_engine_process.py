@@ -40,6 +40,9 @@ class StuckEngine:
     def has_unfinished(self) -> bool:
         return self.is_stuck
 
+    def expire(self) -> list[tuple[int, str]]:
+        return []
+
     def step(self) -> None:
         self.num_steps += 1
 

@@ -14,6 +14,7 @@ from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, SchedulerOutput
 from cb_backend.request import FinishReason, Request
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.runners import FakePending, ScriptedRunner
 
 MAX_STEPS = 20_000
@@ -47,13 +48,20 @@ class FakeEngine:
         self.reasons: dict[int, FinishReason] = {}
 
     def add(
-        self, request_id: int, prompt: int | list[int], *, stop_ids: tuple[int, ...] = (), **params: Any
+        self,
+        request_id: int,
+        prompt: int | list[int],
+        *,
+        stop_ids: tuple[int, ...] = (),
+        scheduling: SchedulingParams | None = None,
+        **params: Any,
     ) -> Request:
         """Queue a request; an integer prompt is that many tokens of its own."""
         tokens = [request_id] * prompt if isinstance(prompt, int) else prompt
         sampling = SamplingParams(**{"max_tokens": 8, **params})
         total = min(len(tokens) + sampling.max_tokens, self.max_model_len)
         request = Request(request_id, np.array(tokens, np.int32), len(tokens), sampling, stop_ids, total)
+        request.scheduling = scheduling or SchedulingParams()
         self.scheduler.add_request(request)
         self.tokens[request_id] = []
         return request

@@ -14,6 +14,7 @@ from cb_backend.errors import ErrorCode
 from cb_backend.front_end.supervisor import EngineSupervisor
 from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 
 WAIT_S = 20.0  # far above what anything takes; a test that needs it has failed
 
@@ -69,12 +70,17 @@ def make_supervisor(config: EngineConfig, base: Path, server_pid: int | None = N
 
 
 def submit(
-    supervisor: EngineSupervisor, prompt: list[int], max_tokens: int, sink: Sink | None = None
+    supervisor: EngineSupervisor,
+    prompt: list[int],
+    max_tokens: int,
+    sink: Sink | None = None,
+    scheduling: SchedulingParams | None = None,
 ) -> tuple[int, Sink]:
     sink = sink or Sink()
     request_id = supervisor.client.new_request_id()
     params = SamplingParams(max_tokens=max_tokens, seed=0)
-    supervisor.client.submit(AddRequest(request_id, token_ids_to_bytes(prompt), params), sink)
+    request = AddRequest(request_id, token_ids_to_bytes(prompt), params, scheduling or SchedulingParams())
+    supervisor.client.submit(request, sink)
     return request_id, sink
 
 

@@ -18,6 +18,7 @@ import zmq
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError, ErrorCode, UnavailableError
 from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
 from tests.front_end.engines import (
     WAIT_S,
@@ -187,6 +188,20 @@ def test_full_queue_refuses_as_unavailable(fleet: Fleet) -> None:
     code, message = refused.wait().error or (None, "")
     assert code == ErrorCode.UNAVAILABLE
     assert "queue is full" in message
+
+
+def test_wish_36_timeouts_end_waiting_and_running_requests(fleet: Fleet) -> None:
+    member = fleet.add(counting_config(max_num_seqs=1))
+    _, running = submit(member, [1], LONG, scheduling=SchedulingParams(timeout_ms=600))
+    running.wait_for_token()
+    _, waiting = submit(member, [2], 1, scheduling=SchedulingParams(queue_timeout_ms=100))
+    _, urgent = submit(member, [3], 2, scheduling=SchedulingParams(priority=-1))
+    assert urgent.wait().token_ids == [4, 5], "the more urgent one takes the slot"
+    code, message = waiting.wait().error or (None, "")
+    assert (code, "timed out after 100 ms in the queue" in message) == (ErrorCode.UNAVAILABLE, True)
+    code, message = running.wait().error or (None, "")
+    assert (code, "timed out after 600 ms (timeout_ms)" in message) == (ErrorCode.UNAVAILABLE, True)
+    assert answer(member, [5], 1) == [6]
 
 
 def test_failed_row_ends_only_its_request(fleet: Fleet) -> None:

@@ -17,6 +17,7 @@ from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.front_end.tokenizer import Tokenizer
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.responder import Responder
@@ -47,6 +48,7 @@ class Bench:
         self.next_id += 1
         live = self.responder.open(self.next_id, sender)
         generate = GenerateRequest(
+            scheduling=SchedulingParams(),
             text="prompt ",
             params=SamplingParams(max_tokens=1000, **params),
             is_stream=is_stream,

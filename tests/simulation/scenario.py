@@ -10,6 +10,7 @@ import numpy as np
 from cb_backend.config import EngineConfig
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Arrival:
     at_step: int
     prompt: tuple[int, ...]
     params: SamplingParams
+    scheduling: SchedulingParams
     salt: bytes
     fails_at: int | None  # its row fails once this many tokens are known
     cancel_at: int | None  # step of a cancel, before, while or after it runs
@@ -33,6 +35,7 @@ class Arrival:
             stop_token_ids=self.params.stop_token_ids,
             max_total_tokens=min(len(self.prompt) + self.params.max_tokens, max_model_len),
             cache_salt=self.salt,
+            scheduling=self.scheduling,
         )
 
 
@@ -46,6 +49,7 @@ class Scenario:
     stop_chance: float
     run_ahead: int
     is_delayed: bool
+    step_s: float  # time that passes from round to round
     arrivals: tuple[Arrival, ...]
 
     @property
@@ -70,12 +74,19 @@ def make_scenario(seed: int) -> Scenario:
         enable_prefix_caching=rng.random() < 0.7,
         scheduling_policy="static" if rng.random() < 0.1 else "fcfs",
         run_ahead=run_ahead,
+        max_queue_tokens=rng.choice((1 << 24, 1 << 24, 200)),
+        priority_aging_s=rng.choice((0.0, 0.05, 10.0)),
+        queue_timeout_ms=rng.choice((None, None, 10_000)),
+        timeout_ms=rng.choice((None, None, 20_000)),
     )
     vocab_size = rng.choice((2, 3, 10, 1000))
     longest = min(max_model_len, num_cache_tokens, 100)
     texts = [[rng.randrange(vocab_size) for _ in range(longest + 2)] for _ in range(2)]
+    priorities = rng.choice(((0,), (0,), (-1, 0, 1), (0, 0, 0, -3), (-100, 5)))
     num_requests = rng.randint(1, 20)
-    arrivals = tuple(_make_arrival(rng, i, texts, longest, vocab_size, block_size) for i in range(num_requests))
+    arrivals = tuple(
+        _make_arrival(rng, i, texts, longest, vocab_size, block_size, priorities) for i in range(num_requests)
+    )
     return Scenario(
         seed=seed,
         config=config,
@@ -85,12 +96,19 @@ def make_scenario(seed: int) -> Scenario:
         stop_chance=rng.choice((0.0, 0.02, 0.2)),
         run_ahead=run_ahead,
         is_delayed=rng.random() < 0.5,
+        step_s=rng.choice((0.0, 0.01, 1.0)),
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_step)),
     )
 
 
 def _make_arrival(
-    rng: random.Random, index: int, texts: list[list[int]], longest: int, vocab_size: int, block_size: int
+    rng: random.Random,
+    index: int,
+    texts: list[list[int]],
+    longest: int,
+    vocab_size: int,
+    block_size: int,
+    priorities: tuple[int, ...],
 ) -> Arrival:
     text = rng.choice(texts)
     at_border = rng.randint(0, longest // block_size) * block_size + rng.choice((-1, 0, 0, 1))
@@ -108,6 +126,11 @@ def _make_arrival(
         prompt=prompt,
         params=SamplingParams(
             max_tokens=max_tokens, min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))), stop_token_ids=stop_ids
+        ),
+        scheduling=SchedulingParams(
+            priority=rng.choice(priorities),
+            timeout_ms=rng.choice((None, None, None, 100, 5000)),
+            queue_timeout_ms=rng.choice((None, None, None, 50, 3000)),
         ),
         salt=rng.choice((b"", b"", b"tenant")),
         fails_at=rng.randint(1, num_prompt + max_tokens) if rng.random() < 0.08 else None,

@@ -21,6 +21,8 @@ LEAST = {
     "failed": 100,
     "cancelled: waiting": 200,
     "cancelled: running": 100,
+    "timed out: waiting": 500,
+    "timed out: running": 200,
     "refused: too long": 500,
     "refused: queue full": 200,
     "preemptions": 150,

@@ -1,7 +1,8 @@
 """Runs one scenario on the real scheduler and KV manager with runner H, and checks the invariants after every action.
 
 I1 blocks add up · I2 nothing is used after its free · I3 cached blocks hold what they claim and are not written ·
-I4 idle is empty · I5 one final answer · I7 output equals the lone reference · I9 progress · I10 order of arrival ·
+I4 idle is empty · I5 one final answer · I7 output equals the lone reference · I9 progress · I10 nobody overtakes but by
+priority, and nobody is preempted too often · I11 a running request gets a token in every other step ·
 I12 budget, no gap · I13 nothing is computed after a cancel · I16 salts do not mix (through H) ·
 I17 a refusal leaves nothing behind · I18 what can never fit is refused, and only that.
 """
@@ -11,15 +12,16 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 
-import numpy as np
+import msgspec
 
+from cb_backend.engine.preemption import MAX_PREEMPTIONS
 from cb_backend.engine.scheduler import Scheduler
 from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
-from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import HashBlock, KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, SchedulerOutput
-from cb_backend.request import FinishReason
-from tests.fakes.runners import FakePending, HashModel, HashRunner, salt_number
+from cb_backend.request import FinishReason, Request, RequestStatus
+from tests.fakes.runners import FakePending, HashModel, HashRunner
+from tests.simulation.expectations import check_cached_content, is_due, lone_output, refuses_by_queue
 from tests.simulation.scenario import Arrival, Scenario
 
 MAX_IDLE_ROUNDS = 3
@@ -45,9 +47,14 @@ class World:
             is_delayed=scenario.is_delayed,
         )
         self.in_flight: deque[tuple[SchedulerOutput, FakePending]] = deque()
+        self.requests: dict[int, Request] = {}
+        self.last_row: dict[int, int] = {}  # by request id: last plan with a row of it
         self.open: dict[int, Arrival] = {}  # accepted, neither ended nor cancelled
         self.ended: dict[int, FinishReason] = {}
         self.cancelled: set[int] = set()
+        self.arrived_at: dict[int, float] = {}
+        self.num_arrived: dict[int, int] = {}
+        self.now = 0.0
         self.outputs: dict[int, list[int]] = {}
         self.order = {arrival.request_id: index for index, arrival in enumerate(scenario.arrivals)}
         self.slot_owner: dict[int, int] = {}
@@ -57,8 +64,11 @@ class World:
         arrivals = deque(self.scenario.arrivals)
         now, idle_rounds = 0, 0
         while arrivals or self.open or self.in_flight:
+            self.now = now * self.scenario.step_s
+            self.scheduler.set_time(self.now)
+            self._expire()
             while arrivals and arrivals[0].at_step <= now:
-                self._arrive(arrivals.popleft())
+                self._arrive(arrivals.popleft(), now)
             for arrival in self.scenario.arrivals:
                 if arrival.cancel_at == now:
                     self._cancel(arrival.request_id)
@@ -70,7 +80,7 @@ class World:
             # Results of rows that were cancelled or preempted meanwhile may have to come back first.
             assert idle_rounds <= MAX_IDLE_ROUNDS + self.scenario.run_ahead, "I9: no progress"
             if now % 16 == 0:
-                self._check_cached_content()
+                check_cached_content(self.kv, self.runner)
             now += 1
         self._check_end()
         return self.counters
@@ -82,30 +92,37 @@ class World:
 
     # ---- what happens -----------------------------------------------------------------------------------------------
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival, now: int) -> None:
         limit = min(self.scenario.max_model_len, self.scenario.num_cache_tokens)
         is_too_long = len(arrival.prompt) + 1 > limit
-        is_queue_full = self.scheduler.num_waiting >= self.scenario.config.max_queue_size
+        is_queue_full, full_figure = refuses_by_queue(
+            self.scenario.config, self.scheduler, self.kv, len(arrival.prompt)
+        )
         before = self.scheduler.stats()
         expected = InvalidRequestError if is_too_long else UnavailableError if is_queue_full else None
         refusal: CbError | None = None
         try:
-            self.scheduler.add_request(arrival.make_request(self.scenario.max_model_len))
+            request = arrival.make_request(self.scenario.max_model_len)
+            self.scheduler.add_request(request)
         except (InvalidRequestError, UnavailableError) as error:
             refusal = error
         assert (refusal and type(refusal)) == expected, f"I18: {refusal!r}, expected {expected}"
         if refusal is None:
             self.open[arrival.request_id] = arrival
+            self.requests[arrival.request_id] = request
+            self.arrived_at[arrival.request_id] = self.now
+            self.num_arrived[arrival.request_id] = len(self.num_arrived)
             self.outputs[arrival.request_id] = []
             return
         self.counters["refused: too long" if is_too_long else "refused: queue full"] += 1
-        figure = len(arrival.prompt) if is_too_long else self.scenario.config.max_queue_size
+        figure = len(arrival.prompt) if is_too_long else full_figure
         assert str(figure) in str(refusal), "a refusal names the figures"
-        assert self.scheduler.stats() == before, "I17: a refusal left something behind"
+        after = msgspec.structs.replace(self.scheduler.stats(), num_refused=before.num_refused)
+        assert after == before, "I17: a refusal left something behind"
         self.scheduler.check_integrity()
 
     def _cancel(self, request_id: int) -> None:
-        was_waiting = request_id in self.scheduler._waiting
+        was_waiting = request_id in self.scheduler._queue
         known = self.scheduler.cancel(request_id)
         assert known == (request_id in self.open), "cancel answers wrongly"
         assert not self.scheduler.cancel(request_id), "the second cancel does nothing"
@@ -113,6 +130,26 @@ class World:
             self.counters["cancelled: waiting" if was_waiting else "cancelled: running"] += 1
             del self.open[request_id]
             self.cancelled.add(request_id)
+        self.scheduler.check_integrity()
+
+    def _expire(self) -> None:
+        """Exactly those end whose timeout has passed."""
+        due = {
+            request_id
+            for request_id in self.open
+            if is_due(
+                self.scenario.config, self.requests[request_id], self.arrived_at[request_id], self.now,
+                has_started=request_id in self.last_row,
+            )
+        }  # fmt: skip
+        expired = dict(self.scheduler.expire())
+        assert expired.keys() == due, f"timeouts: {expired}, expected {due}"
+        for request_id, reason in expired.items():
+            assert "timed out after" in reason, "a timeout names its limit"
+            self.counters["timed out: running" if request_id in self.computed else "timed out: waiting"] += 1
+            del self.open[request_id]
+            self.cancelled.add(request_id)
+            assert not self.scheduler.cancel(request_id), "a request that has timed out is gone"
         self.scheduler.check_integrity()
 
     def _launch(self) -> None:
@@ -127,7 +164,10 @@ class World:
                 self.counters["stalled"] += bool(self.open)
                 break
             victims = self.scheduler.stats().num_preemptions - preempted
-            assert victims == 0 or num_free < plan.num_decode_rows + victims, "preempted without need"
+            is_without_classes = len({arrival.scheduling.priority for arrival in self.scenario.arrivals}) == 1
+            assert victims == 0 or not is_without_classes or num_free < plan.num_decode_rows + victims, (
+                "preempted without need"
+            )
             pending = self.runner.execute_model(plan)
             self._check_plan(plan, pending)
             self.in_flight.append((plan, pending))
@@ -163,14 +203,16 @@ class World:
         assert plan.num_tokens <= config.max_num_batched_tokens or is_lone_prompt, "I12: over the budget"
         assert plan.num_rows <= config.max_num_seqs, "I12: more rows than max_num_seqs"
         assert (plan.num_scheduled_tokens >= 1).all(), "I12: an empty row"
-        waiting = [self.order[request_id] for request_id in self.scheduler._waiting]
+        waiting = [self._place(request.request_id) for request in self.scheduler._queue]
         assert waiting == sorted(waiting), "I10: the queue is out of order"
+        most = max((request.num_preemptions for request in self.requests.values()), default=0)
+        assert most <= MAX_PREEMPTIONS, "I10: preempted too often"
         for row in plan.joined:
             if row.request_id in self.computed:
                 self.counters["resumed"] += 1
             self.slot_owner[row.slot] = row.request_id
             self.computed.pop(row.request_id, None)
-            assert self.order[row.request_id] < min(waiting, default=len(self.order)), "I10: overtaken"
+            assert all(self._place(row.request_id) < place for place in waiting), "I10: overtaken"
             known = [*self.scenario.arrivals[self.order[row.request_id]].prompt, *self.outputs[row.request_id]]
             assert row.token_ids.tolist() == known, "the tokens of a joining row are wrong"
         rows = zip(
@@ -181,16 +223,39 @@ class World:
             assert request_id in self.open, "I13: computes for a request that has ended"
             assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
             self.computed[request_id] = computed + scheduled
+            self.last_row[request_id] = plan.step_id
         for block_id in pending.written_blocks:
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
+        self._check_decode_share(plan)
         self.counters["tokens"] += plan.num_tokens
         self.counters["whole prompts beyond the budget"] += plan.num_tokens > config.max_num_batched_tokens
         self.counters["chunks"] += int((~plan.is_sampling).sum())
 
+    def _place(self, request_id: int) -> tuple[float, ...]:
+        """Place in the queue: arrival, moved by priority_aging_s for each step of priority."""
+        priority = self.requests[request_id].scheduling.priority
+        aging_s = self.scenario.config.priority_aging_s
+        arrived_at, number = self.arrived_at[request_id], self.num_arrived[request_id]
+        return (arrived_at + priority * aging_s, number) if aging_s else (priority, arrived_at, number)
+
+    def _check_decode_share(self, plan: SchedulerOutput) -> None:
+        """I11: a request past its prefill has a row in this plan or the last; in longer gaps it waits for a block."""
+        for request_id in self.open:
+            request = self.requests[request_id]
+            if request.status is not RequestStatus.RUNNING or self.last_row[request_id] >= plan.step_id - 1:
+                continue
+            table, slot = self.scheduler._table, request.slot
+            computed = self.computed[request_id]
+            is_decoding = table.num_prefill_tokens[slot] <= computed < table.max_computed_tokens[slot]
+            if is_decoding:
+                assert computed == len(request.block_table) * self.scenario.config.block_size, "I11: left out"
+                assert self.last_row[request_id] >= plan.step_id - 2 - self.scenario.run_ahead, "I11: a long wait"
+                self.counters["waits for a block"] += 1
+
     def _check_output(self, arrival: Arrival, reason: FinishReason) -> None:
         """I7: equal to the lone run; a failing request ends exactly where it fails."""
-        expected = self._lone_output(arrival)
+        expected = lone_output(self.scenario, self.model, arrival)
         fails_after = None if arrival.fails_at is None else max(0, arrival.fails_at - len(arrival.prompt))
         if fails_after is not None and fails_after < len(expected):
             assert reason == FinishReason.ERROR, "a failed row did not end its request"
@@ -202,31 +267,6 @@ class World:
             self.counters[f"ended: {reason.name.lower()}"] += 1
         assert self.outputs[arrival.request_id] == expected, "I7: differs from the lone run"
 
-    def _lone_output(self, arrival: Arrival) -> list[int]:
-        total = min(
-            len(arrival.prompt) + arrival.params.max_tokens,
-            self.scenario.max_model_len,
-            self.scenario.num_cache_tokens,
-        )
-        return self.model.lone_output(
-            arrival.prompt, arrival.salt, arrival.params, arrival.params.stop_token_ids, total
-        )
-
-    def _check_cached_content(self) -> None:
-        """I3: the cells of every findable block are the tokens its link names, at its place, under its salt."""
-        size = self.scenario.config.block_size
-        for block_id in range(1, self.scenario.num_blocks):
-            link = self.kv.pool.link_of(block_id)
-            if link is None:
-                continue
-            cells = self.runner.cells[block_id]
-            depth, root = 0, link.parent
-            while isinstance(root, CachedBlock):
-                depth, root = depth + 1, root.parent
-            assert cells[:, 0].tolist() == np.frombuffer(link.token_bytes, np.int32).tolist(), "I3: tokens"
-            assert cells[:, 1].tolist() == list(range(depth * size, (depth + 1) * size)), "I3: positions"
-            assert (cells[:, 2] == salt_number(root)).all(), "I3: salt"
-
     def _check_end(self) -> None:
         stats = self.scheduler.stats()
         assert not self.scheduler.has_unfinished(), "I4: something is left"
@@ -234,11 +274,11 @@ class World:
         assert (stats.num_running, stats.num_waiting) == (0, 0), "I4: requests are left"
         for request_id in self.cancelled:
             output = self.outputs[request_id]
-            expected = self._lone_output(self.scenario.arrivals[self.order[request_id]])
+            expected = lone_output(self.scenario, self.model, self.scenario.arrivals[self.order[request_id]])
             assert output == expected[: len(output)], "I7: a cancelled request's tokens differ from the lone run"
         assert stats.num_output_tokens == sum(map(len, self.outputs.values())), "I15: output tokens"
         self.scheduler.check_integrity()
-        self._check_cached_content()
+        check_cached_content(self.kv, self.runner)
         self.counters["preemptions"] += stats.num_preemptions
         self.counters["evicted blocks"] += stats.num_evicted_blocks
         self.counters["prefix hit tokens"] += stats.num_cached_prompt_tokens

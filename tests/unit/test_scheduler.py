@@ -110,12 +110,12 @@ def test_running_ahead_never_passes_a_length_limit(run_ahead: int) -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    engine = FakeEngine(max_queue_size=2)
-    engine.add(1, 5)
-    engine.add(2, 5)
-    with pytest.raises(UnavailableError, match="queue is full"):
-        engine.add(3, 5)
-    assert engine.scheduler.num_waiting == 2
+    engine = FakeEngine(max_queue_size=2, max_num_seqs=1)
+    for request_id in (1, 2, 3):
+        engine.add(request_id, 5)
+    with pytest.raises(UnavailableError, match=r"queue is full \(3 requests wait, max_queue_size is 2\); try again in"):
+        engine.add(4, 5)
+    assert engine.scheduler.num_waiting == 3
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 1000])

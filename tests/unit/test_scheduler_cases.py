@@ -205,7 +205,7 @@ def test_o10_after_a_preemption_the_oldest_goes_first() -> None:
         joined = [row.request_id for row in engine.plans[-1].joined]
         assert joined == sorted(joined)
         for request_id in joined:
-            assert all(request_id < waiting for waiting in engine.scheduler._waiting), "a newcomer overtook"
+            assert all(request_id < waiting.request_id for waiting in engine.scheduler._queue), "a newcomer overtook"
     assert engine.scheduler.stats().num_preemptions > 0
     engine.run()
     assert max(request.num_preemptions for request in requests) <= 3

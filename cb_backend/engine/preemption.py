@@ -1,0 +1,105 @@
+"""Who gives way when memory or slots are short: victims are chosen and put back into the queue here.
+
+Two occasions. A running request needs a block and none is free: the last in the queue's order gives way. The first in
+the queue has a lower `priority` value than running requests and does not fit beside them: the last of those gives way.
+A request is preempted at most `MAX_PREEMPTIONS` times: after that it starts only with blocks for its full length, and
+is not a victim any more. This module does not know budgets or plans.
+"""
+
+from __future__ import annotations
+
+from cb_backend.engine.in_flight import InFlightSteps
+from cb_backend.engine.request_queue import RequestQueue
+from cb_backend.engine.slot_table import SlotTable
+from cb_backend.engine.step_plan import DecodeBatch
+from cb_backend.engine.step_result import StepCounters, StepResults
+from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.request import Request, RequestStatus
+
+MAX_PREEMPTIONS = 4
+
+
+def is_protected(request: Request) -> bool:
+    """Whether the request has been preempted so often that it must not be again."""
+    return request.num_preemptions >= MAX_PREEMPTIONS
+
+
+class Preemption:
+    """Takes slots and blocks from running requests. They are recomputed later, and lose no token."""
+
+    def __init__(
+        self,
+        table: SlotTable,
+        kv: KVCacheManager,
+        in_flight: InFlightSteps,
+        results: StepResults,
+        queue: RequestQueue,
+        counters: StepCounters,
+    ) -> None:
+        self._table = table
+        self._kv = kv
+        self._in_flight = in_flight
+        self._results = results
+        self._queue = queue
+        self._counters = counters
+
+    def make_room(self, growing: list[int], batch: DecodeBatch) -> list[int]:
+        """Preempt until every other growing slot can have a block, now or once launched steps are back.
+
+        Returns the slots that get a block now; victims and those who must wait leave the batch. Preempting comes
+        before any row is planned, so no row has to be taken back; blocks on their way count, so that no victim is
+        taken in vain. Nobody is left to take from only when protected requests hold the rest: then even the first of
+        those that grow gives way, and comes back when they have ended.
+        """
+        ending, others = self._ending_and_others()
+        victims = [slot for slot in others if not is_protected(self._table.request_at(slot))]
+        dropped = []
+        while len(growing) > self._num_free_or_coming(ending):
+            victim = victims.pop()
+            self._preempt(victim)
+            growing = [slot for slot in growing if slot != victim]
+            dropped.append(victim)
+        num_free = self._kv.num_free_blocks
+        batch.drop([*dropped, *growing[num_free:]])
+        return growing[:num_free]
+
+    def yield_to(self, head: Request, num_blocks: int) -> None:
+        """Preempt running requests of higher `priority` values until the first of the queue has a slot and blocks.
+
+        Nobody is preempted for nothing: not if it would not suffice, not if requests about to end leave enough.
+        A request with a higher value that has waited longer than `priority_aging_s` allows is no victim.
+        """
+        if self._table.highest_priority <= head.scheduling.priority:
+            return
+        ending, others = self._ending_and_others()
+        need_slot = not self._table.has_free_slot and not ending
+        if not need_slot and num_blocks <= self._num_free_or_coming(ending):
+            return
+        victims: list[int] = []
+        for slot in reversed(others):
+            request = self._table.request_at(slot)
+            is_lower = request.scheduling.priority > head.scheduling.priority and request.queue_key > head.queue_key
+            if not is_lower or is_protected(request):
+                continue
+            victims.append(slot)
+            if num_blocks <= self._num_free_or_coming([*ending, *victims]):
+                for victim in victims:
+                    self._preempt(victim)
+                return
+
+    def _preempt(self, slot: int) -> None:
+        request = self._results.leave(slot, RequestStatus.PREEMPTED)
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._queue.put_back(request)
+
+    def _ending_and_others(self) -> tuple[list[int], list[int]]:
+        """Running slots in order: those whose last token has been sampled already, and the rest."""
+        table = self._table
+        is_ending = table.num_computed_tokens[table.order] >= table.max_computed_tokens[table.order]
+        return table.order[is_ending].tolist(), table.order[~is_ending].tolist()
+
+    def _num_free_or_coming(self, leaving: list[int]) -> int:
+        """Blocks that are free once launched steps are back and the slots of `leaving` are given up."""
+        tables = [self._table.request_at(slot).block_table for slot in leaving]
+        return self._kv.num_free_blocks + self._in_flight.num_blocks_coming(self._kv.pool.ref_cnt, tables)

@@ -1,0 +1,99 @@
+"""The requests that wait for a slot, in the order in which they are to start.
+
+The order is fixed when a request arrives: by its arrival time, moved by `priority_aging_s` seconds for each step of
+priority. So a request of priority p is overtaken only by those that arrive within (p - q) * priority_aging_s seconds
+after it and have a lower priority q: whoever waits long enough is first. A preempted request keeps its place, which
+is before every newcomer of its priority. This module does not know blocks, slots or steps; time is told to it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from cb_backend.errors import UnavailableError
+from cb_backend.request import QueueKey, Request
+
+_LONGEST_HINT_S = 60
+
+
+def _key(request: Request) -> QueueKey:
+    return request.queue_key
+
+
+class RequestQueue:
+    """Sorted by `Request.queue_key`. Only newcomers can be refused; a preempted request always has a place."""
+
+    def __init__(self, max_size: int, max_tokens: int, priority_aging_s: float) -> None:
+        self._max_size = max_size
+        self._max_tokens = max_tokens
+        self._aging_s = priority_aging_s
+        self._sorted: list[Request] = []
+        self._by_id: dict[int, Request] = {}
+        self._num_arrived = 0
+        self._last_start: float | None = None
+        self._start_interval_s = 0.0  # moving average over the last starts
+        self.num_tokens = 0  # of all waiting requests
+        self.num_refused = 0
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._sorted)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._by_id
+
+    @property
+    def head(self) -> Request | None:
+        return self._sorted[0] if self._sorted else None
+
+    def arrive(self, request: Request, now: float, num_free_slots: int, num_free_tokens: int) -> None:
+        """Queue a newcomer. Raises `UnavailableError` with a hint when to come back if the queue is full.
+
+        What free slots and free memory can take at once does not count as waiting, so that a burst at an idle engine
+        is not refused.
+        """
+        if len(self) - num_free_slots >= self._max_size:
+            self._refuse(f"{len(self)} requests wait, max_queue_size is {self._max_size}")
+        num_allowed = self._max_tokens + (num_free_tokens if num_free_slots else 0)
+        if self.num_tokens + len(request.token_ids) > num_allowed:
+            self._refuse(
+                f"{self.num_tokens} tokens wait, {len(request.token_ids)} more would pass max_queue_tokens "
+                f"({self._max_tokens})"
+            )
+        priority = request.scheduling.priority
+        self._num_arrived += 1
+        request.arrival_time = now
+        rank = (0, now + priority * self._aging_s) if self._aging_s else (priority, now)
+        request.queue_key = (*rank, self._num_arrived)
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request that was here before."""
+        insort(self._sorted, request, key=_key)
+        self._by_id[request.request_id] = request
+        self.num_tokens += len(request.token_ids)
+
+    def remove(self, request_id: int) -> Request | None:
+        """Take a request out; None if it does not wait."""
+        request = self._by_id.pop(request_id, None)
+        if request is not None:
+            del self._sorted[bisect_left(self._sorted, request.queue_key, key=_key)]
+            self.num_tokens -= len(request.token_ids)
+        return request
+
+    def start(self, request: Request, now: float) -> None:
+        """Take a request out because it starts."""
+        self.remove(request.request_id)
+        if self._last_start is not None:
+            self._start_interval_s += 0.1 * (now - self._last_start - self._start_interval_s)
+        self._last_start = now
+
+    def _refuse(self, reason: str) -> None:
+        self.num_refused += 1
+        # By then a tenth of the queue has started, if it goes on as it did.
+        hint_s = min(max(1, math.ceil(self._start_interval_s * len(self) / 10)), _LONGEST_HINT_S)
+        raise UnavailableError(f"the queue is full ({reason}); try again in about {hint_s} s")

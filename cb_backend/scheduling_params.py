@@ -1,0 +1,43 @@
+"""How one request wants to be treated beside others: its place in the queue, its patience, whose cache it shares.
+
+Like `sampling_params`, but for the scheduler: nothing here changes which tokens come out. This module checks values;
+reading them from the wire is `front_end`'s work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cb_backend.errors import InvalidRequestError
+
+MAX_PRIORITY = 100  # either sign
+MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
+MAX_NAME_BYTES = 256
+
+
+class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Travels to the engine as it is. None: what the engine's configuration says."""
+
+    priority: int = 0  # lower = earlier, as in vLLM; requests of one priority are served in order of arrival
+    timeout_ms: int | None = None  # the whole request, from its arrival at the engine
+    queue_timeout_ms: int | None = None  # until it runs for the first time
+    cache_salt: str = ""  # cached prefixes are shared only between requests of one salt
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` naming the first value that is out of range."""
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        for name in ("timeout_ms", "queue_timeout_ms"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, 1, MAX_TIMEOUT_MS)
+        if len(self.cache_salt.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+            raise InvalidRequestError(f"cache_salt has more than {MAX_NAME_BYTES} bytes; shorten it")
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}")

@@ -1,0 +1,60 @@
+"""How a client says its priority, patience and cache salt, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.sampling_json import parse_params
+from cb_backend.scheduling_params import SchedulingParams
+
+
+def scheduling(values: dict[str, Any]) -> SchedulingParams:
+    return parse_params(json.dumps(values), 500)[1]
+
+
+def test_defaults() -> None:
+    found = scheduling({"max_tokens": 3})
+    assert (found.priority, found.timeout_ms, found.queue_timeout_ms, found.cache_salt) == (0, None, None, "")
+
+
+def test_all_of_them_beside_sampling_parameters() -> None:
+    values = {"priority": -3, "timeout_ms": 1500, "queue_timeout_ms": "250", "cache_salt": "team a", "max_tokens": 7}
+    sampling, found = parse_params(json.dumps(values), 500)
+    assert sampling.max_tokens == 7
+    assert found == SchedulingParams(priority=-3, timeout_ms=1500, queue_timeout_ms=250, cache_salt="team a")
+
+
+@pytest.mark.parametrize("name", ["priority", "timeout_ms", "queue_timeout_ms", "cache_salt"])
+def test_null_is_the_default(name: str) -> None:
+    assert scheduling({name: None}) == SchedulingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("priority", "high"),
+        ("priority", 2**64),
+        ("priority", 1.5),
+        ("priority", True),
+        ("priority", -101),
+        ("timeout_ms", 0),
+        ("timeout_ms", -1),
+        ("timeout_ms", "soon"),
+        ("timeout_ms", 2**40),
+        ("queue_timeout_ms", 0),
+        ("cache_salt", 5),
+        ("cache_salt", "x" * 257),
+    ],
+)
+def test_o11_what_cannot_be_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=name):
+        scheduling({name: value})
+
+
+def test_a_misspelt_name_is_told_the_right_one() -> None:
+    with pytest.raises(InvalidRequestError, match="did you mean 'queue_timeout_ms'"):
+        scheduling({"queue_timeout": 5})

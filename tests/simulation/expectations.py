@@ -1,0 +1,62 @@
+"""What must be so in a simulated world, computed from the documents and not from the engine's own bookkeeping."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.scheduler import Scheduler
+from cb_backend.kv_cache.block_pool import CachedBlock
+from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.request import Request
+from tests.fakes.runners import HashModel, HashRunner, salt_number
+from tests.simulation.scenario import Arrival, Scenario
+
+
+def refuses_by_queue(
+    config: EngineConfig, scheduler: Scheduler, kv: KVCacheManager, num_prompt_tokens: int
+) -> tuple[bool, int]:
+    """Whether a newcomer is to be refused, and the figure that the refusal must name."""
+    num_free_slots = min(config.max_num_seqs, config.max_num_batched_tokens) - scheduler.num_running
+    waiting = list(scheduler._queue)
+    if len(waiting) >= config.max_queue_size + num_free_slots:
+        return True, config.max_queue_size
+    num_tokens = sum(len(request.token_ids) for request in waiting)
+    free = kv.num_free_blocks * config.block_size if num_free_slots else 0
+    return num_tokens + num_prompt_tokens > config.max_queue_tokens + free, config.max_queue_tokens
+
+
+def is_due(config: EngineConfig, request: Request, arrived_at: float, now: float, has_started: bool) -> bool:
+    """Whether a timeout of the request, its own or the configured one, has passed."""
+    own = request.scheduling
+    limit = own.timeout_ms or config.timeout_ms
+    queue_limit = own.queue_timeout_ms or config.queue_timeout_ms
+    if queue_limit is not None and not has_started and now >= arrived_at + queue_limit / 1000:
+        return True
+    return limit is not None and now >= arrived_at + limit / 1000
+
+
+def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival) -> list[int]:
+    """What a request must produce whatever runs beside it."""
+    total = min(
+        len(arrival.prompt) + arrival.params.max_tokens,
+        scenario.max_model_len,
+        scenario.num_cache_tokens,
+    )
+    return model.lone_output(arrival.prompt, arrival.salt, arrival.params, arrival.params.stop_token_ids, total)
+
+
+def check_cached_content(kv: KVCacheManager, runner: HashRunner) -> None:
+    """I3: the cells of every findable block are the tokens its link names, at its place, under its salt."""
+    size = kv.block_size
+    for block_id in range(1, kv.pool.num_blocks):
+        link = kv.pool.link_of(block_id)
+        if link is None:
+            continue
+        cells = runner.cells[block_id]
+        depth, root = 0, link.parent
+        while isinstance(root, CachedBlock):
+            depth, root = depth + 1, root.parent
+        assert cells[:, 0].tolist() == np.frombuffer(link.token_bytes, np.int32).tolist(), "I3: tokens"
+        assert cells[:, 1].tolist() == list(range(depth * size, (depth + 1) * size)), "I3: positions"
+        assert (cells[:, 2] == salt_number(root)).all(), "I3: salt"
