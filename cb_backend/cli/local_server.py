@@ -2,7 +2,8 @@
 
 Looked for in this order: `tritonserver` on PATH, the container's `/opt/tritonserver`, the `nvidia-pytriton` wheel. The
 wheel holds a real server (24.10) with its Python backend, one stub a Python version; a folder of links in the cache
-gives them the layout that the server expects. This module starts nothing and knows no model.
+gives them the layout that the server expects, with this package installed as the backends `cb_backend` and `vllm`. This
+module starts nothing and knows no model.
 
 Facts behind the checks: the Python backend's stub is linked against one libpython; it takes its packages from the
 `python3` that is first on PATH and ignores PYTHONPATH; the stub of 24.10 aborts when it meets numpy 2.
@@ -10,6 +11,7 @@ Facts behind the checks: the Python backend's stub is linked against one libpyth
 
 from __future__ import annotations
 
+import filecmp
 import importlib.metadata
 import importlib.util
 import os
@@ -18,9 +20,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from cb_backend.cli.install import BACKEND_NAME, PEER_NAME, install_backend
 from cb_backend.cli.paths import CliError
 from cb_backend.models.checkpoint import cache_dir
 
@@ -172,22 +177,32 @@ def _environment(library_dirs: list[Path]) -> dict[str, str]:
 
 
 def link_wheel(root: Path, stub: Path, folder: Path) -> Path:
-    """Put the server's layout together as links in `folder`; links that point elsewhere are replaced."""
+    """Put the server's layout together in `folder`: links, renewed where they point elsewhere, and one copy."""
     python_backend = root / "backends" / "python"
     links = {
         "bin/tritonserver": root / "bin" / "tritonserver",
-        "backends/python/libtriton_python.so": python_backend / "libtriton_python.so",
         "backends/python/triton_python_backend_utils.py": python_backend / "triton_python_backend_utils.py",
         "backends/python/triton_python_backend_stub": stub,
     }
     for name, target in links.items():
         link = folder / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if link.is_symlink() and Path(os.readlink(link)) == target:
-            continue
-        fresh = link.with_name(f".{link.name}.{os.getpid()}")
-        fresh.symlink_to(target)
-        fresh.replace(link)
+        if not (link.is_symlink() and Path(os.readlink(link)) == target):
+            _replace(link, partial(os.symlink, target))
         if not os.access(target, os.R_OK):
             raise CliError(f"{target} cannot be read; `pip install --force-reinstall nvidia-pytriton==0.7.0`")
+    # NOTE: for a Python-based backend the server follows links and refuses a library outside of its folder.
+    source = python_backend / "libtriton_python.so"
+    library = folder / "backends" / "python" / "libtriton_python.so"
+    if library.is_symlink() or not library.is_file() or not filecmp.cmp(source, library):
+        _replace(library, partial(shutil.copy2, source))
+    for backend in (BACKEND_NAME, PEER_NAME):
+        install_backend(folder / "backends", backend)
     return folder
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    """Make a file under another name and move it into place: a server that starts now finds the old one or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    make(fresh)
+    fresh.replace(path)

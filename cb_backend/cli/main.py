@@ -14,6 +14,7 @@ COMMANDS = {
     "serve": "start a Triton server on a model repository and stay with it",
     "demo": "start a server, stream several prompts at once, show the batch change, stop",
     "bench": "measure the engine",
+    "install": "make the package a backend of an installed server",
 }
 
 

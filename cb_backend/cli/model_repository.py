@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
@@ -11,11 +13,11 @@ from cb_backend.config import load_engine_config
 from cb_backend.errors import ConfigError
 
 
-def check_model_repository(repository: Path) -> list[str]:
+def check_model_repository(repository: Path, our_backends: Collection[str] = ()) -> list[str]:
     """Names of the models in it. Raises `CliError` for a repository that cannot be served, naming model and remedy.
 
-    Models of other kinds are only listed; the ones that are ours (their `model.py` imports cb_backend) must have a
-    valid `model.json`.
+    Models of other kinds are only listed; the ones that are ours (their `model.py` imports cb_backend, or their backend
+    is one of `our_backends`, names under which this package is installed) must have a valid `model.json`.
     """
     if not repository.is_dir():
         raise CliError(f"model repository {repository} does not exist; name one with --model-repository")
@@ -27,14 +29,21 @@ def check_model_repository(repository: Path) -> list[str]:
         if not versions and "platform:" not in (model / "config.pbtxt").read_text():
             raise CliError(f"model {model.name!r} has no version folder; it needs {model / '1'}")
         for version in versions:
-            if is_ours(version):
+            if is_ours(version, our_backends):
                 _check_engine_arguments(model.name, version)
     return [model.name for model in models]
 
 
-def is_ours(version: Path) -> bool:
+def is_ours(version: Path, our_backends: Collection[str] = ()) -> bool:
+    """Whether a version folder of a model is served by this package."""
     door = version / "model.py"
-    return door.is_file() and "cb_backend.serving" in door.read_text()
+    if door.is_file():
+        return "cb_backend.serving.backend" in door.read_text()
+    config = version.parent / "config.pbtxt"
+    if not config.is_file():
+        return False
+    named = re.search(r'^\s*backend\s*:\s*"([^"]*)"', config.read_text(), re.MULTILINE)
+    return named is not None and named.group(1) in our_backends
 
 
 def _check_engine_arguments(name: str, version: Path) -> None:
@@ -44,9 +53,9 @@ def _check_engine_arguments(name: str, version: Path) -> None:
         raise CliError(f"model {name!r}: {error} (in {version})") from None
 
 
-def served_checkpoints(repository: Path) -> set[str]:
+def served_checkpoints(repository: Path, our_backends: Collection[str] = ()) -> set[str]:
     """What the `model.json` files of a checked repository name as their model."""
-    versions = [door.parent for door in repository.glob("*/*/model.py") if is_ours(door.parent)]
+    versions = [path.parent for path in repository.glob("*/*/model.json") if is_ours(path.parent, our_backends)]
     return {load_engine_config(version / "model.json").model for version in versions}
 
 

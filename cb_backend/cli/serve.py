@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from cb_backend.cli.demo_model import DEMO_MODEL, ensure_demo_model
+from cb_backend.cli.install import our_backends
 from cb_backend.cli.local_server import find_server
 from cb_backend.cli.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.paths import CliError, checkout_path
@@ -52,8 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, repository: Path) -> int:
-    models = check_model_repository(repository)
-    if DEMO_MODEL in served_checkpoints(repository):
+    installation = find_server()
+    backends = our_backends(installation.backend_dir)
+    models = check_model_repository(repository, backends)
+    if DEMO_MODEL in served_checkpoints(repository, backends):
         ensure_demo_model(_say)
     options = ServerOptions(
         model_repository=repository,
@@ -64,7 +67,6 @@ def _serve(args: argparse.Namespace, repository: Path) -> int:
         exit_timeout_secs=args.exit_timeout_secs,
         extra_arguments=tuple(args.server_arguments),
     )
-    installation = find_server()
 
     def show(line: str) -> None:
         if args.verbose or (is_worth_showing(line) and not any(text in line for text in SAID_ONCE)):

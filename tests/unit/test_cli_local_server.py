@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli import local_server
+from cb_backend.cli.install import our_backends
 from cb_backend.cli.local_server import (
     check_glibc,
     check_numpy,
@@ -126,6 +127,11 @@ def test_links_have_the_servers_layout_and_are_repaired(tmp_path: Path) -> None:
         names = {path.name for path in (folder / "backends" / "python").iterdir()}
         assert names == {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"}
         assert (folder / "backends" / "python" / "triton_python_backend_stub").resolve() == stub
+        assert not (folder / "backends" / "python" / "libtriton_python.so").is_symlink()
+        assert our_backends(folder / "backends") == {"cb_backend", "vllm"}
+    (root / "backends" / "python" / "libtriton_python.so").write_bytes(b"newer")
+    link_wheel(root, stub, tmp_path / "cache")
+    assert (folder / "backends" / "python" / "libtriton_python.so").read_bytes() == b"newer"
 
 
 def test_missing_libpython_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
