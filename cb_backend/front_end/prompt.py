@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.chat import Chat
 from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.front_end.tokenizer import Tokenizer
 
@@ -10,7 +11,7 @@ from cb_backend.front_end.tokenizer import Tokenizer
 _MAX_TRUNCATION = 16
 
 
-def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, chat: Chat, max_model_len: int) -> list[int]:
     """Token ids that leave room for at least one output token.
 
     With `truncate_prompt_tokens` k only the last k stay (-1: as many as fit); a BOS in front stays and is one of them.
@@ -19,6 +20,10 @@ def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, max_model_
     limit = generate.params.truncate_prompt_tokens
     if generate.input_ids is not None:
         token_ids = generate.input_ids
+    elif generate.messages is not None:
+        token_ids = chat.encode(generate.messages)
+        if not token_ids:
+            raise InvalidRequestError("the chat template made an empty prompt of the messages; send some text")
     else:
         most_tokens = max_model_len if limit is None else max_model_len * _MAX_TRUNCATION
         token_ids = tokenizer.encode(generate.text, most_tokens)

@@ -22,7 +22,8 @@ from cb_backend.scheduling_params import SchedulingParams
 # Clients of vllm_backend compare with this text.
 STREAM_WITH_INPUT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 
-_STRING_INPUTS = ("text_input", "sampling_parameters")
+_STRING_INPUTS = ("text_input", "messages", "sampling_parameters")
+_PROMPT_INPUTS = ("text_input", "input_ids", "messages")
 _FLAG_INPUTS = (
     "stream",
     "exclude_input_in_output",
@@ -43,7 +44,7 @@ _LATER_STRINGS = ("image", "embedding_request")
 class GenerateRequest:
     """One request as the client meant it, with every default filled in."""
 
-    text: str  # the prompt; empty where `input_ids` is given
+    text: str  # the prompt; empty where it is given otherwise
     params: SamplingParams  # checked; the seed is always set
     scheduling: SchedulingParams
     is_stream: bool
@@ -56,6 +57,7 @@ class GenerateRequest:
     return_stop_reason: bool = False
     return_output_ids: bool = False
     input_ids: list[int] | None = None  # the prompt as token ids, within the vocabulary
+    messages: str | None = None  # the prompt as chat messages in JSON, not looked into
     num_logprobs: int | None = None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
 
 
@@ -71,9 +73,8 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
     _refuse_unsupported(inputs)
     text_bytes = _read_bytes(inputs, "text_input")
     input_ids = _read_ids(inputs, "input_ids", vocab_size)
-    if (text_bytes is None) == (input_ids is None):
-        what = "are missing" if text_bytes is None else "are both given"
-        raise InvalidRequestError(f"inputs 'text_input' and 'input_ids' {what}; send one of them")
+    messages = _read_bytes(inputs, "messages")
+    _check_one_prompt(inputs)
     flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
     is_input_excluded = flags["exclude_input_in_output"]
@@ -83,7 +84,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
         raise InvalidRequestError(STREAM_WITH_INPUT)
     if text_bytes is None and not is_input_excluded:
         raise InvalidRequestError(
-            "'exclude_input_in_output' is false, but the prompt is given as token ids and has no text; leave it out"
+            "'exclude_input_in_output' is false, but only a prompt in 'text_input' can be repeated; leave it out"
         )
     params, scheduling = parse_params(_sampling_text(inputs, parameters), vocab_size)
     return GenerateRequest(
@@ -105,8 +106,17 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
         return_stop_reason=bool(flags["return_stop_reason"]),
         return_output_ids=bool(flags["return_output_ids"]),
         input_ids=input_ids,
+        messages=None if messages is None else _decode_utf8("messages", messages),
         num_logprobs=params.logprobs,
     )
+
+
+def _check_one_prompt(inputs: Mapping[str, NDArray[Any]]) -> None:
+    given = [name for name in _PROMPT_INPUTS if name in inputs]
+    if not given:
+        raise InvalidRequestError("input 'text_input' is missing (or 'input_ids', or 'messages')")
+    if len(given) > 1:
+        raise InvalidRequestError(f"inputs {' and '.join(map(repr, given))} are both given; send one of them")
 
 
 def _logprobs_to_compute(params: SamplingParams, is_list_wanted: bool, is_sum_wanted: bool) -> int | None:

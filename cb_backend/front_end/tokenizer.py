@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from cb_backend.front_end.token_pieces import DecoderKind, TokenPieces
 # A normalizer may shrink text before it is cut into tokens: canonical composition makes 3 bytes of 9 at most.
 _MAX_NORMALIZER_SHRINK = 4
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TAG = re.compile(r"[<\[{(].*[>\]})]", re.DOTALL)
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -31,6 +33,8 @@ class Tokenizer:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # the tokenizer's own; the model may end on more
     chat_template: str | None  # source text of the default template
+    named_tokens: dict[str, str]  # "bos_token", "eos_token", ... -> text, as templates know them
+    control_tokens: dict[str, int]  # text -> id of tokens that no text may spell: special ones, and tags
     vocab_size: int  # highest token id + 1; the model's may be larger (padding)
     max_token_bytes: int  # bytes of the longest token
     pieces: TokenPieces  # what each id adds to a text
@@ -52,6 +56,9 @@ class Tokenizer:
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_bytes = max((len(token.encode()) for token in vocab), default=1)
+        self.named_tokens = {name: text for name in _NAMED_SPECIAL_TOKENS if (text := _token_text(config.get(name)))}
+        self.control_tokens = _control_tokens(self._backend)
+        self._characters: BackendTokenizer | None = None
         self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
         self._has_normalizer = self._backend.normalizer is not None
         self.pieces = TokenPieces(self._backend)
@@ -86,8 +93,20 @@ class Tokenizer:
         return [bos]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a piece of text: nothing is added around it."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        """Token ids of a piece of text: nothing is added around it. Special tokens spelled in it become these."""
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def encode_characters(self, text: str) -> list[int]:
+        """Token ids of text in which nothing is a control token, whatever it spells. Raises `InvalidRequestError`."""
+        if self._characters is None:
+            state = json.loads(self._backend.to_str())
+            state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] not in self.control_tokens]
+            state["post_processor"] = None
+            self._characters = BackendTokenizer.from_str(json.dumps(state))
+        ids: list[int] = self._characters.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if not {*self.control_tokens.values()}.isdisjoint(ids):
+            raise InvalidRequestError("the text spells a control token that this tokenizer cannot write as plain text")
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -184,6 +203,12 @@ def _add_special_tokens(backend: BackendTokenizer, config: dict[str, Any]) -> No
         if named is not None:
             missing.setdefault(named, AddedToken(named, special=True)).special = True
     backend.add_tokens([token for text, token in missing.items() if text not in present])
+
+
+def _control_tokens(backend: BackendTokenizer) -> dict[str, int]:
+    """Special tokens, and added ones in brackets (<tool_call>); other added tokens are text, runs of spaces say."""
+    added = backend.get_added_tokens_decoder().items()
+    return {token.content: i for i, token in added if token.special or _TAG.fullmatch(token.content)}
 
 
 def _token_text(value: Any) -> str | None:

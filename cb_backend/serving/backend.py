@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from cb_backend.config import load_engine_config
 from cb_backend.errors import CbError, ConfigError, ErrorCode, UnavailableError
 from cb_backend.front_end.bad_words import with_bad_word_ids
+from cb_backend.front_end.chat import Chat
 from cb_backend.front_end.logprobs import OutputLogprobs
 from cb_backend.front_end.output_text import OutputText
 from cb_backend.front_end.prompt import prompt_token_ids
@@ -67,6 +68,7 @@ class TritonPythonModel:
         try:
             self._info = self._supervisor.start()
             self._tokenizer = Tokenizer(self._info.tokenizer_dir)
+            self._chat = Chat(self._tokenizer)
         except BaseException:
             self._supervisor.close()
             raise
@@ -102,6 +104,7 @@ class TritonPythonModel:
             self._work.put(None)
         for worker in self._workers:
             worker.join()
+        self._chat.close()
         self._responder.end_all(ErrorCode.UNAVAILABLE, STOPPING)
         self._responder.close()
         self._supervisor.close()
@@ -132,7 +135,7 @@ class TritonPythonModel:
         if live.is_ended:  # cancelled while it waited here
             return
         generate = parse_request(inputs, parameters, self._info.vocab_size)
-        token_ids = prompt_token_ids(generate, self._tokenizer, self._info.max_model_len)
+        token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
         params = with_bad_word_ids(generate.params, self._tokenizer)
         prompt = token_ids_to_bytes(token_ids)
         request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.n - 1))]

@@ -12,6 +12,7 @@ from typing import Any
 INPUTS: tuple[tuple[str, str, list[int], bool], ...] = (
     ("text_input", "TYPE_STRING", [1], True),
     ("input_ids", "TYPE_INT32", [-1], True),
+    ("messages", "TYPE_STRING", [1], True),
     ("stream", "TYPE_BOOL", [1], True),
     ("sampling_parameters", "TYPE_STRING", [1], True),
     ("exclude_input_in_output", "TYPE_BOOL", [1], True),

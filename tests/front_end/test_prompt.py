@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.chat import Chat
 from cb_backend.front_end.prompt import prompt_token_ids
 from cb_backend.front_end.protocol import parse_request
 from tests.front_end.conftest import ByteLevelKit
@@ -16,7 +17,8 @@ def ids_of(kit: ByteLevelKit, prompt: str | list[int], parameters: str = "", max
         inputs = {"text_input": np.array([prompt.encode()], dtype=np.object_)}
     else:
         inputs = {"input_ids": np.array(prompt, np.int32)}
-    return prompt_token_ids(parse_request(inputs, parameters, 1000), kit.tokenizer, max_model_len)
+    generate = parse_request(inputs, parameters, 1000)
+    return prompt_token_ids(generate, kit.tokenizer, Chat(kit.tokenizer), max_model_len)
 
 
 def test_text_and_ids(byte_level: ByteLevelKit) -> None:

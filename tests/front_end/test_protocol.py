@@ -114,7 +114,7 @@ def test_bad_inputs_are_named(inputs: dict[str, np.ndarray], message: str) -> No
 
 
 def test_a_missing_prompt_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match="inputs 'text_input' and 'input_ids' are missing; send one of them"):
+    with pytest.raises(InvalidRequestError, match="input 'text_input' is missing"):
         parse_request({}, "", VOCAB_SIZE)
 
 
@@ -132,7 +132,7 @@ def test_a_prompt_of_token_ids() -> None:
             parse_request({"input_ids": array}, "", VOCAB_SIZE)
     with pytest.raises(InvalidRequestError, match="are both given; send one of them"):
         parse(input_ids=ids)
-    with pytest.raises(InvalidRequestError, match="the prompt is given as token ids and has no text"):
+    with pytest.raises(InvalidRequestError, match="only a prompt in 'text_input' can be repeated"):
         parse_request({"input_ids": ids, "exclude_input_in_output": flag(False)}, "", VOCAB_SIZE)
 
 

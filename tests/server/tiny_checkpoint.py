@@ -12,6 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 VOCAB_SIZE = 384
 MAX_MODEL_LEN = 16384
 
@@ -34,7 +38,9 @@ def write_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=CHAT_TEMPLATE).save_pretrained(
+        folder
+    )
 
 
 def write_tiny_checkpoint(folder: Path) -> Path:

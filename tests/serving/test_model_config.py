@@ -17,6 +17,7 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
     assert inputs == {
         "text_input": ("TYPE_STRING", [1]),
         "input_ids": ("TYPE_INT32", [-1]),  # ours
+        "messages": ("TYPE_STRING", [1]),  # ours
         "sampling_parameters": ("TYPE_STRING", [1]),
         **{name: ("TYPE_BOOL", [1]) for name in flags},
     }
