@@ -23,6 +23,7 @@ from cb_backend.outputs import EngineOutput, SchedulerOutput
 from cb_backend.request import FinishReason
 
 CAPACITY = 4096  # steps that are kept
+COUNT_EVERY = 512  # steps
 
 _STEP_SECONDS = (
     *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -79,6 +80,8 @@ class StepLog:
         self.step_seconds = BucketCounts(_STEP_SECONDS)
         self.step_requests = BucketCounts(_BATCH_SIZES)
         self.step_tokens = BucketCounts(one_two_five(20_000))
+        self._sizes_to_count: list[tuple[int, int]] = []  # requests and tokens of steps not yet in the buckets
+        self._seconds_to_count: list[float] = []
 
     # ---- told by the engine, in this order ---------------------------------------------------------------------
 
@@ -115,8 +118,7 @@ class StepLog:
         self.records.append(record)
         self.num_steps += 1
         self.num_scheduled_tokens += num_tokens
-        self.step_requests.add(num_rows)
-        self.step_tokens.add(num_tokens)
+        self._sizes_to_count.append((num_rows, num_tokens))
 
     def launched(self) -> None:
         now = self._clock()
@@ -141,11 +143,14 @@ class StepLog:
         self._is_going_on = is_going_on
         record = self._open.pop(step_id)
         record.end = now
-        self.step_seconds.add(now - max(record.begin, self._last_end))
+        self._seconds_to_count.append(now - max(record.begin, self._last_end))
         self._last_end = now
+        if len(self._seconds_to_count) >= COUNT_EVERY:
+            self._count()
         scheduled_at = self._scheduled_at
-        self.first_tokens = {rid: scheduled_at.pop(rid, record.begin) for rid in output.num_cached_tokens}
-        if output.finish_reasons.any():
+        if output.num_cached_tokens or self.first_tokens:
+            self.first_tokens = {rid: scheduled_at.pop(rid, record.begin) for rid in output.num_cached_tokens}
+        if np.count_nonzero(output.finish_reasons):  # a fifth of what `any` costs
             is_end = output.finish_reasons != 0
             request_ids = output.request_ids[is_end].tolist()
             record.ended += tuple(zip(request_ids, output.finish_reasons[is_end].tolist(), strict=True))
@@ -172,9 +177,18 @@ class StepLog:
             joined.append((row.slot, row.request_id, len(row.token_ids), computed[row.slot]))
         record.request_ids, record.joined = self._request_ids, tuple(joined)
 
+    def _count(self) -> None:
+        """Sort what was collected into buckets: many at once cost a tenth of one by one."""
+        sizes, seconds = self._sizes_to_count, self._seconds_to_count
+        self._sizes_to_count, self._seconds_to_count = [], []
+        self.step_seconds.add_all(seconds)
+        self.step_requests.add_all([num_requests for num_requests, _ in sizes])
+        self.step_tokens.add_all([num_tokens for _, num_tokens in sizes])
+
     # ---- asked by others ------------------------------------------------------------------------------------------
 
     def stats(self) -> StepStats:
+        self._count()
         return StepStats(
             num_steps=self.num_steps,
             num_scheduled_tokens=self.num_scheduled_tokens,
@@ -187,9 +201,15 @@ class StepLog:
         )
 
     def dump(self, max_steps: int) -> StepDump:
-        """The newest `max_steps` records, oldest first. Costs about 2 microseconds a step and 1 ns a row."""
+        """The newest `max_steps` records, oldest first. Holds the engine up for some 10 microseconds a step."""
         records = list(self.records)[-max_steps:] if max_steps > 0 else []
         num_slots, num_blocks, block_size = self._sizes
+
+        owners: dict[tuple[int, int], NDArray[np.int64]] = {}  # steady steps share their arrays, so also these
+        for record in records:
+            key = (id(record.request_ids), id(record.slots))
+            if key not in owners:
+                owners[key] = record.request_ids[record.slots]
 
         def column(dtype: str, name: str) -> bytes:
             return np.array([getattr(record, name) for record in records], dtype).tobytes()
@@ -211,7 +231,7 @@ class StepLog:
             num_preemptions=column("<i8", "num_preemptions"),
             slots=rows("<i4", [record.slots for record in records]),
             num_scheduled_tokens=rows("<i4", [record.num_scheduled_tokens for record in records]),
-            request_ids=rows("<i8", [record.request_ids[record.slots] for record in records]),
+            request_ids=rows("<i8", [owners[id(record.request_ids), id(record.slots)] for record in records]),
             joined=[(i, *joined) for i, record in enumerate(records) for joined in record.joined],
             ended=[(i, *ended) for i, record in enumerate(records) for ended in record.ended],
         )

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.server
 
 LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"'
 SAMPLE = re.compile(rf"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{({LABEL}(?:,{LABEL})*)?\}})? (\S+)")
+SLACK_S = 0.5  # a request, between the client's clock and the front end's; much, for machines that do more than this
 Labels = frozenset[tuple[str, str]]
 
 
@@ -100,12 +101,13 @@ class Snapshot:
         return self.value(f"{name}_count", name, model), self.value(f"{name}_sum", name, model)
 
     def counters(self) -> dict[tuple[str, Labels], float]:
-        """Everything that only grows."""
+        """All of ours that only grows."""
         return {
             key: value
             for family in self.families.values()
             if family.kind in ("counter", "histogram")
             for key, value in family.samples.items()
+            if key[0].startswith(("cb_", "vllm:"))
         }
 
 
@@ -137,8 +139,12 @@ def settled(server: RunningServer, num_requests: float, model: str = "llm") -> S
         return ended(now, model) >= num_requests and active == 0
 
     wait_until(is_settled, 15, f"{num_requests} requests have ended and none is active")
-    time.sleep(0.6)  # front ends publish twice a second, each by itself
-    return Snapshot(server)
+    last, now = {}, Snapshot(server)
+    while now.counters() != last:  # front ends publish twice a second, each by itself
+        last = now.counters()
+        time.sleep(1.2)
+        now = Snapshot(server)
+    return now
 
 
 def ended(snapshot: Snapshot, model: str = "llm") -> float:
@@ -177,17 +183,17 @@ def test_histograms_agree_with_the_client(server: RunningServer) -> None:
     assert num_tokens == sum(10 + 5 * i for i in range(6))
     assert grown("cb_request_prompt_tokens") == (6, sum(m.num_prompt_tokens for m in measured))
     assert grown("cb_request_output_tokens") == (6, num_tokens)
-    # The client's clock runs longer: connecting and the way there and back. 0.2 s a request is much on a busy machine.
+    # The client's clock runs longer: connecting, and the way there and back.
     for name, seen in (
         ("cb_time_to_first_token_seconds", sum(m.times[0] for m in measured)),
         ("cb_e2e_request_latency_seconds", sum(m.times[-1] for m in measured)),
     ):
         count, total = grown(name)
         assert count == 6
-        assert seen - 6 * 0.2 <= total <= seen
+        assert seen - 6 * SLACK_S <= total <= seen
     count, between_tokens = grown("cb_inter_token_latency_seconds")
     assert count == num_tokens - 6, "one value a token but the first"
-    assert between_tokens == pytest.approx(sum(m.times[-1] - m.times[0] for m in measured), abs=6 * 0.2)
+    assert between_tokens == pytest.approx(sum(m.times[-1] - m.times[0] for m in measured), abs=6 * SLACK_S)
     parts = [grown(f"cb_request_{part}_time_seconds") for part in ("queue", "prefill", "decode")]
     assert [count for count, _ in parts] == [6, 6, 6]
     assert parts[2][1] == pytest.approx(between_tokens, rel=1e-6)
