@@ -80,10 +80,7 @@ class RuntimeDir:
 
     def engine(self) -> EngineLife | None:
         """The engine written down last; it may have ended since."""
-        try:
-            return EngineLife(**json.loads((self.path / "engine.json").read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
+        return read_engine(self.path)
 
     def write_engine(self, life: EngineLife) -> None:
         temporary = self.path / "engine.json.new"
@@ -138,6 +135,14 @@ class RuntimeDir:
             return front_end_id
         finally:
             os.close(fd)
+
+
+def read_engine(folder: Path) -> EngineLife | None:
+    """The engine written down last in a runtime folder."""
+    try:
+        return EngineLife(**json.loads((folder / "engine.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def remove_leftovers(base: Path) -> None:

@@ -1,0 +1,80 @@
+"""`cb-backend timeline`: the batch as a picture, out of a running engine, a saved step log, or a demonstration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.timeline_steps import StepLogFile, from_dump
+from cb_backend.cli.timeline_svg import TimeAxis, draw, page
+from cb_backend.front_end.engine_observer import ask_for_steps, running_engines
+from cb_backend.front_end.runtime_dir import EngineLife
+
+HELP = "draw who was in the batch, token by token: of a running engine, a saved log, or a demo"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="live, demo, or a file that --save has written")
+    parser.add_argument("--out", type=Path, default=Path("timeline.html"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="keep the steps as JSON lines")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="newest steps to draw (%(default)s)")
+    parser.add_argument("--axis", choices=("time", "steps"), help="default: time, in the demo steps")
+    live = parser.add_argument_group("live")
+    live.add_argument("--engine-pid", type=int, metavar="PID", help="which engine, where several run")
+    live.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the engines' folders are; default: found")
+    demo = parser.add_argument_group("demo")
+    demo.add_argument("--model", help="folder or hub id; default: a tiny model with random weights")
+    demo.add_argument("--slots", type=int, default=8, help="most requests at once (%(default)s)")
+    demo.add_argument("--requests", type=int, help="how many requests (4 times the slots)")
+    demo.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.steps < 1 or args.slots < 1:
+        raise CliError("--steps and --slots must be at least 1")
+    if args.source == "demo":
+        from cb_backend.cli.timeline_demo import compare  # needs torch
+
+        logs = compare(args.model, args.slots, args.requests or 4 * args.slots, args.seed)
+        title, note = "The same requests, batched in two ways", _comparison(logs)
+    else:
+        log = _live(args) if args.source == "live" else StepLogFile.read(Path(args.source))
+        logs = [StepLogFile(log.header, log.steps[-args.steps :])]
+        title, note = "Timeline of the batch", ""
+    if not any(log.steps for log in logs):
+        raise CliError("there are no steps to draw: the engine has not run any request yet")
+    if args.save is not None:
+        for i, log in enumerate(logs):
+            log.write(args.save if i == 0 else args.save.with_suffix(f".{i}{args.save.suffix}"))
+    is_by_time = (args.axis or ("steps" if args.source == "demo" else "time")) == "time"
+    span = max(TimeAxis(log.steps, is_by_time).length for log in logs)
+    args.out.write_text(page(title, [draw(log, is_by_time, span) for log in logs], note))
+    print(f"{args.out}: {', '.join(f'{len(log.steps)} steps' for log in logs)}. {note}".rstrip())
+    return 0
+
+
+def _comparison(logs: list[StepLogFile]) -> str:
+    in_flight, static = (len(log.steps) for log in logs)
+    return (
+        f"In-flight batching needs {in_flight} steps, static batching {static}: {static / in_flight:.2f} times as many."
+    )
+
+
+def _live(args: argparse.Namespace) -> StepLogFile:
+    life = _choose(running_engines(args.runtime_dir), args.engine_pid)
+    return from_dump(ask_for_steps(life.socket_path, args.steps), f"Engine {life.pid}")
+
+
+def _choose(engines: list[EngineLife], pid: int | None) -> EngineLife:
+    """Raises `CliError` unless there is exactly one engine to choose."""
+    known = ", ".join(str(life.pid) for life in engines)
+    if pid is not None:
+        engines = [life for life in engines if life.pid == pid]
+        if not engines:
+            raise CliError(f"no engine of yours has pid {pid}; running: {known or 'none'}")
+    if not engines:
+        raise CliError("no engine of yours is running here; start one: cb-backend serve")
+    if len(engines) > 1:
+        raise CliError(f"several engines are running; choose one: --engine-pid ({known})")
+    return engines[0]

@@ -1,0 +1,45 @@
+"""Looking at running engines from outside: which there are, and what their last steps were.
+
+An observer says no hello, so the engine neither waits for it nor lives for it. Requests cannot be sent from here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from cb_backend.errors import UnavailableError
+from cb_backend.front_end.runtime_dir import EngineLife, read_engine, runtime_base
+from cb_backend.messages import DumpSteps, StepDump, decode_engine_message, encode
+from cb_backend.process_watch import process_start_time
+
+
+def running_engines(base: Path | None = None) -> list[EngineLife]:
+    """This user's engines that are alive now, by pid. `base` holds one folder a model copy and server."""
+    folders = sorted((base or runtime_base()).iterdir())
+    lives = filter(None, (read_engine(folder) for folder in folders))
+    return sorted(
+        (life for life in lives if process_start_time(life.pid) == life.start_time), key=lambda life: life.pid
+    )
+
+
+def ask_for_steps(socket_path: str, max_steps: int, timeout_s: float = 10.0) -> StepDump:
+    """The newest steps of the engine behind this socket. Raises `UnavailableError` if it does not answer in time."""
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.connect(f"ipc://{socket_path}")
+        socket.send(encode(DumpSteps(max_steps)))
+        if not socket.poll(int(timeout_s * 1000)):
+            raise UnavailableError(f"the engine at {socket_path} has not answered for {timeout_s:g} s; is it starting?")
+        message = decode_engine_message(socket.recv())
+    except msgspec.DecodeError as error:
+        raise UnavailableError(f"the engine at {socket_path} speaks another version: {error}") from None
+    finally:
+        socket.close(linger=0)
+        context.term()
+    if not isinstance(message, StepDump):
+        raise UnavailableError(f"the engine at {socket_path} answered with {type(message).__name__}")
+    return message
