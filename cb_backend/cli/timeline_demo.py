@@ -96,8 +96,8 @@ def compare(model: str | None, num_slots: int, num_requests: int, seed: int) -> 
                 "load_format": "dummy" if model is None else "auto",
                 "dtype": "float32" if model is None else "auto",
                 "max_num_seqs": num_slots,
-                "max_num_batched_tokens": max(64, 2 * num_slots),  # so that prompts come in chunks
-                "num_gpu_blocks_override": 22 * num_slots,
+                "max_num_batched_tokens": max(64, 8 * num_slots),  # so that prompts come in chunks
+                "num_gpu_blocks_override": max(6 * num_slots, 24),  # scarce, as they are in life
                 "enable_prefix_caching": False,  # both runs must compute every prompt
             }
         )

@@ -92,7 +92,7 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None) -
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="12">',
-        _heading(log.header.title, summarise(steps, stays, num_slots)),
+        _heading(log.header.title, summarise(steps, stays, num_slots), is_by_time),
         *_lanes_background(num_slots, lane),
         *(part for stay in stays for part in _stay(stay, axis, lane)),
         *_step_lines(axis, len(steps), lane * num_slots),
@@ -103,11 +103,12 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None) -
     return "\n".join(parts)
 
 
-def _heading(title: str, summary: Summary) -> str:
+def _heading(title: str, summary: Summary, is_by_time: bool) -> str:
+    seconds = f" and {summary.seconds:.2f} s" if is_by_time else ""
     text = (
         f"{summary.num_requests} requests, {summary.num_decode_tokens:,} tokens decoded, "
-        f"{summary.num_prefill_tokens:,} computed of prompts, in {summary.num_steps:,} steps"
-        f" and {summary.seconds:.2f} s; slots in use {summary.utilisation:.0%}; "
+        f"{summary.num_prefill_tokens:,} computed of prompts, in {summary.num_steps:,} steps{seconds}; "
+        f"slots in use {summary.utilisation:.0%}; "
         f"{summary.num_preemptions} preemptions"
     )
     return (
@@ -126,7 +127,7 @@ def _lanes_background(num_slots: int, lane: float) -> list[str]:
         y = TOP + slot * lane
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#fff"/>')
         parts.append(
-            f'<text class="lane" x="{LEFT - 8}" y="{y + min(lane, 15) / 2 + 4:.1f}" text-anchor="end" '
+            f'<text class="lane" x="{LEFT - 8}" y="{y + (lane if every == 1 else 15) / 2 + 4:.1f}" text-anchor="end" '
             f'fill="#444" font-size="11">slot {slot}</text>'
         )
     return parts
@@ -204,7 +205,7 @@ def _step_lines(axis: TimeAxis, num_steps: int, height: float) -> list[str]:
 
 def _ticks(axis: TimeAxis, top: float, bottom: float, is_by_time: bool) -> list[str]:
     name = "time" if is_by_time else "step"
-    parts = [f'<text x="{LEFT - 8}" y="{top + 18:.1f}" text-anchor="end" fill="#444" font-size="11">{name}</text>']
+    parts = [f'<text x="{LEFT - 22}" y="{top + 18:.1f}" text-anchor="end" fill="#444" font-size="11">{name}</text>']
     for x, text in axis.ticks():
         anchor = "middle" if x < WIDTH - RIGHT - 20 else "end"
         parts.append(

@@ -1,0 +1,157 @@
+"""The picture of a step log that is known by heart. pytest tests/unit/test_timeline.py"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from cb_backend.cli import main
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.timeline_lanes import Leave, find_stays, summarise
+from cb_backend.cli.timeline_steps import Ended, Header, Joined, Row, Step, StepLogFile
+from cb_backend.cli.timeline_svg import LEFT, RIGHT, WIDTH, draw
+from cb_backend.request import FinishReason
+
+STOP, LENGTH, ABORT = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ABORT)
+
+
+def step(i: int, rows: list[Row], joined: list[Joined] = (), ended: list[Ended] = (), **figures: int) -> Step:  # type: ignore[assignment]
+    figures = {"num_waiting": 0, "num_used_blocks": 2, "num_preemptions": 0, **figures}
+    return Step(step_id=i, begin=i * 1.0, end=i + 1.0, rows=rows, joined=list(joined), ended=list(ended), **figures)
+
+
+def known_log(num_slots: int = 3) -> StepLogFile:
+    """7 was there before. 8 comes with two chunks and is preempted for 9, which ends; 8 returns; 7 is cancelled.
+
+    Step 5 has a row of 9 that was launched ahead of its end and counts for nothing.
+    """
+    steps = [
+        step(0, [Row(0, 7, 1, False), Row(1, 8, 6, True)], [Joined(1, 8, 10, 0)], num_waiting=1),
+        step(1, [Row(0, 7, 1, False), Row(1, 8, 4, True)], num_waiting=1),
+        step(2, [Row(0, 7, 1, False), Row(1, 8, 1, False)], num_used_blocks=8),
+        step(3, [Row(0, 7, 1, False), Row(1, 9, 3, True)], [Joined(1, 9, 5, 2)], num_waiting=1, num_preemptions=1),
+        step(4, [Row(0, 7, 1, False), Row(1, 9, 1, False)], ended=[Ended(9, STOP)], num_preemptions=1),
+        step(5, [Row(0, 7, 1, False), Row(1, 9, 1, False)], ended=[Ended(7, ABORT)], num_preemptions=1),
+        step(6, [Row(2, 8, 11, True)], [Joined(2, 8, 11, 0)], num_preemptions=1),
+        step(7, [Row(2, 8, 1, False)], num_preemptions=1),
+    ]
+    return StepLogFile(Header(title="known <log>", num_slots=num_slots, num_blocks=10, block_size=4), steps)
+
+
+def test_stays() -> None:
+    stays = find_stays(known_log().steps)
+    assert [(s.slot, s.request_id, s.first, s.last, s.leave, s.has_joined) for s in stays] == [
+        (0, 7, 0, 5, Leave.CANCELLED, False),
+        (1, 8, 0, 2, Leave.PREEMPTED, True),
+        (1, 9, 3, 4, Leave.STOP, True),
+        (2, 8, 6, 7, Leave.STILL_THERE, True),
+    ]
+    assert [[(chunk.step, chunk.num_tokens) for chunk in stay.chunks] for stay in stays] == [
+        [],
+        [(0, 6), (1, 4)],
+        [(3, 3)],
+        [(6, 11)],
+    ]
+    assert [[(run.first, run.last) for run in stay.runs] for stay in stays] == [[(0, 5)], [(2, 2)], [(4, 4)], [(7, 7)]]
+    assert (stays[2].num_tokens_at_join, stays[2].num_cached_tokens) == (5, 2)
+
+
+def test_summary() -> None:
+    log = known_log()
+    summary = summarise(log.steps, find_stays(log.steps), 3)
+    assert (summary.num_steps, summary.num_requests, summary.num_preemptions) == (8, 3, 1)
+    assert (summary.num_prefill_tokens, summary.num_decode_tokens) == (6 + 4 + 3 + 11, 6 + 1 + 2 + 1)
+    assert summary.seconds == 8.0
+    assert summary.utilisation == pytest.approx(14 / 24)
+
+
+def elements(svg: str, kind: str) -> list[ElementTree.Element]:
+    return [e for e in ElementTree.fromstring(svg).iter() if e.get("class", "").split(" ")[0] == kind]
+
+
+@pytest.mark.parametrize("is_by_time", [True, False])
+def test_picture(is_by_time: bool) -> None:
+    svg = draw(known_log(), is_by_time)
+    unit = (WIDTH - LEFT - RIGHT) / 8  # every step takes a second
+    assert [e.text for e in elements(svg, "lane")] == ["slot 0", "slot 1", "slot 2"]
+    assert [e.text for e in elements(svg, "chunk")] == ["6", "4", "3", "11"]
+    assert [e.text for e in elements(svg, "name")] == ["7", "8", "9", "8"]
+    assert [e.get("class") for e in elements(svg, "leave")] == ["leave cancelled", "leave preempted", "leave stop"]
+
+    def spans(kind: str) -> list[tuple[float, float]]:
+        return [
+            (round((float(e.get("x", "")) - LEFT) / unit, 2), round(float(e.get("width", "")) / unit, 2))
+            for e in elements(svg, kind)
+        ]
+
+    assert spans("stay") == [(0, 6), (0, 3), (3, 2), (6, 2)]
+    assert spans("prefill") == [(0, 1), (1, 1), (3, 1), (6, 1)]
+    assert spans("decode") == [(0, 6), (2, 1), (4, 1), (7, 1)]
+    ys = [float(e.get("y", "")) for e in elements(svg, "stay")]
+    assert ys[1] == ys[2], "8 and 9 share a lane, one after the other"
+    assert ys[0] < ys[1] < ys[3]
+    titles = [e.text or "" for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("title")]
+    assert titles[1] == (
+        "request 8, slot 1: joined with 10 tokens, 0 of them cached; 2 prompt chunks, 1 tokens decoded; "
+        "was preempted: its blocks went to others"
+    )
+    assert "known &lt;log&gt;" in svg
+    for kind, peak in (("kv", 8 / 10), ("waiting", 1.0), ("load", 2 / 3)):
+        (area,) = elements(svg, kind)
+        heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area.get("d", ""))]
+        assert (max(heights) - min(heights)) / 46 == pytest.approx(peak, abs=0.01)
+
+
+def test_256_slots_fit_a_page() -> None:
+    svg = draw(known_log(num_slots=256))
+    root = ElementTree.fromstring(svg)
+    assert float(root.get("height", "")) < 1100
+    labels = [float(e.get("y", "")) for e in elements(svg, "lane")]
+    assert min(b - a for a, b in itertools.pairwise(labels)) >= 15, "labels of lanes must not overlap"
+    assert elements(svg, "chunk") == [], "no room for figures"
+    assert len(elements(svg, "prefill")) == 4
+
+
+def test_file_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "steps.jsonl", tmp_path / "timeline.html"
+    known_log().write(path)
+    assert StepLogFile.read(path) == known_log()
+    assert main.main(["timeline", str(path), "--out", str(out), "--steps", "5"]) == 0
+    assert "5 steps" in capsys.readouterr().out
+    html = out.read_text()
+    assert "http://" not in html.replace("http://www.w3.org/2000/svg", ""), "nothing is loaded from elsewhere"
+    assert html.count('class="stay"') == 3, "the first stay of 8 lies before them"
+    path.write_text(path.read_text().replace('"step_id":3', '"step_id":"three"'))
+    with pytest.raises(CliError, match=r"line 5.*not a step log"):
+        StepLogFile.read(path)
+    assert main.main(["timeline", str(path), "--out", str(out)]) == 1
+    assert main.main(["timeline", "live", "--runtime-dir", str(tmp_path)]) == 1
+    assert "no engine of yours is running" in capsys.readouterr().err
+
+
+def test_demo_shows_static_batches_waiting(tmp_path: Path) -> None:
+    out, saved = tmp_path / "demo.html", tmp_path / "demo.jsonl"
+    arguments = ["timeline", "demo", "--slots", "4", "--requests", "10", "--out", str(out), "--save", str(saved)]
+    assert main.main(arguments) == 0
+    in_flight, static = StepLogFile.read(saved), StepLogFile.read(tmp_path / "demo.1.jsonl")
+    assert len(in_flight.steps) < len(static.steps)
+    for log in (in_flight, static):
+        stays = find_stays(log.steps)
+        assert {stay.request_id for stay in stays} == set(range(1, 11))
+        assert {stay.leave for stay in stays if stay.leave is not Leave.PREEMPTED} == {Leave.LENGTH}
+    # Static: when a batch has begun to end, nobody joins until it is empty.
+    present: set[int] = set()
+    is_ending = False
+    for step in static.steps:
+        if step.joined:
+            assert not is_ending or not present
+            is_ending = False
+        present |= {row.request_id for row in step.rows}
+        if step.ended:
+            is_ending = True
+            present -= {end.request_id for end in step.ended}
+    assert out.read_text().count("<svg") == 2
