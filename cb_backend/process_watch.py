@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import select
+import time
+
+POLL_INTERVAL_S = 0.25  # where pidfds are missing
 
 
 def process_start_time(pid: int) -> int | None:
@@ -48,6 +51,16 @@ class ProcessWatch:
         if not self._is_gone:
             self._is_gone = not self._ask()
         return not self._is_gone
+
+    def wait(self) -> None:
+        """Return when the process has ended."""
+        while self.is_alive:
+            if self.fd is not None:
+                poller = select.poll()
+                poller.register(self.fd, select.POLLIN)
+                poller.poll()
+            else:
+                time.sleep(POLL_INTERVAL_S)
 
     def _ask(self) -> bool:
         if self.fd is not None:

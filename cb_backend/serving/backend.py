@@ -37,6 +37,7 @@ from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
 from cb_backend.serving.responder import Responder
+from cb_backend.serving.server_watch import start_server_watch
 
 NUM_WORKERS = 2
 DEFAULT_SENDER_THREADS = 4
@@ -64,6 +65,7 @@ class TritonPythonModel:
         name, version = args["model_name"], args["model_version"]
         config = load_engine_config(Path(args["model_repository"]) / version / "model.json")
         server_pid = os.getppid()
+        start_server_watch(server_pid)
         self._supervisor = EngineSupervisor(config, server_pid, name, version)
         try:
             self._info = self._supervisor.start()

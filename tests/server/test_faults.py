@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.processes import descendants
 from cb_backend.cli.server_process import free_ports, http_status
 from tests.server.conftest import RunningServer, marked_processes, running_server, wait_until
 from tests.server.raw_stream import RawStream
@@ -77,6 +79,28 @@ def test_sigterm_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Path, ref
             assert stream.events[-1][0] - asked_at < 10.0
         assert server.process.wait(timeout=15) == 0
         wait_until(lambda: marked_processes(server.mark) == [], 5, "every process of the server has ended")
+
+
+def test_a_killed_server_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    shared_memory = Path("/dev/shm")
+    with running_server(checkpoint, tmp_path) as server:
+        regions = {entry for entry in shared_memory.iterdir() if any(map(_is_mapping(entry), _stubs(server)))}
+        assert len(regions) == 2, "one for each front end"
+        streams = [RawStream(server.url, f"stream {i}", LONG) for i in range(4)]
+        for stream in streams:
+            stream.wait(num_texts=2)
+        os.kill(server.process.pid, signal.SIGKILL)  # not through `ServerProcess`, which would clean up after it
+        wait_until(lambda: marked_processes(server.mark) == [], 5, "front ends and engine end by themselves")
+        assert not any(region.exists() for region in regions)
+
+
+def _stubs(server: RunningServer) -> list[int]:
+    processes = [process.pid for process in descendants(server.process.pid)]
+    return [pid for pid in processes if "triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def _is_mapping(file: Path) -> Callable[[int], bool]:
+    return lambda pid: str(file) in Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_four_front_ends_share_one_engine(checkpoint: Path, tmp_path: Path, reference: Reference) -> None:
