@@ -6,16 +6,19 @@ shortly before the limit, so that no client is left without an answer.
 
 The server is asked over its own HTTP or gRPC port. NOTE: `pb_utils.is_model_ready` would be nearer, but its error
 ("Server not ready", just what is looked for) is read after the server has freed it: measured on 24.10, four calls
-of five crashed this process.
+of five crashed this process. NOTE: newer servers also call a model not ready while its `is_ready` says so, which ours
+does when the engine is away; so a "not ready" counts only if the server's index does not list the model as loaded.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DEFAULT_EXIT_TIMEOUT_S = 30.0
 # How long before the limit the last requests are ended. The server then takes the front ends down one after the
@@ -26,7 +29,7 @@ MAX_MARGIN_SHARE = 0.4
 NUM_SIGNS = 2  # looks in a row that must agree
 PROBE_TIMEOUT_S = 2.0
 
-# Whether the model is ready; None when it cannot be told now.
+# Whether the model is ready; False: being stopped (or not started yet); None when it cannot be told now.
 Probe = Callable[[], bool | None]
 
 logger = logging.getLogger("cb_backend.serving")
@@ -90,7 +93,9 @@ def readiness_probe(arguments: dict[str, str], model_name: str, model_version: s
 
 
 def ask_over_http(host: str, port: int, model_name: str, model_version: str) -> bool | None:
-    """One request on a connection of its own: the server waits for open connections when it stops.
+    """True: ready; False: stopping or unloading; None: not clear, or loaded but not well.
+
+    Requests on connections of their own: the server waits for open connections when it stops.
 
     Its listener closes first of all, so a refused connection means that it is stopping.
     """
@@ -98,14 +103,28 @@ def ask_over_http(host: str, port: int, model_name: str, model_version: str) -> 
     try:
         path = f"/v2/models/{model_name}/versions/{model_version}/ready"
         connection.request("GET", path, headers={"Connection": "close"})
-        status = connection.getresponse().status
+        is_ready = {200: True, 400: False, 404: False, 503: False}.get(connection.getresponse().status)
+        if is_ready is not False:
+            return is_ready
+        connection.close()
+        connection.request("POST", "/v2/repository/index", b"{}", headers={"Connection": "close"})
+        answer = connection.getresponse()
+        is_loaded = answer.status == 200 and is_listed_ready(json.load(answer), model_name, model_version)
+        return None if is_loaded else False
     except ConnectionRefusedError:
         return False
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException, ValueError):
         return None
     finally:
         connection.close()
-    return {200: True, 400: False, 404: False, 503: False}.get(status)
+
+
+def is_listed_ready(index: Any, model_name: str, model_version: str) -> bool:
+    """Whether the server's index of its repository says that the model is loaded: its state, whatever its health."""
+    entry = {"name": model_name, "version": model_version, "state": "READY"}
+    return isinstance(index, list) and any(
+        isinstance(model, dict) and entry.items() <= model.items() for model in index
+    )
 
 
 def _grpc_probe(url: str, model_name: str, model_version: str) -> Probe:
@@ -117,7 +136,10 @@ def _grpc_probe(url: str, model_name: str, model_version: str) -> Probe:
 
     def ask() -> bool | None:
         try:
-            return bool(client.is_model_ready(model_name, model_version, client_timeout=PROBE_TIMEOUT_S))
+            if client.is_model_ready(model_name, model_version, client_timeout=PROBE_TIMEOUT_S):
+                return True
+            index = client.get_model_repository_index(as_json=True, client_timeout=PROBE_TIMEOUT_S)
+            return None if is_listed_ready(index.get("models"), model_name, model_version) else False
         except InferenceServerException as error:
             # A stopping server answers UNAVAILABLE, and so does a port on which nobody listens any more.
             return False if str(error.status()).endswith("UNAVAILABLE") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ class Health:
 
     def __init__(self) -> None:
         self.status = 400
+        self.state = "UNLOADING"  # in the index
         health = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -24,6 +26,15 @@ class Health:
                 self.send_response(health.status if self.path == "/v2/models/llm/versions/1/ready" else 404)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
+
+            def do_POST(self) -> None:
+                index = [{"name": "other", "version": "1", "state": "READY"}]
+                index.append({"name": "llm", "version": "1", "state": health.state})
+                body = json.dumps(index).encode()
+                self.send_response(200 if self.path == "/v2/repository/index" else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -66,6 +77,21 @@ def test_unload_is_noticed_and_stays_noticed(health: Health) -> None:
     drain.check()
     assert drain.is_draining
     health.status = 200  # the model was loaded anew, in other processes
+    drain.check()
+    assert drain.is_draining
+
+
+def test_a_loaded_model_without_its_engine_is_not_stopping(health: Health) -> None:
+    """Newer servers ask the model's `is_ready`: while an engine is started again they answer so."""
+    drain = watch(health)
+    health.status, health.state = 200, "READY"
+    drain.check()
+    health.status = 503
+    for _ in range(5):
+        drain.check()
+    assert not drain.is_draining
+    health.state = "UNLOADING"
+    drain.check()
     drain.check()
     assert drain.is_draining
 
