@@ -6,7 +6,7 @@ One thread, one loop: take messages (without waiting while there is work), step,
 end that the step concerns. The process ends with its server, with its last front end, or when three steps in a row
 failed. It does not know text, tokenizers or the server's interface.
 
-Exit codes: 0 nothing more to do, 1 the start failed, 2 the start failed for a reason that a retry cannot mend
+Exit codes: 0 nothing more to do, 1 the start failed, 2 the start failed for a reason that the user can mend
 (`ConfigError`), 3 the engine gave up while serving.
 """
 

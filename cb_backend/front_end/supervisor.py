@@ -33,7 +33,6 @@ FIRST_RESTART_DELAY_S = 0.5
 MAX_RESTART_DELAY_S = 30.0
 STEADY_AFTER_S = 60.0  # an engine that ran this long starts the back-off anew when it ends
 ENGINE_EXIT_TIMEOUT_S = 15.0  # after the last goodbye
-CONFIG_ERROR_EXIT_CODE = 2  # of the engine process: starting it again would fail again
 
 logger = logging.getLogger("cb_backend.front_end")
 
@@ -57,7 +56,7 @@ class EngineSupervisor:
         self._watched_life: EngineLife | None = None
         self._spawn_time = 0.0
         self._num_restarts = 0  # since the engine last ran steadily
-        self.final_failure: str | None = None  # why the engine is not started again
+        self.final_failure: str | None = None  # why the first engine could not start
         self.client = EngineClient(self._directory.front_end_id, self._changed.set)
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
 
@@ -147,11 +146,12 @@ class EngineSupervisor:
             self._spawn()
 
     def _note_end(self, exit_code: int) -> None:
-        """Decide whether and when an engine that has ended is started again."""
+        """Decide whether and when an engine that has ended is started again.
+
+        One that was serving is, whatever the reason: a device whose memory is taken or a disk that is away may be back.
+        """
         now = time.monotonic()
-        was_ready = self.client.info is not None
-        if exit_code == CONFIG_ERROR_EXIT_CODE or not was_ready:
-            # In the second case nobody is being served yet: the load of the model fails with the reason.
+        if self.client.info is None:  # nobody is being served yet: the load of the model fails with the reason
             self.final_failure = self.client.failure or (
                 f"the engine process ended with exit code {exit_code} before it was ready; "
                 "its output in the server's log says why"

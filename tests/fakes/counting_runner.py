@@ -66,6 +66,9 @@ def create_runner(config: EngineConfig) -> tuple[CountingRunner, ModelInfo]:
     time.sleep(float(os.environ.get("CB_TEST_START_S", "0")))
     if config.model == "no-such-model":
         raise ConfigError("the checkpoint 'no-such-model' does not exist; set model to a folder that does")
+    obstacle = os.environ.get("CB_TEST_OBSTACLE")
+    if obstacle is not None and Path(obstacle).exists():
+        raise ConfigError("another process has taken the device's memory; end it")
     if config.model == "dies-at-start":
         os._exit(7)
     info = ModelInfo(

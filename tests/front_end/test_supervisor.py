@@ -258,6 +258,23 @@ def test_config_error_is_the_reason_of_the_failed_start(fleet: Fleet) -> None:
         fleet.add(counting_config(model="no-such-model"))
 
 
+def test_engine_that_cannot_start_again_yet_is_tried_until_it_can(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obstacle = tmp_path / "obstacle"
+    monkeypatch.setenv("CB_TEST_OBSTACLE", str(obstacle))
+    monkeypatch.setattr("cb_backend.front_end.supervisor.FIRST_RESTART_DELAY_S", 0.1)
+    member = fleet.add()
+    obstacle.touch()
+    os.kill(engine_pid(member), signal.SIGKILL)
+    eventually(lambda: "taken" in (member.client.failure or ""), "the second engine says why it cannot start")
+    with pytest.raises(UnavailableError, match="being started again"):
+        submit(member, [7], 1)
+    obstacle.unlink()
+    eventually(lambda: member.client.is_ready, "the engine is back")
+    assert answer(member, [100], 2) == [101, 102]
+
+
 def test_death_during_the_start_fails_it(fleet: Fleet) -> None:
     with pytest.raises(ConfigError, match="exit code 7 before it was ready"):
         fleet.add(counting_config(model="dies-at-start"))
