@@ -20,14 +20,14 @@ import os
 import signal
 import sys
 import time
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import msgspec
-import numpy as np
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.engine.front_end_link import FrontEnd, FrontEndLink, report_failed_start
+from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
+from cb_backend.engine.step_messages import step_output
 from cb_backend.errors import CbError, ConfigError, ErrorCode
 from cb_backend.messages import (
     REQUEST_ID_BITS,
@@ -40,11 +40,9 @@ from cb_backend.messages import (
     Goodbye,
     Hello,
     RequestFailed,
-    StepLogprobs,
-    StepOutput,
     token_ids_from_bytes,
 )
-from cb_backend.outputs import EngineOutput, TokenLogprobs, rows_after
+from cb_backend.outputs import EngineOutput
 
 EXIT_DONE = 0
 EXIT_START_FAILED = 1
@@ -59,8 +57,6 @@ BUSY_COLLECT_INTERVAL_S = 30.0  # garbage is collected when idle, and this often
 FIRST_FRONT_END_TIMEOUT_S = 60.0
 STALL_TIMEOUT_S = 10.0  # unfinished requests, but nothing to run
 MAX_FAILED_STEPS_IN_A_ROW = 3
-
-T = TypeVar("T")
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -205,23 +201,12 @@ class EngineProcess:
         first_tokens = self.engine.log.first_tokens
         for front_end in self.link.front_ends.values():
             mask = owners == front_end.front_end_id
-            num_entries = int(np.count_nonzero(mask))
-            if num_entries == 0:
+            if not mask.any():
                 continue
-            pick = slice(None) if num_entries == len(mask) else mask
-            request_ids = output.request_ids[pick].astype("<i8", copy=False)
-            finish_reasons = output.finish_reasons[pick]
-            message = StepOutput(
-                step_id=self._step_id,
-                request_ids=request_ids.tobytes(),
-                token_ids=output.token_ids[pick].astype("<i4", copy=False).tobytes(),
-                finish_reasons=finish_reasons.astype(np.uint8, copy=False).tobytes(),
-                num_cached_tokens=_of(front_end, output.num_cached_tokens),
-                scheduled_at=_of(front_end, first_tokens),
-                logprobs=None if output.logprobs is None else _pack_logprobs(output.logprobs.moved(rows_after(mask))),
-            )
+            message = step_output(self._step_id, front_end.front_end_id, mask, output, first_tokens)
             self.link.send(front_end.identity, message)
-            front_end.open_request_ids.difference_update(request_ids[finish_reasons != 0].tolist())
+            ended = output.request_ids[mask & (output.finish_reasons != 0)]
+            front_end.open_request_ids.difference_update(ended.tolist())
 
     # ---- between steps ----------------------------------------------------------------------------------------
 
@@ -259,18 +244,6 @@ class EngineProcess:
             if self.link.has_had_front_end or is_too_late:
                 logger.info("no front end is left; the engine ends")
                 self.is_stopping = True
-
-
-def _of(front_end: FrontEnd, by_request_id: dict[int, T]) -> dict[int, T]:
-    """The entries that are the front end's."""
-    own_id = front_end.front_end_id
-    return {request_id: value for request_id, value in by_request_id.items() if request_id >> REQUEST_ID_BITS == own_id}
-
-
-def _pack_logprobs(logprobs: TokenLogprobs) -> StepLogprobs | None:
-    if not len(logprobs.rows):
-        return None
-    return StepLogprobs.pack(logprobs.rows, logprobs.sampled, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
 
 
 def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:

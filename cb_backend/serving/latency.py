@@ -68,17 +68,25 @@ class ThreadLatencies:
 
 
 class Latencies:
-    """Those of all sender threads, and of the one thread on which tokens arrive."""
+    """Those of all sender threads, and of the one thread on which tokens arrive.
+
+    That thread only appends to `inter_token_seconds`; sorting into buckets is left to whoever asks for the totals,
+    because a thousand at once cost a tenth of one by one.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.threads = [ThreadLatencies() for _ in range(num_threads)]
-        self.inter_token = BucketCounts(BOUNDS["inter_token"])
+        self.inter_token_seconds: list[float] = []
+        self._inter_token = BucketCounts(BOUNDS["inter_token"])
 
     def totals(self) -> dict[str, Totals]:
-        """Since the start, by the names of `BOUNDS`."""
+        """Since the start, by the names of `BOUNDS`. Always to be called by the same thread."""
+        count = len(self.inter_token_seconds)  # NOTE: more may be appended meanwhile, at the end
+        self._inter_token.add_all(self.inter_token_seconds[:count])
+        del self.inter_token_seconds[:count]
         names = self.threads[0].buckets
         totals = {name: total_of(thread.buckets[name] for thread in self.threads) for name in names}
-        return {**totals, "inter_token": self.inter_token.read()}
+        return {**totals, "inter_token": self._inter_token.read()}
 
 
 class _Times(NamedTuple):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cb_backend.buckets import BucketCounts
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.logprobs import NOT_ASKED_FOR, OutputLogprobs
 from cb_backend.front_end.output_text import OutputText, TextDelta
@@ -113,12 +112,12 @@ class LiveRequest:
         request_id: int,
         response_sender: Any,
         news: queue.SimpleQueue[LiveRequest | None],
-        inter_token: BucketCounts,
+        inter_token_seconds: list[float],
     ) -> None:
-        """`inter_token` counts seconds between tokens; filled on the thread that calls `take_tokens`."""
+        """`inter_token_seconds` gets every time between tokens, on the thread that calls `take_tokens`."""
         self.arrival_time = time.monotonic()
         self.scheduled_at = 0.0  # when its first step was launched; 0.0: not known
-        self._inter_token = inter_token
+        self._inter_token_seconds = inter_token_seconds
         self.is_first_response_out = False  # the sender thread's own
         self.request_id = request_id  # of the first answer
         self.response_sender = response_sender
@@ -178,7 +177,7 @@ class LiveRequest:
             answer.first_token_time = answer.last_token_time = now
             num_tokens -= 1
         for _ in range(num_tokens):
-            self._inter_token.add((now - answer.last_token_time) / num_tokens)
+            self._inter_token_seconds.append((now - answer.last_token_time) / num_tokens)
         answer.last_token_time = now
 
     def end(self, code: ErrorCode, message: str) -> bool:

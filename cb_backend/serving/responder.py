@@ -55,7 +55,7 @@ class Responder:
     def open(self, request_id: int, response_sender: Any) -> LiveRequest:
         """Take responsibility for one final response. Requests go round the sender threads."""
         live = LiveRequest(
-            request_id, response_sender, self._news[request_id % len(self._news)], self.latencies.inter_token
+            request_id, response_sender, self._news[request_id % len(self._news)], self.latencies.inter_token_seconds
         )
         self._live[request_id] = live
         return live
