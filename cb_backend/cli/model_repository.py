@@ -11,6 +11,7 @@ from pathlib import Path
 from cb_backend.cli.paths import CliError
 from cb_backend.config import load_engine_config
 from cb_backend.errors import ConfigError
+from cb_backend.models.checkpoint import check_checkpoint_name
 
 
 def check_model_repository(repository: Path, our_backends: Collection[str] = ()) -> list[str]:
@@ -48,7 +49,7 @@ def is_ours(version: Path, our_backends: Collection[str] = ()) -> bool:
 
 def _check_engine_arguments(name: str, version: Path) -> None:
     try:
-        load_engine_config(version / "model.json")
+        check_checkpoint_name(load_engine_config(version / "model.json").model)
     except ConfigError as error:
         raise CliError(f"model {name!r}: {error} (in {version})") from None
 

@@ -184,5 +184,11 @@ def create_engine(config: EngineConfig) -> LLMEngine:
         factory: RunnerFactory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"worker_cls {name!r} cannot be loaded: {error}") from error
-    runner, info = factory(config)
+    try:
+        runner, info = factory(config)
+    except MemoryError as error:
+        raise ConfigError(
+            f"not enough memory to start ({error}); lower max_num_seqs ({config.max_num_seqs}) or max_model_len, or use"
+            " a smaller model or dtype"
+        ) from None
     return LLMEngine(config, runner, info)

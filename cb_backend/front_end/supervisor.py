@@ -169,15 +169,21 @@ class EngineSupervisor:
         module = "cb_backend.engine.engine_process"
         command = [self._python, "-m", module, "--socket", socket_path, "--server-pid", str(self._server_pid)]
         self._spawn_time = time.monotonic()
-        self._child = subprocess.Popen(
-            [*command, "--config-json", self._config_json],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # the server's log
-            stderr=2,
-            close_fds=True,
-            start_new_session=True,  # out of reach of the terminal's Ctrl-C: the server decides when to end
-            env=engine_environment(),
-        )
+        try:
+            self._child = subprocess.Popen(
+                [*command, "--config-json", self._config_json],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the server's log
+                stderr=2,
+                close_fds=True,
+                start_new_session=True,  # out of reach of the terminal's Ctrl-C: the server decides when to end
+                env=engine_environment(),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the engine's interpreter {self._python} cannot be started ({error.strerror}); set engine_python in"
+                " model.json to one that can"
+            ) from None
         pid = self._child.pid
         life = EngineLife(pid, process_start_time(pid) or 0, socket_path)
         self._directory.write_engine(life)

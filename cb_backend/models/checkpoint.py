@@ -33,6 +33,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("CB_BACKEND_CACHE") or Path.home() / ".cache" / "cb_backend").expanduser()
 
 
+def check_checkpoint_name(model: str) -> None:
+    """Raise `ConfigError` for what can be nothing at all: a path where nothing is. Reads and fetches nothing."""
+    if not Path(model).expanduser().exists() and (model.endswith(".gguf") or not _HUB_ID.fullmatch(model)):
+        raise ConfigError(f"{model!r} is neither a folder, a .gguf file nor a hub id like org/name")
+
+
 def resolve_checkpoint(model: str) -> Path:
     """The folder with `config.json` and safetensors that `model` means. Raises `ConfigError` with the remedy."""
     path = Path(model).expanduser()
@@ -128,8 +134,7 @@ def _convert_tokenizer(folder: Path, target: Path) -> None:
 
 def _from_hub(name: str, patterns: list[str]) -> Path:
     """The cache folder's copy of a hub checkpoint, or the hub's own snapshot."""
-    if not _HUB_ID.fullmatch(name):
-        raise ConfigError(f"{name!r} is neither a folder, a .gguf file nor a hub id like org/name")
+    check_checkpoint_name(name)
     cached = cache_dir() / "models" / name.replace("/", "--")
     if cached.is_dir():
         return cached

@@ -275,6 +275,16 @@ def test_engine_that_cannot_start_again_yet_is_tried_until_it_can(
     assert answer(member, [100], 2) == [101, 102]
 
 
+def test_lack_of_memory_is_one_line_with_a_remedy(fleet: Fleet) -> None:
+    with pytest.raises(ConfigError, match=r"not enough memory to start \(.*\); lower max_num_seqs \(100000000000\)"):
+        fleet.add(counting_config(max_num_seqs=10**11))
+
+
+def test_interpreter_that_is_not_there_fails_the_start(fleet: Fleet) -> None:
+    with pytest.raises(ConfigError, match=r"interpreter /no/python cannot be started \(No such file.*engine_python"):
+        fleet.add(counting_config(engine_python="/no/python"))
+
+
 def test_death_during_the_start_fails_it(fleet: Fleet) -> None:
     with pytest.raises(ConfigError, match="exit code 7 before it was ready"):
         fleet.add(counting_config(model="dies-at-start"))

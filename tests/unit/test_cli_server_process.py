@@ -118,6 +118,8 @@ def test_the_checkouts_repository_is_valid() -> None:
         ("{", "model 'llm': model.json is not valid JSON"),
         ('{"model": "m", "max_modle_len": 3}', "unknown engine argument 'max_modle_len'.*did you mean 'max_model_len'"),
         ("{}", "does not set 'model'"),
+        ('{"model": "/no/such/folder"}', "model 'llm': '/no/such/folder' is neither a folder"),
+        ('{"model": "missing.gguf"}', "model 'llm': 'missing.gguf' is neither a folder"),
     ],
 )
 def test_bad_engine_arguments_are_found_before_the_start(tmp_path: Path, model_json: str | None, message: str) -> None:
