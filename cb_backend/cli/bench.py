@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from cb_backend.cli import bench_batching, bench_engine
 
@@ -19,4 +20,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that was named; returns its exit code."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the served engine has it; before torch is imported
     return BENCHMARKS[args.benchmark].run(args)

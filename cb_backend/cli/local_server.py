@@ -167,9 +167,6 @@ def _environment(library_dirs: list[Path]) -> dict[str, str]:
     # Not resolve(): in a virtual environment the link is the environment.
     path = [str(Path(sys.executable).parent), environment.get("PATH", "")]
     environment["PATH"] = os.pathsep.join(part for part in path if part)
-    # Threads that wait for each other sleep: where spinning ones must share cores (2 cores, load 9), a decode step of
-    # the demo model took 7 s instead of 0.9 s.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     libraries = [*map(str, library_dirs), environment.get("LD_LIBRARY_PATH", "")]
     if any(libraries):
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in libraries if part)

@@ -14,6 +14,7 @@ from cb_backend.engine.cuda_warm_up import create_cuda_runner, log, new_storage
 from cb_backend.engine.model_runner import ModelRunner
 from cb_backend.engine.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
+from cb_backend.kernels.launch import IS_INTERPRETING
 from cb_backend.kv_cache.storage import size_kv_cache
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.rotary import RotaryTables
@@ -54,6 +55,8 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
     backend = config.attention_backend
     if backend == "auto":
         backend = "triton" if device.type == "cuda" else "torch"
+    if backend == "triton" and device.type == "cpu" and not IS_INTERPRETING:
+        raise ConfigError("attention_backend is 'triton', whose kernels need a GPU; use 'torch' or 'auto' on a CPU")
     ops = resolve_ops(backend)
     model = load_model(
         folder,

@@ -17,7 +17,7 @@ import zmq
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError, ErrorCode, UnavailableError
-from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.supervisor import EngineSupervisor, engine_environment
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
 from tests.front_end.engines import (
@@ -297,6 +297,13 @@ def test_engine_ends_with_the_server(fleet: Fleet) -> None:
     server.kill()
     eventually(lambda: not is_running(pid), "the engine is gone", timeout_s=5)
     server.wait()
+
+
+def test_the_engines_waiting_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert engine_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert engine_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_sigterm_ends_the_engine_cleanly_and_sigint_does_nothing(fleet: Fleet) -> None:
