@@ -65,6 +65,8 @@ class EngineConfig:
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs
     run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU
+    # What is told
+    disable_log_stats: bool = False  # True: no vllm:* metrics, even where config.pbtxt asks for them
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model is empty; name a checkpoint folder, a GGUF file or a hub id")
@@ -95,7 +97,6 @@ class EngineConfig:
 # vLLM arguments that existing model.json files carry and that change nothing here when they have these values.
 _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "disable_log_requests": (True, False),
-    "disable_log_stats": (True, False),
     "enable_log_requests": (True, False),
     "trust_remote_code": (False,),
     "tensor_parallel_size": (1,),

@@ -224,6 +224,8 @@ _SCHEDULING_READERS: dict[str, Callable[[str, Any], Any]] = {
 
 # ---- names of vLLM that are not built yet ---------------------------------------------------------------------------
 
+LORA_NOT_ENABLED = "LoRA feature is not enabled."  # clients of vllm_backend compare with this text
+
 # Accepted at the value that changes nothing (null always is one); any other value is refused by name.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -254,6 +256,8 @@ def _check_neutral(name: str, value: Any) -> None:
     for neutral in _NEUTRAL_VALUES[name]:
         if _equals(value, neutral):
             return
+    if name == "lora_name":
+        raise InvalidRequestError(LORA_NOT_ENABLED)
     choices = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL_VALUES[name] if neutral != "")
     only = f", only {choices} is accepted" if choices else ""
     raise InvalidRequestError(f"{name} is not supported yet (got {_show(value)}{only}); remove it")

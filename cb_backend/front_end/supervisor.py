@@ -45,6 +45,7 @@ class EngineSupervisor:
     ) -> None:
         """`base` is where runtime folders are made; None: the user's private one."""
         self.model_name, self.model_version = model_name, model_version
+        self.config = config
         self._config_json = json.dumps(asdict(config), sort_keys=True)
         self._python = config.engine_python or find_python()
         self._server_pid = server_pid

@@ -40,7 +40,8 @@ class Housekeeping:
         exporter = MetricExporter(model_name, model_version, is_on(arguments, "allow-metrics"))
         assert supervisor.client.info is not None, "the supervisor has been started"
         max_model_len = supervisor.client.info.max_model_len
-        self._metrics = Metrics(exporter, reports_vllm_names(model_config), max_model_len)
+        is_vllm_named = reports_vllm_names(model_config) and not supervisor.config.disable_log_stats
+        self._metrics = Metrics(exporter, is_vllm_named, max_model_len)
         self._silence_begin: float | None = None
         self.is_engine_stuck = False
         self._stop = threading.Event()

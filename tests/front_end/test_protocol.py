@@ -308,12 +308,16 @@ NEUTRAL = {
 EFFECTIVE = {
     "best_of": 3, "prompt_logprobs": 0,
     "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
-    "lora_name": "sql", "spaces_between_special_tokens": "false", "detokenize": 0,
+    "spaces_between_special_tokens": "false", "detokenize": 0,
 }  # fmt: skip
 
 
 def test_parameters_that_are_not_built_pass_at_their_neutral_value() -> None:
     assert params({**NEUTRAL, "seed": 1}) == SamplingParams(seed=1)
+
+
+def test_the_peers_text_for_an_adapter() -> None:
+    assert refusal({"lora_name": "sql"}) == "LoRA feature is not enabled."
 
 
 @pytest.mark.parametrize("name", EFFECTIVE)

@@ -1,0 +1,66 @@
+"""Run one file of unittest cases and write what became of each test, as JSON: FILE REPORT DELAY [Class.test ...]
+
+DELAY: seconds to wait before each HTTP GET of the tests, which is how they read metrics.
+
+The peers' cases overwrite `TestCase.run` and return nothing from it, so pytest cannot run them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import types
+import unittest
+from pathlib import Path
+from typing import Any
+
+import requests
+
+
+class Report(unittest.TestResult):
+    """Outcomes by test name: "" for a pass, else why not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: dict[str, str] = {}
+
+    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
+        self.outcomes[test.id().rpartition(".")[2]] = ""
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        super().addFailure(test, err)
+        self._note(test, err)
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        super().addError(test, err)
+        self._note(test, err)
+
+    def _note(self, test: unittest.TestCase, err: Any) -> None:
+        text = "".join(traceback.format_exception_only(err[0], err[1])).strip()
+        self.outcomes[test.id().rpartition(".")[2]] = text or "failed"
+
+
+def delay_http_gets(seconds: float) -> None:
+    get = requests.get
+    requests.get = lambda *args, **kwargs: time.sleep(seconds) or get(*args, **kwargs)  # type: ignore[func-returns-value]
+
+
+def main() -> int:
+    file, report_file, delay, *names = sys.argv[1:]
+    delay_http_gets(float(delay))
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    unittest.main = lambda: None  # type: ignore[misc,assignment]  # what its last lines call, after their settings
+    exec(compile(Path(file).read_text(), file, "exec"), module.__dict__)
+    loader = unittest.TestLoader()
+    tests = loader.loadTestsFromNames(names, module) if names else loader.loadTestsFromModule(module)
+    report = Report()
+    tests.run(report)
+    Path(report_file).write_text(json.dumps(report.outcomes))
+    return 0 if report.wasSuccessful() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
