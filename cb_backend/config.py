@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,34 @@ def load_engine_config(path: Path) -> EngineConfig:
     if not isinstance(arguments, dict):
         raise ConfigError(f"{path.name} must hold a JSON object, found {type(arguments).__name__}")
     return engine_config_from_dict(arguments)
+
+
+def engine_folder(version: Path) -> Path:
+    """The version folder whose `model.json` holds the engine arguments of a model: its own, or another model's.
+
+    A model.json of `{"engine_of": "llm"}` makes a model another front of the engine of `llm`, its neighbour in the
+    repository (the newest version of it). Raises `ConfigError` if there is no such model or something stands beside it.
+    """
+    try:
+        arguments = json.loads((version / "model.json").read_text())
+    except (OSError, ValueError):
+        return version  # for `load_engine_config` to explain
+    if not isinstance(arguments, dict) or "engine_of" not in arguments:
+        return version
+    name = arguments["engine_of"]
+    if len(arguments) > 1:
+        raise ConfigError("model.json sets 'engine_of', so the engine arguments are that model's; remove the others")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise ConfigError(f"'engine_of' in model.json is {name!r}; name a model of the same repository")
+    neighbour = version.parent.parent / name
+    versions = sorted((int(p.name) for p in neighbour.glob("*") if p.name.isdigit()), reverse=True)
+    if not versions or neighbour == version.parent or "engine_of" in _text(neighbour / str(versions[0]) / "model.json"):
+        raise ConfigError(f"'engine_of' in model.json is {name!r}, which is no model with an engine in this repository")
+    return neighbour / str(versions[0])
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 def engine_config_from_dict(arguments: dict[str, Any]) -> EngineConfig:

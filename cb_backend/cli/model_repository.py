@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.config import load_engine_config
+from cb_backend.config import engine_folder, load_engine_config
 from cb_backend.errors import ConfigError
 from cb_backend.models.checkpoint import check_checkpoint_name
 
@@ -39,7 +39,7 @@ def is_ours(version: Path, our_backends: Collection[str] = ()) -> bool:
     """Whether a version folder of a model is served by this package."""
     door = version / "model.py"
     if door.is_file():
-        return "cb_backend.serving.backend" in door.read_text()
+        return "from cb_backend.serving." in door.read_text()
     config = version.parent / "config.pbtxt"
     if not config.is_file():
         return False
@@ -49,7 +49,7 @@ def is_ours(version: Path, our_backends: Collection[str] = ()) -> bool:
 
 def _check_engine_arguments(name: str, version: Path) -> None:
     try:
-        check_checkpoint_name(load_engine_config(version / "model.json").model)
+        check_checkpoint_name(load_engine_config(engine_folder(version) / "model.json").model)
     except ConfigError as error:
         raise CliError(f"model {name!r}: {error} (in {version})") from None
 
@@ -57,7 +57,7 @@ def _check_engine_arguments(name: str, version: Path) -> None:
 def served_checkpoints(repository: Path, our_backends: Collection[str] = ()) -> set[str]:
     """What the `model.json` files of a checked repository name as their model."""
     versions = [path.parent for path in repository.glob("*/*/model.json") if is_ours(path.parent, our_backends)]
-    return {load_engine_config(version / "model.json").model for version in versions}
+    return {load_engine_config(engine_folder(version) / "model.json").model for version in versions}
 
 
 def copy_with_model(model_folder: Path, checkpoint: str, target: Path, front_ends: int | None = None) -> Path:

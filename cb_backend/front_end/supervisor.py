@@ -41,15 +41,24 @@ class EngineSupervisor:
     """One per front end. `start`, then use `client`; `close` at the end."""
 
     def __init__(
-        self, config: EngineConfig, server_pid: int, model_name: str, model_version: str, base: Path | None = None
+        self,
+        config: EngineConfig,
+        server_pid: int,
+        model_name: str,
+        model_version: str,
+        base: Path | None = None,
+        engine_model: tuple[str, str] | None = None,
     ) -> None:
-        """`base` is where runtime folders are made; None: the user's private one."""
+        """`base` is where runtime folders are made; None: the user's private one. `engine_model`: name and version of
+        the model whose engine this is; None: the front end's own."""
         self.model_name, self.model_version = model_name, model_version
+        self.engine_name, self.engine_version = engine_model or (model_name, model_version)
         self.config = config
         self._config_json = json.dumps(asdict(config), sort_keys=True)
         self._python = config.engine_python or find_python()
         self._server_pid = server_pid
-        self._directory = RuntimeDir(server_pid, f"{model_name}\n{model_version}\n{self._config_json}", base)
+        key = f"{self.engine_name}\n{self.engine_version}\n{self._config_json}"
+        self._directory = RuntimeDir(server_pid, key, base)
         self._changed = threading.Event()
         self._is_closing = False
         self._child: subprocess.Popen[bytes] | None = None

@@ -21,7 +21,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from cb_backend.config import load_engine_config
+from cb_backend.config import engine_folder, load_engine_config
 from cb_backend.errors import CbError, ConfigError, ErrorCode, UnavailableError
 from cb_backend.front_end.bad_words import with_bad_word_ids
 from cb_backend.front_end.chat import Chat
@@ -63,10 +63,13 @@ class TritonPythonModel:
         model_config = json.loads(args["model_config"])
         num_senders = sender_threads(model_config)
         name, version = args["model_name"], args["model_version"]
-        config = load_engine_config(Path(args["model_repository"]) / version / "model.json")
+        folder = Path(args["model_repository"]) / version
+        engine = engine_folder(folder)
+        config = load_engine_config(engine / "model.json")
+        engine_model = (engine.parent.name, engine.name) if engine != folder else None
         server_pid = os.getppid()
         start_server_watch(server_pid)
-        self._supervisor = EngineSupervisor(config, server_pid, name, version)
+        self._supervisor = EngineSupervisor(config, server_pid, name, version, engine_model=engine_model)
         try:
             self._info = self._supervisor.start()
             self._tokenizer = Tokenizer(self._info.tokenizer_dir)
@@ -111,6 +114,10 @@ class TritonPythonModel:
         self._responder.close()
         self._supervisor.close()
 
+    def parse(self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
+        """What the wire says, checked. Another wire over the same engine overrides this."""
+        return parse_request(inputs, parameters, vocab_size)
+
     # ---- one request ------------------------------------------------------------------------------------------
 
     def _accept(self, request: Any) -> None:
@@ -136,7 +143,7 @@ class TritonPythonModel:
     def _submit(self, live: LiveRequest, inputs: dict[str, NDArray[Any]], parameters: str) -> None:
         if live.is_ended:  # cancelled while it waited here
             return
-        generate = parse_request(inputs, parameters, self._info.vocab_size)
+        generate = self.parse(inputs, parameters, self._info.vocab_size)
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
         params = with_bad_word_ids(generate.params, self._tokenizer)
         prompt = token_ids_to_bytes(token_ids)

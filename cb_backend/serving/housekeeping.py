@@ -37,7 +37,8 @@ class Housekeeping:
         arguments = server_arguments(server_pid)
         probe = readiness_probe(arguments, model_name, model_version)
         self._drain = DrainWatch(probe, exit_timeout_s(arguments), num_instances(model_config))
-        exporter = MetricExporter(model_name, model_version, is_on(arguments, "allow-metrics"))
+        # All fronts of an engine are one model to whoever reads the metrics.
+        exporter = MetricExporter(supervisor.engine_name, supervisor.engine_version, is_on(arguments, "allow-metrics"))
         assert supervisor.client.info is not None, "the supervisor has been started"
         max_model_len = supervisor.client.info.max_model_len
         is_vllm_named = reports_vllm_names(model_config) and not supervisor.config.disable_log_stats

@@ -30,7 +30,7 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.server_process import ServerOptions, ServerProcess
 
 START_TIMEOUT_S = 120.0
-SUITE_TIMEOUT_S = 1200.0
+SUITE_TIMEOUT_S = 3600.0
 Outcomes = dict[str, str]  # of each test: "" for a pass, else why not
 
 

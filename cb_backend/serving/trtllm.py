@@ -1,0 +1,29 @@
+"""`TritonPythonModel` with the tensors of TensorRT-LLM's models: another wire over the same front end.
+
+Everything but reading a request is `serving.backend`'s. The tensors stand in the model's config.pbtxt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.protocol import GenerateRequest
+from cb_backend.front_end.trtllm_protocol import parse_trtllm_request
+from cb_backend.serving import backend
+
+
+class TritonPythonModel(backend.TritonPythonModel):
+    """One front end, as the server makes it."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
+        return auto_complete_model_config
+
+    def parse(self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
+        if parameters not in ("", "{}"):
+            raise InvalidRequestError("this model takes its parameters as tensors; send none as request parameters")
+        return parse_trtllm_request(inputs, vocab_size)

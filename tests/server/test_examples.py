@@ -1,0 +1,281 @@
+"""The examples of model_repository/ on a real server, around a tiny `llm`: pytest tests/server/test_examples.py"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from cb_backend.cli.paths import checkout_path
+from tests.server.conftest import RunningServer, running_server, wait_until
+from tests.server.tiny_checkpoint import EOS, Reference
+
+pytestmark = pytest.mark.server
+
+SYSTEM = "You answer in plain words, in a few sentences."  # chat_prompt/config.pbtxt
+
+
+def add_examples(repository: Path) -> None:
+    for folder in checkout_path("model_repository").iterdir():
+        if (folder / "config.pbtxt").is_file() and folder.name != "llm":
+            shutil.copytree(folder, repository / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(checkpoint, tmp_path_factory.mktemp("examples"), front_ends=1, prepare=add_examples) as running:
+        yield running
+
+
+class Call:
+    """One request on a stream of its own. Inputs: text, bools, or arrays; `shape` of all of them."""
+
+    def __init__(self, server: RunningServer, model: str, shape: tuple[int, ...] = (1,), **inputs: Any) -> None:
+        self.arrived: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.connection = grpc.InferenceServerClient(server.url)
+        self.connection.start_stream(lambda result, error: self.arrived.put((result, error)))
+        tensors = [_input(name, value, shape) for name, value in inputs.items()]
+        self.connection.async_stream_infer(model, tensors, enable_empty_final_response=True)
+
+    def next(self) -> tuple[dict[str, list[Any]], bool]:
+        """Outputs of the next response, and whether it is the final one. Raises the request's error."""
+        result, error = self.arrived.get(timeout=60)
+        if error is not None:
+            self.close()
+            raise error
+        message = result.get_response()
+        outputs = {output.name: _decoded(result.as_numpy(output.name)) for output in message.outputs}
+        return outputs, message.parameters["triton_final_response"].bool_param
+
+    def all(self) -> list[dict[str, list[Any]]]:
+        """Every response that holds something."""
+        responses, is_final = [], False
+        while not is_final:
+            outputs, is_final = self.next()
+            responses += [outputs] if outputs else []
+        self.close()
+        return responses
+
+    def close(self, cancel: bool = False) -> None:
+        self.connection.stop_stream(cancel_requests=cancel)
+        self.connection.close()
+
+
+def _input(name: str, value: Any, shape: tuple[int, ...]) -> grpc.InferInput:
+    if isinstance(value, str):
+        value = np.array([value.encode()], dtype=np.object_).reshape(shape)
+    elif isinstance(value, bool):
+        value = np.array([value]).reshape(shape)
+    types = {"O": "BYTES", "b": "BOOL", "i": "INT32", "u": "UINT64", "f": "FP32"}
+    tensor = grpc.InferInput(name, list(value.shape), types[value.dtype.kind])
+    tensor.set_data_from_numpy(value)
+    return tensor
+
+
+def _decoded(array: Any) -> list[Any]:
+    return [value.decode() if isinstance(value, bytes) else value for value in array.reshape(-1).tolist()]
+
+
+def joined(responses: list[dict[str, list[Any]]]) -> str:
+    return "".join(response["text_output"][0] for response in responses if "text_output" in response)
+
+
+def rendered(*messages: tuple[str, str]) -> str:
+    """As the tiny checkpoint's chat template has it."""
+    return "".join(f"{role}: {content}{EOS}" for role, content in messages) + "assistant:"
+
+
+# ---- chat: an ensemble ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_chat_renders_messages_and_streams(server: RunningServer, reference: Reference, is_stream: bool) -> None:
+    responses = Call(server, "chat", question="the fox?", stream=is_stream).all()
+    assert (len(responses) > 3) == is_stream
+    expected = reference.greedy_text(rendered(("system", SYSTEM), ("user", "the fox?")), 128)
+    assert joined(responses) == expected
+
+
+def test_chat_without_the_optional_inputs(server: RunningServer, reference: Reference) -> None:
+    status, text = server.post("/v2/models/chat/generate", {"question": "the fox?"})
+    assert status == 200, text
+    prompt = rendered(("system", SYSTEM), ("user", "the fox?"))
+    assert json.loads(text)["text_output"] == reference.greedy_text(prompt, 128)
+
+
+def test_chat_remembers_what_was_said(server: RunningServer, reference: Reference) -> None:
+    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+    responses = Call(server, "chat", question="the fox?", history=json.dumps(history), stream=True).all()
+    prompt = rendered(("system", SYSTEM), ("user", "hello"), ("assistant", "good day"), ("user", "the fox?"))
+    assert joined(responses) == reference.greedy_text(prompt, 128)
+    with pytest.raises(InferenceServerException, match="history must be a JSON list"):
+        Call(server, "chat", question="the fox?", history="{", stream=True).all()
+
+
+# ---- assistant: business logic -------------------------------------------------------------------------------------
+
+
+def test_assistant_streams_on_and_adds_its_own(server: RunningServer, reference: Reference) -> None:
+    seen = set()
+    for word in ("fox", "dog", "wizards", "queen", "brew", "quick"):
+        question = f"the {word}?"
+        prompt = rendered(("user", question))
+        expected = reference.greedy_text(prompt, 128)
+        is_cut_off = expected != reference.greedy_text(prompt, 130)
+        responses = Call(server, "assistant", question=question).all()
+        assert joined(responses) == expected + (" [cut off at the limit of tokens]" if is_cut_off else "")
+        assert len(responses) > 3
+        seen.add(is_cut_off)
+    assert seen == {True, False}  # both kinds of end
+    with pytest.raises(InferenceServerException, match="please ask with at least two words"):
+        Call(server, "assistant", question="fox").all()
+
+
+def test_assistant_answers_many_at_once(server: RunningServer, reference: Reference) -> None:
+    words = ["fox", "dog", "wizards", "queen", "brew", "quick"]
+    calls = [Call(server, "assistant", question=f"the {word}?") for word in words]
+    for word, call in zip(words, calls, strict=True):
+        expected = reference.greedy_text(rendered(("user", f"the {word}?")), 128)
+        assert joined(call.all()).startswith(expected), word
+
+
+def test_a_client_that_gives_up_leaves_nothing_behind(server: RunningServer) -> None:
+    for model, inputs in (("assistant", {}), ("chat", {"stream": True})):
+        call = Call(server, model, question="the wizards?", **inputs)
+        call.next()
+        call.close(cancel=True)
+        server.wait_idle()
+
+
+# ---- triage: a small model beside the language model ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "priority"), [("this is terrible and useless", -10), ("thanks, the fox", 0)])
+def test_mood_is_a_logistic_regression(server: RunningServer, text: str, priority: int) -> None:
+    with grpc.InferenceServerClient(server.url) as client:
+        result = client.infer("mood", [_input("text_input", text, (1,))])
+    weights = {"terrible": 2.5, "useless": 2.5, "thanks": -1.5}
+    expected = 1 / (1 + math.exp(2.0 - sum(weight for word, weight in weights.items() if word in text)))
+    assert result.as_numpy("upset")[0] == pytest.approx(expected, abs=1e-6)
+    assert json.loads(result.as_numpy("sampling_parameters")[0])["priority"] == priority
+
+
+def test_triage_answers(server: RunningServer, reference: Reference) -> None:
+    text = "this is terrible"
+    status, answer = server.post("/v2/models/triage/generate", {"text_input": text})
+    assert (status, json.loads(answer)["text_output"]) == (200, text + reference.greedy_text(text, 64))
+
+
+def is_waiting(server: RunningServer, count: int) -> bool:
+    return server.gauge("nv_trt_llm_request_metrics", "waiting") == count
+
+
+def test_triage_lets_the_upset_overtake(server: RunningServer) -> None:
+    """With a full batch and a queue, what comes last and upset ends before what came earlier and calm."""
+    long = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True, "priority": -10}
+    blockers = [
+        Call(server, "llm", text_input=f"fox {i}", sampling_parameters=json.dumps(long), stream=True) for i in range(16)
+    ]
+    for blocker in blockers:
+        blocker.next()
+    ends: list[str] = []
+
+    def ask(text: str) -> None:
+        Call(server, "triage", text_input=text).all()
+        ends.append(text)
+
+    threads = []
+    for text in ("thanks one", "thanks two", "thanks three", "terrible and useless"):
+        threads.append(threading.Thread(target=ask, args=(text,)))
+        threads[-1].start()
+        wait_until(partial(is_waiting, server, len(threads)), 20, "it waits")
+    blockers[0].close(cancel=True)  # one place
+    for thread in threads:
+        thread.join(60)
+    assert ends[0] == "terrible and useless"
+    for blocker in blockers[1:]:
+        blocker.close(cancel=True)
+    server.wait_idle()
+
+
+# ---- llm_trtllm: another wire over the same engine ------------------------------------------------------------------
+
+TWO = (1, 1)
+
+
+def test_one_engine_serves_both_wires(server: RunningServer) -> None:
+    assert len(server.engine_pids()) == 1
+
+
+def numbers(**values: Any) -> dict[str, Any]:
+    return {
+        name: np.array([[value]], dtype=np.float32 if isinstance(value, float) else np.int32)
+        for name, value in values.items()
+    }
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_trtllm_clients_get_their_tensors(server: RunningServer, reference: Reference, is_stream: bool) -> None:
+    """What the OpenAI frontend and genai-perf send: rank-2 tensors."""
+    counts = {"return_num_input_tokens": True, "return_num_output_tokens": True, "exclude_input_in_output": True}
+    inputs = {"text_input": "the quick", "stream": is_stream, **counts, **numbers(max_tokens=20, min_length=20)}
+    responses = Call(server, "llm_trtllm", TWO, **inputs).all()
+    assert (len(responses) > 3) == is_stream
+    assert {response["num_input_tokens"][0] for response in responses} == {reference.num_tokens("the quick")}
+    assert sum(response["num_output_tokens"][0] for response in responses) == 20
+    assert joined(responses) == reference.greedy_text("the quick", 20)
+    assert {len(response["text_output"]) for response in responses} == {1}
+
+
+def test_trtllm_words_and_generate(server: RunningServer, reference: Reference) -> None:
+    whole = reference.greedy_text("the quick", 20)
+    stop = whole[5:8]
+    body = {"text_input": "the quick", "max_tokens": 20, "stop_words": [stop, ""], "bad_words": "", "beam_width": 1}
+    status, text = server.post("/v2/models/llm_trtllm/generate", body)
+    assert status == 200, text
+    assert json.loads(text)["text_output"] == "the quick" + whole.partition(stop)[0]
+    for name, value in (("beam_width", 2), ("return_log_probs", True), ("top-k", 3)):
+        status, text = server.post("/v2/models/llm_trtllm/generate", {**body, name: value})
+        assert status == 400
+        assert name in text or "parameters as tensors" in text
+
+
+def test_cancelling_through_the_other_wire(server: RunningServer) -> None:
+    call = Call(server, "llm_trtllm", TWO, text_input="the quick", stream=True, **numbers(max_tokens=9000, end_id=-1))
+    call.next()
+    wait_until(lambda: server.num_active_requests() == 1, 10, "it runs")
+    begun = time.monotonic()
+    call.close(cancel=True)
+    server.wait_idle()
+    assert time.monotonic() - begun < 10
+
+
+def test_both_wires_at_once(server: RunningServer, reference: Reference) -> None:
+    texts: dict[str, str] = {}
+    prompts = ("the quick", "seven wizards", "fox", "evil queen")
+
+    def ask(prompt: str, is_trtllm: bool) -> None:
+        if is_trtllm:
+            call = Call(server, "llm_trtllm", TWO, text_input=prompt, stream=True, **numbers(max_tokens=30))
+            texts[prompt] = joined(call.all())
+        else:
+            texts[prompt] = server.client.generate(prompt, max_tokens=30, temperature=0)
+
+    threads = [threading.Thread(target=ask, args=(prompt, i % 2 == 0)) for i, prompt in enumerate(prompts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert texts == {prompt: reference.greedy_text(prompt, 30) for prompt in prompts}
