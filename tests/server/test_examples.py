@@ -184,7 +184,7 @@ def is_waiting(server: RunningServer, count: int) -> bool:
 
 def test_triage_lets_the_upset_overtake(server: RunningServer) -> None:
     """With a full batch and a queue, what comes last and upset ends before what came earlier and calm."""
-    long = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True, "priority": -10}
+    long = {"max_tokens": 6000, "temperature": 0, "ignore_eos": True, "priority": -10}
     blockers = [
         Call(server, "llm", text_input=f"fox {i}", sampling_parameters=json.dumps(long), stream=True) for i in range(16)
     ]
