@@ -50,6 +50,7 @@ class EngineConfig:
     max_num_seqs: int = 256  # most requests running at once
     max_num_batched_tokens: int = 2048  # most tokens computed in one step
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step, whatever its length
+    max_itl_ms: float | None = None  # prompt tokens beside running streams are held back to keep a step below it
     scheduling_policy: str = "fcfs"  # fcfs | static (the baseline: a batch is filled, then runs until all have ended)
     # The queue
     max_queue_size: int = 4096  # requests waiting beyond free slots; one more is refused as UNAVAILABLE
@@ -81,6 +82,10 @@ class EngineConfig:
         for name in _AT_LEAST_ONE_IF_GIVEN:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        _require(
+            self.max_itl_ms is None or (0 < self.max_itl_ms < float("inf") and self.enable_chunked_prefill),
+            f"max_itl_ms is {self.max_itl_ms}; it must be above 0, and it needs enable_chunked_prefill",
+        )
         _require(
             0 <= self.priority_aging_s < float("inf"),
             f"priority_aging_s is {self.priority_aging_s}; it must be a number of seconds, 0 or more",

@@ -1,64 +1,144 @@
-"""Who may leave the queue: continuous batching, and the static batching it is measured against.
+"""From the queue into a slot: who starts in this step, and who must wait.
 
-A policy looks at the queue and at memory, and says yes or no for the request at the head. It starts nothing itself.
+The head of the queue starts first, with three exceptions inside the first `LOOKAHEAD` requests. While a giant prompt
+is computed, or where one at the head does not fit into memory, short prompts may pass it. And a request whose prefix
+another one is computing at this moment waits for it instead of computing it again; meanwhile anyone may pass. Nobody
+is passed by a less urgent request, nobody more than `MAX_OVERTAKEN` times, and nobody after a preemption. This module
+does not know how a step's budget is divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from itertools import islice
 
+from cb_backend.engine.admission_policy import AdmissionPolicy
+from cb_backend.engine.preemption import Preemption, is_protected
+from cb_backend.engine.prefill import SHORT_FACTOR, PrefillPlanner
+from cb_backend.engine.request_queue import RequestQueue
+from cb_backend.engine.slot_table import SlotTable
+from cb_backend.engine.step_plan import StepPlan
+from cb_backend.engine.step_result import StepResults
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request
 
-
-class AdmissionPolicy(Protocol):
-    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
-        """Whether the request at the head of `waiting` may start now, memory aside."""
-        ...
-
-    def num_reserved_blocks(self, num_running: int) -> int:
-        """Blocks that must stay free after an admission."""
-        ...
+LOOKAHEAD = 8
+MAX_OVERTAKEN = 16
+_CAN_ALWAYS_TRY = -1
+_ANY_LENGTH = 1 << 62
 
 
-class FcfsAdmission:
-    """In-flight batching: whoever fits joins the running batch in the next step, first come first served."""
+class Admission:
+    """Starts waiting requests, one a call."""
 
-    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        is_chunking: bool,
+        table: SlotTable,
+        kv: KVCacheManager,
+        results: StepResults,
+        queue: RequestQueue,
+        preemption: Preemption,
+        prefill: PrefillPlanner,
+    ) -> None:
+        self._policy = policy
+        self._is_chunking = is_chunking
+        self._lookahead = LOOKAHEAD if is_chunking and policy.is_continuous else 1
+        self._table = table
+        self._kv = kv
+        self._results = results
+        self._queue = queue
+        self._preemption = preemption
+        self._prefill = prefill
+        self._is_memory_short = False  # of the last look at the queue: somebody did not fit
+        self._blocked_head: Request | None = None  # the head of the queue when last nobody could start ...
+        self._blocked_at = _CAN_ALWAYS_TRY  # ... the free blocks at that time
+        self._blocked_version = 0  # ... and the slot table's version
+
+    def try_again(self) -> None:
+        """The queue has changed otherwise than by a start."""
+        self._blocked_at = _CAN_ALWAYS_TRY
+
+    def yield_to_head(self) -> None:
+        """Let the first of the queue preempt what is less urgent. Costs nothing where all priorities are equal."""
+        head = self._queue.head
+        if head is None or self._table.highest_priority <= head.scheduling.priority or not self._policy.is_continuous:
+            return
+        if self._is_prefix_coming(head):
+            return
+        num_cached = len(self._kv.get_computed_blocks(head)[0])
+        num_blocks = self._kv.num_blocks_for(_num_tokens_to_hold(head)) - num_cached
+        self._preemption.yield_to(head, num_blocks + self._policy.num_reserved_blocks(self._table.num_running))
+
+    def admit(self, plan: StepPlan, giant_left: int = 0) -> bool:
+        """Start one waiting request if slots, memory, budget and policy allow. False: nobody else can start now.
+
+        `giant_left` above 0: only requests that are short beside a prompt with so many tokens left.
+        """
+        head = self._queue.head
+        if head is None or not self._table.has_free_slot or (not giant_left and self._is_still_blocked(head)):
+            return False
+        longest = giant_left // SHORT_FACTOR if giant_left else _ANY_LENGTH
+        passed: list[Request] = []
+        self._is_memory_short = False
+        is_prefix_coming = False
+        for request in list(islice(self._queue, self._lookahead)):
+            if passed and not _may_pass(request, passed):
+                continue
+            num_tokens = len(request.token_ids)
+            if num_tokens <= longest and self._is_prefix_coming(request):
+                is_prefix_coming = True
+            elif num_tokens <= longest:
+                if self._start(request, plan):
+                    for other in passed:
+                        other.num_overtaken += 1
+                    return True
+                longest = min(longest, num_tokens // SHORT_FACTOR)
+            passed.append(request)
+        if self._is_memory_short and not giant_left and not is_prefix_coming:
+            self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
+            self._blocked_version = self._table.version
+        return False
+
+    def _start(self, request: Request, plan: StepPlan) -> bool:
+        num_running = self._table.num_running
+        if not self._policy.may_admit(request, self._queue, num_running):
+            return False
+        computed_blocks, num_computed = self._kv.get_computed_blocks(request)
+        if not self._is_chunking and plan.num_rows and len(request.token_ids) - num_computed > plan.budget:
+            return False
+        num_reserved = self._policy.num_reserved_blocks(num_running)
+        if self._kv.allocate_slots(request, _num_tokens_to_hold(request), computed_blocks, num_reserved) is None:
+            self._is_memory_short = True
+            return False
+        self._queue.start(request)
+        self._kv.announce(request)
+        self._results.join(request, num_computed)
+        plan.add_joined(request)
+        self._prefill.add(plan, request.slot)
         return True
 
-    def num_reserved_blocks(self, num_running: int) -> int:
-        # Room for every running request to cross one more block border; else the newcomer would soon be preempted.
-        return num_running
+    def _is_prefix_coming(self, request: Request) -> bool:
+        """Whether to wait for a prefix that is being computed; not if the request has been passed or preempted."""
+        if self._lookahead == 1 or request.num_overtaken >= MAX_OVERTAKEN or request.num_preemptions:
+            return False
+        return self._kv.is_prefix_coming(request)
+
+    def _is_still_blocked(self, head: Request) -> bool:
+        """Whether nothing has changed for the better since nobody could start."""
+        is_same = head is self._blocked_head and self._blocked_version == self._table.version
+        return is_same and self._table.num_running > 0 and self._kv.num_free_blocks <= self._blocked_at
 
 
-class StaticAdmission:
-    """Static batching: a batch is chosen when nothing runs, and nobody joins until all of it have ended.
+def _may_pass(request: Request, passed: list[Request]) -> bool:
+    return all(
+        other.num_overtaken < MAX_OVERTAKEN
+        and other.num_preemptions == 0
+        and request.scheduling.priority <= other.scheduling.priority
+        for other in passed
+    )
 
-    The batch takes as many requests as have slots and whose full lengths fit the cache together, as a server must
-    that cannot preempt. It is kinder than most static servers: rows that have ended are not computed any more.
-    """
 
-    def __init__(self, kv: KVCacheManager, max_num_seqs: int) -> None:
-        self._kv = kv
-        self._max_num_seqs = max_num_seqs
-        self._members: set[int] = set()  # request ids of the current batch
-
-    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
-        if num_running == 0 and head.request_id not in self._members:
-            self._members = self._choose(waiting)
-        return head.request_id in self._members
-
-    def num_reserved_blocks(self, num_running: int) -> int:
-        return 0
-
-    def _choose(self, waiting: Iterable[Request]) -> set[int]:
-        members: set[int] = set()
-        num_blocks_left = self._kv.num_usable_blocks
-        for request in waiting:
-            num_blocks_left -= self._kv.num_blocks_for(request.max_total_tokens)
-            if num_blocks_left < 0 or len(members) == self._max_num_seqs:
-                break
-            members.add(request.request_id)
-        return members
+def _num_tokens_to_hold(request: Request) -> int:
+    """Tokens for which a request needs blocks at its start: those it has, or all it may ever have."""
+    return request.max_total_tokens if is_protected(request) else len(request.token_ids)

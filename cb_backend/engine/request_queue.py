@@ -34,6 +34,7 @@ class RequestQueue:
         self._num_arrived = 0
         self._last_start: float | None = None
         self._start_interval_s = 0.0  # moving average over the last starts
+        self.now = 0.0  # seconds; whoever owns the queue moves it
         self.num_tokens = 0  # of all waiting requests
         self.num_refused = 0
 
@@ -50,7 +51,7 @@ class RequestQueue:
     def head(self) -> Request | None:
         return self._sorted[0] if self._sorted else None
 
-    def arrive(self, request: Request, now: float, num_free_slots: int, num_free_tokens: int) -> None:
+    def arrive(self, request: Request, num_free_slots: int, num_free_tokens: int) -> None:
         """Queue a newcomer. Raises `UnavailableError` with a hint when to come back if the queue is full.
 
         What free slots and free memory can take at once does not count as waiting, so that a burst at an idle engine
@@ -64,7 +65,7 @@ class RequestQueue:
                 f"{self.num_tokens} tokens wait, {len(request.token_ids)} more would pass max_queue_tokens "
                 f"({self._max_tokens})"
             )
-        priority = request.scheduling.priority
+        priority, now = request.scheduling.priority, self.now
         self._num_arrived += 1
         request.arrival_time = now
         rank = (0, now + priority * self._aging_s) if self._aging_s else (priority, now)
@@ -85,12 +86,12 @@ class RequestQueue:
             self.num_tokens -= len(request.token_ids)
         return request
 
-    def start(self, request: Request, now: float) -> None:
+    def start(self, request: Request) -> None:
         """Take a request out because it starts."""
         self.remove(request.request_id)
         if self._last_start is not None:
-            self._start_interval_s += 0.1 * (now - self._last_start - self._start_interval_s)
-        self._last_start = now
+            self._start_interval_s += 0.1 * (self.now - self._last_start - self._start_interval_s)
+        self._last_start = self.now
 
     def _refuse(self, reason: str) -> None:
         self.num_refused += 1

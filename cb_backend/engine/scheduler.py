@@ -12,21 +12,23 @@ what time it is it is told (`set_time`): without that, time stands still, and no
 from __future__ import annotations
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.admission import AdmissionPolicy, FcfsAdmission, StaticAdmission
+from cb_backend.engine.admission import Admission
+from cb_backend.engine.admission_policy import FcfsAdmission, StaticAdmission
 from cb_backend.engine.deadlines import Deadlines
 from cb_backend.engine.in_flight import InFlightSteps
-from cb_backend.engine.preemption import Preemption, is_protected
+from cb_backend.engine.preemption import Preemption
+from cb_backend.engine.prefill import PrefillPlanner
 from cb_backend.engine.request_queue import RequestQueue
 from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_plan import DecodeBatch, StepPlan, launch
 from cb_backend.engine.step_result import StepCounters, StepResults
+from cb_backend.engine.step_time import Pace
 from cb_backend.errors import InvalidRequestError
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
 from cb_backend.outputs import EngineOutput, ModelRunnerOutput, NewBlocks, SchedulerOutput
 from cb_backend.request import Request, RequestStatus
 
-_CAN_ALWAYS_TRY = -1
 _MOST_RUN_AHEAD = 4  # when the config leaves the depth to the engine, which then keeps to its own
 
 
@@ -50,14 +52,16 @@ class Scheduler:
         self._queue = RequestQueue(config.max_queue_size, config.max_queue_tokens, config.priority_aging_s)
         self._deadlines = Deadlines(config.timeout_ms, config.queue_timeout_ms)
         self._preemption = Preemption(self._table, kv, self._in_flight, self._results, self._queue, self._counters)
-        self._is_static = config.scheduling_policy == "static"
-        self._admission: AdmissionPolicy = StaticAdmission(kv, num_slots) if self._is_static else FcfsAdmission()
+        self._pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms)
+        self._prefill = PrefillPlanner(self._table, self._is_chunking, self._pace)
+        is_static = config.scheduling_policy == "static"
+        self._admission = Admission(
+            StaticAdmission(kv, num_slots) if is_static else FcfsAdmission(),
+            self._is_chunking, self._table, kv, self._results, self._queue, self._preemption, self._prefill,
+        )  # fmt: skip
         self._now = 0.0
         self._step_id = 0
         self._was_exclusive = False  # the last plan was one whole prompt, and decode rows had to wait for it
-        self._blocked_head: Request | None = None  # the head of the queue when it last did not fit ...
-        self._blocked_at = _CAN_ALWAYS_TRY  # ... the free blocks at that time
-        self._blocked_version = 0  # ... and the slot table's version
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
@@ -89,6 +93,7 @@ class Scheduler:
     def set_time(self, now: float) -> None:
         """Tell what time it is, in seconds from anywhere. It never goes back."""
         self._now = max(self._now, now)
+        self._queue.now = self._now
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full.
@@ -111,12 +116,11 @@ class Scheduler:
             )
         if request.request_id in self._results.running or request.request_id in self._queue:
             raise InvalidRequestError(f"request id {request.request_id} is in use; ids must be unique")
-        self._queue.arrive(
-            request, self._now, self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size
-        )
+        self._queue.arrive(request, self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size)
         request.max_total_tokens = min(request.max_total_tokens, self._max_model_len, self._num_cache_tokens)
         request.status = RequestStatus.WAITING
         self._deadlines.add(request)
+        self._admission.try_again()
 
     def cancel(self, request_id: int) -> bool:
         """End a waiting or running request now; no output is owed for it. False if it is unknown or has ended."""
@@ -142,7 +146,7 @@ class Scheduler:
             self._results.leave(self._results.running[request_id].slot, RequestStatus.FINISHED_ABORTED)
         else:
             return False
-        self._blocked_at = _CAN_ALWAYS_TRY
+        self._admission.try_again()
         return True
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -152,22 +156,26 @@ class Scheduler:
         if self._in_flight.is_full:
             return None
         plan = StepPlan(self._budget)
-        self._yield_to_head()
-        self._was_exclusive = self._needs_exclusive_step() and self._admit_head(plan)
+        self._admission.yield_to_head()
+        self._was_exclusive = self._needs_exclusive_step() and self._admission.admit(plan)
         if not self._was_exclusive:
             can_admit = self._plan_decode_rows(plan)
-            self._plan_prefill_chunks(plan)
-            while can_admit and plan.budget > 0 and self._admit_head(plan):
-                pass
+            self._plan_prompts(plan, can_admit)
         if plan.num_rows == 0:
             return None
         self._step_id += 1
         output, step = launch(self._step_id, plan, self._table)
         self._in_flight.launch(step)
+        if self._pace is not None:
+            self._pace.launched(
+                step.step_id, output.num_computed_tokens, output.num_scheduled_tokens, output.num_decode_rows, self._now
+            )
         return output
 
     def update_from_output(self, output: ModelRunnerOutput) -> EngineOutput:
         """Take in the result of the oldest launched step. Raises `ValueError` for any other step."""
+        if self._pace is not None:
+            self._pace.completed(output.step_id, self._now)
         return self._results.complete(output)
 
     def fail_step(self, step_id: int) -> EngineOutput:
@@ -201,23 +209,28 @@ class Scheduler:
             for slot, request, block_id in zip(slots, requests, block_ids, strict=True)
         )
 
-    def _plan_prefill_chunks(self, plan: StepPlan) -> None:
-        """Give what is left of the budget to requests whose prefill has begun, in the queue's order."""
-        table, order = self._table, self._table.order
-        if plan.num_rows == len(order):
+    def _plan_prompts(self, plan: StepPlan, can_admit: bool) -> None:
+        """Give what is left of the budget to prompts: those that have begun, then those of the queue.
+
+        While a giant prompt is among them, short ones of both kinds come before it, in a share of the budget.
+        """
+        prefill, admit = self._prefill, self._admission.admit
+        can_admit = can_admit and len(self._queue) > 0
+        slots = [] if plan.num_rows == self.num_running else prefill.slots()
+        if not slots and not can_admit:
             return
-        for slot in order[table.num_computed_tokens[order] < table.num_prefill_tokens[order]].tolist():
-            if plan.budget == 0:
-                return
-            self._plan_prefill(plan, slot)
-
-    def _plan_prefill(self, plan: StepPlan, slot: int) -> None:
-        computed = int(self._table.num_computed_tokens[slot])
-        num_left = int(self._table.num_prefill_tokens[slot]) - computed
-        num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
-        plan.add_prefill(slot, computed, num_scheduled, is_sampling=num_scheduled == num_left)
-
-    # ---- admission --------------------------------------------------------------------------------------------------
+        prefill.keep_pace(plan, slots)
+        giant_left = prefill.giant_tokens_left(plan, slots)
+        if giant_left:
+            budget, share = plan.budget, prefill.share_of_short(plan.budget)
+            plan.budget = share
+            slots = prefill.plan_short(plan, slots, giant_left)
+            while can_admit and plan.budget > 0 and admit(plan, giant_left):
+                pass
+            plan.budget += budget - share
+        prefill.add_all(plan, slots)
+        while can_admit and plan.budget > 0 and admit(plan):
+            pass
 
     def _needs_exclusive_step(self) -> bool:
         """Without chunking, a prompt that does not fit beside the decode rows gets a step of its own, now and then."""
@@ -225,48 +238,6 @@ class Scheduler:
         if self._is_chunking or self._was_exclusive or head is None or not self.num_running:
             return False
         return len(head.token_ids) > self._budget - self.num_running
-
-    def _yield_to_head(self) -> None:
-        """Let the first of the queue preempt what is less urgent. Costs nothing where all priorities are equal."""
-        head = self._queue.head
-        if head is None or self._is_static or self._table.highest_priority <= head.scheduling.priority:
-            return
-        num_cached = len(self._kv.get_computed_blocks(head)[0])
-        num_blocks = self._kv.num_blocks_for(self._num_tokens_to_hold(head)) - num_cached
-        self._preemption.yield_to(head, num_blocks + self._admission.num_reserved_blocks(self.num_running))
-
-    def _num_tokens_to_hold(self, request: Request) -> int:
-        """Tokens for which a request needs blocks at its start: those it has, or all it may ever have."""
-        return request.max_total_tokens if is_protected(request) else len(request.token_ids)
-
-    def _admit_head(self, plan: StepPlan) -> bool:
-        """Start the first waiting request if slots, memory, budget and policy allow; its blocks hold all its tokens."""
-        head = self._queue.head
-        if head is None or not self._table.has_free_slot:
-            return False
-        if self.num_running and self._is_still_blocked(head):
-            return False
-        if not self._admission.may_admit(head, self._queue, self.num_running):
-            return False
-        computed_blocks, num_computed = self._kv.get_computed_blocks(head)
-        if not self._is_chunking and plan.num_rows and len(head.token_ids) - num_computed > plan.budget:
-            return False
-        num_reserved = self._admission.num_reserved_blocks(self.num_running)
-        if self._kv.allocate_slots(head, self._num_tokens_to_hold(head), computed_blocks, num_reserved) is None:
-            self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
-            self._blocked_version = self._table.version
-            return False
-        self._queue.start(head, self._now)
-        self._blocked_at = _CAN_ALWAYS_TRY
-        self._results.join(head, num_computed)
-        plan.add_joined(head)
-        self._plan_prefill(plan, head.slot)
-        return True
-
-    def _is_still_blocked(self, head: Request) -> bool:
-        """Whether nothing has changed for the better since the same request did not fit."""
-        is_same = head is self._blocked_head and self._blocked_version == self._table.version
-        return is_same and self._kv.num_free_blocks <= self._blocked_at
 
     # ---- looking in -------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from cb_backend.request import Request
 HashBlock = Callable[[bytes, bytes], bytes]  # (digest of the parent, content) -> digest
 
 DIGEST_BYTES = 16
+MIN_COMING_BLOCKS = 4  # fewer are computed again sooner than waited for
 
 
 def keyed_block_hash() -> HashBlock:
@@ -56,6 +57,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._hash_block = hash_block or keyed_block_hash()
+        self._coming: dict[bytes, int] = {}  # digest of a block being computed -> request that computes it
+        self._announced: dict[int, list[bytes]] = {}  # request id -> its digests in _coming
         self._chains: dict[int, _Chain] = {}  # by request id, of the requests that hold blocks
 
     @property
@@ -136,6 +139,35 @@ class KVCacheManager:
             link = self.pool.find(digest, token_bytes, chain.end)
             chain.end = link or self.pool.cache(request.block_table[index], digest, token_bytes, chain.end)
             chain.num_blocks = index + 1
+            self._coming.pop(digest, None)
+
+    def announce(self, request: Request) -> None:
+        """A request that has just got its blocks is going to compute what it did not find: others may wait for it."""
+        if not self.enable_prefix_caching:
+            return
+        digests = []
+        num_found = self._chains[request.request_id].num_blocks
+        for index in range(num_found, len(request.token_ids) // self.block_size):
+            digest = self._digest(request, index, self._token_bytes(request.token_ids, index))
+            if self._coming.setdefault(digest, request.request_id) == request.request_id:
+                digests.append(digest)
+        self._announced[request.request_id] = digests
+
+    def is_prefix_coming(self, request: Request) -> bool:
+        """Whether another request is computing enough of this one's tokens that waiting for it is better.
+
+        Enough: `MIN_COMING_BLOCKS` blocks right after those that are found, and a quarter of what is missing.
+        """
+        if not self._coming:
+            return False
+        _, num_computed = self.get_computed_blocks(request)
+        first, num_coming = num_computed // self.block_size, 0
+        num_missing = (len(request.token_ids) - 1) // self.block_size - first
+        for index in range(first, first + num_missing):
+            if self._digest(request, index, self._token_bytes(request.token_ids, index)) not in self._coming:
+                break
+            num_coming += 1
+        return num_coming >= MIN_COMING_BLOCKS and num_coming * 4 >= num_missing
 
     def withdraw(self, request: Request) -> None:
         """Make nothing that the request holds findable any more: its numbers were not finite, or its step failed."""
@@ -144,6 +176,9 @@ class KVCacheManager:
     def detach(self, request: Request) -> list[int]:
         """Take the block table away from the request. The blocks, last first, still have to go to `free_blocks`."""
         self._chains.pop(request.request_id, None)
+        for digest in self._announced.pop(request.request_id, ()):
+            if self._coming.get(digest) == request.request_id:
+                del self._coming[digest]
         block_ids = request.block_table[::-1]
         request.block_table = []
         return block_ids

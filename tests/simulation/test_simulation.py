@@ -26,6 +26,7 @@ LEAST = {
     "refused: too long": 500,
     "refused: queue full": 200,
     "preemptions": 150,
+    "overtaken": 300,
     "resumed": 150,
     "evicted blocks": 5000,
     "prefix hit tokens": 5000,

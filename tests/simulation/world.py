@@ -14,6 +14,7 @@ from collections import Counter, deque
 
 import msgspec
 
+from cb_backend.engine.admission import MAX_OVERTAKEN
 from cb_backend.engine.preemption import MAX_PREEMPTIONS
 from cb_backend.engine.scheduler import Scheduler
 from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
@@ -52,6 +53,7 @@ class World:
         self.open: dict[int, Arrival] = {}  # accepted, neither ended nor cancelled
         self.ended: dict[int, FinishReason] = {}
         self.cancelled: set[int] = set()
+        self.overtaken: Counter[int] = Counter()
         self.arrived_at: dict[int, float] = {}
         self.num_arrived: dict[int, int] = {}
         self.now = 0.0
@@ -212,7 +214,7 @@ class World:
                 self.counters["resumed"] += 1
             self.slot_owner[row.slot] = row.request_id
             self.computed.pop(row.request_id, None)
-            assert all(self._place(row.request_id) < place for place in waiting), "I10: overtaken"
+            self._check_overtaking(row.request_id)
             known = [*self.scenario.arrivals[self.order[row.request_id]].prompt, *self.outputs[row.request_id]]
             assert row.token_ids.tolist() == known, "the tokens of a joining row are wrong"
         rows = zip(
@@ -238,6 +240,17 @@ class World:
         aging_s = self.scenario.config.priority_aging_s
         arrived_at, number = self.arrived_at[request_id], self.num_arrived[request_id]
         return (arrived_at + priority * aging_s, number) if aging_s else (priority, arrived_at, number)
+
+    def _check_overtaking(self, request_id: int) -> None:
+        """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
+        place, priority = self._place(request_id), self.requests[request_id].scheduling.priority
+        for passed in self.scheduler._queue:
+            if self._place(passed.request_id) < place:
+                self.overtaken[passed.request_id] += 1
+                self.counters["overtaken"] += 1
+                assert passed.scheduling.priority >= priority, "I10: overtaken by a less urgent request"
+                assert passed.num_preemptions == 0, "O10: overtaken after a preemption"
+                assert self.overtaken[passed.request_id] <= MAX_OVERTAKEN, "I10: overtaken too often"
 
     def _check_decode_share(self, plan: SchedulerOutput) -> None:
         """I11: a request past its prefill has a row in this plan or the last; in longer gaps it waits for a block."""

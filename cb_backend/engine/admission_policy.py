@@ -1,0 +1,70 @@
+"""Who may leave the queue: continuous batching, and the static batching it is measured against.
+
+A policy looks at the queue and at memory, and says yes or no for the request at the head. It starts nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.request import Request
+
+
+class AdmissionPolicy(Protocol):
+    is_continuous: bool  # whether anyone may start while others run
+
+    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
+        """Whether the request at the head of `waiting` may start now, memory aside."""
+        ...
+
+    def num_reserved_blocks(self, num_running: int) -> int:
+        """Blocks that must stay free after an admission."""
+        ...
+
+
+class FcfsAdmission:
+    """In-flight batching: whoever fits joins the running batch in the next step, in the queue's order."""
+
+    is_continuous = True
+
+    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
+        return True
+
+    def num_reserved_blocks(self, num_running: int) -> int:
+        # Room for every running request to cross one more block border; else the newcomer would soon be preempted.
+        return num_running
+
+
+class StaticAdmission:
+    """Static batching: a batch is chosen when nothing runs, and nobody joins until all of it have ended.
+
+    The batch takes as many requests as have slots and whose full lengths fit the cache together, as a server must
+    that cannot preempt. It is kinder than most static servers: rows that have ended are not computed any more.
+    """
+
+    is_continuous = False
+
+    def __init__(self, kv: KVCacheManager, max_num_seqs: int) -> None:
+        self._kv = kv
+        self._max_num_seqs = max_num_seqs
+        self._members: set[int] = set()  # request ids of the current batch
+
+    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
+        if num_running == 0 and head.request_id not in self._members:
+            self._members = self._choose(waiting)
+        return head.request_id in self._members
+
+    def num_reserved_blocks(self, num_running: int) -> int:
+        return 0
+
+    def _choose(self, waiting: Iterable[Request]) -> set[int]:
+        members: set[int] = set()
+        num_blocks_left = self._kv.num_usable_blocks
+        for request in waiting:
+            num_blocks_left -= self._kv.num_blocks_for(request.max_total_tokens)
+            if num_blocks_left < 0 or len(members) == self._max_num_seqs:
+                break
+            members.add(request.request_id)
+        return members

@@ -1,0 +1,79 @@
+"""How a step's token budget is divided between prompts.
+
+The first in order takes what it needs. Two things hold it back. Beside running streams, `max_itl_ms` bounds the prompt
+tokens of a step. And while a giant prompt is computed (one that a step cannot finish), prompts of at most a quarter of
+what it has left may go before it, in at most half of the step: so short ones wait for each other and not for the
+giant, and the giant gets at least half. Knows progress and budgets; not blocks, and not who is in the queue.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cb_backend.engine.slot_table import SlotTable
+from cb_backend.engine.step_plan import StepPlan
+from cb_backend.engine.step_time import Pace
+
+SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
+_SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
+
+
+class PrefillPlanner:
+    """Plans chunks of prompts whose requests have slots."""
+
+    def __init__(self, table: SlotTable, is_chunking: bool, pace: Pace | None) -> None:
+        self._table = table
+        self._is_chunking = is_chunking
+        self._pace = pace
+
+    def slots(self) -> list[int]:
+        """Slots whose prompts are not complete, in order."""
+        table, order = self._table, self._table.order
+        return order[table.num_computed_tokens[order] < table.num_prefill_tokens[order]].tolist()
+
+    def keep_pace(self, plan: StepPlan, slots: list[int]) -> None:
+        """Lower the budget so that running streams get their tokens in time. `slots` as from `slots()`."""
+        if self._pace is None or plan.decode is None or not plan.num_decode_rows:
+            return
+        position = int(self._table.num_computed_tokens[slots[0]]) if slots else 0
+        num_pairs = float(np.sum(plan.decode.computed, dtype=np.float64))
+        plan.budget = min(plan.budget, self._pace.most_prefill_tokens(plan.num_decode_rows, num_pairs, position))
+
+    def giant_tokens_left(self, plan: StepPlan, slots: list[int]) -> int:
+        """What the first prompt has left, if this step cannot finish it; else 0."""
+        if not slots or not self._is_chunking:
+            return 0
+        num_left = self.num_left(slots[0])
+        return num_left if num_left > plan.budget else 0
+
+    def plan_short(self, plan: StepPlan, slots: list[int], giant_left: int) -> list[int]:
+        """Plan the short prompts among the running ones, shortest first; returns the slots without a row yet.
+
+        The caller sees to `plan.budget` being the short ones' share.
+        """
+        short = [slot for slot in slots[1:] if self.num_left(slot) * SHORT_FACTOR <= giant_left]
+        for slot in sorted(short, key=self.num_left):
+            if plan.budget == 0:
+                break
+            self.add(plan, slot)
+            slots = [other for other in slots if other != slot]
+        return slots
+
+    def share_of_short(self, budget: int) -> int:
+        return budget // _SHARE_OF_SHORT
+
+    def add_all(self, plan: StepPlan, slots: list[int]) -> None:
+        for slot in slots:
+            if plan.budget == 0:
+                return
+            self.add(plan, slot)
+
+    def add(self, plan: StepPlan, slot: int) -> None:
+        """Plan the next chunk of a prompt: all that is left of it, or of the budget."""
+        num_left = self.num_left(slot)
+        num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
+        computed = int(self._table.num_computed_tokens[slot])
+        plan.add_prefill(slot, computed, num_scheduled, is_sampling=num_scheduled == num_left)
+
+    def num_left(self, slot: int) -> int:
+        return int(self._table.num_prefill_tokens[slot] - self._table.num_computed_tokens[slot])
