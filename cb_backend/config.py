@@ -59,6 +59,7 @@ class EngineConfig:
     timeout_ms: int | None = None  # the same for a request that has not ended, from its arrival at the engine
     priority_aging_s: float = 10.0  # seconds of waiting that make up for one step of `priority`; 0: nothing does
     # The KV cache
+    admission_reserve: float = 0.1  # part of the running requests' expected growth kept free when another starts
     block_size: int = 16  # tokens a block
     kv_cache_memory_bytes: int | None = None  # None: gpu_memory_utilization of a GPU, or 1 GiB on a CPU
     gpu_memory_utilization: float = 0.9
@@ -85,6 +86,10 @@ class EngineConfig:
         _require(
             self.max_itl_ms is None or (0 < self.max_itl_ms < float("inf") and self.enable_chunked_prefill),
             f"max_itl_ms is {self.max_itl_ms}; it must be above 0, and it needs enable_chunked_prefill",
+        )
+        _require(
+            0 <= self.admission_reserve <= 1,
+            f"admission_reserve is {self.admission_reserve}; it must be between 0 and 1",
         )
         _require(
             0 <= self.priority_aging_s < float("inf"),

@@ -68,7 +68,7 @@ class Admission:
             return
         num_cached = len(self._kv.get_computed_blocks(head)[0])
         num_blocks = self._kv.num_blocks_for(_num_tokens_to_hold(head)) - num_cached
-        self._preemption.yield_to(head, num_blocks + self._policy.num_reserved_blocks(self._table.num_running))
+        self._preemption.yield_to(head, num_blocks + self._policy.num_reserved_blocks(head))
 
     def admit(self, plan: StepPlan, giant_left: int = 0) -> bool:
         """Start one waiting request if slots, memory, budget and policy allow. False: nobody else can start now.
@@ -107,7 +107,7 @@ class Admission:
         computed_blocks, num_computed = self._kv.get_computed_blocks(request)
         if not self._is_chunking and plan.num_rows and len(request.token_ids) - num_computed > plan.budget:
             return False
-        num_reserved = self._policy.num_reserved_blocks(num_running)
+        num_reserved = self._policy.num_reserved_blocks(request)
         if self._kv.allocate_slots(request, _num_tokens_to_hold(request), computed_blocks, num_reserved) is None:
             self._is_memory_short = True
             return False

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
+
+from cb_backend.engine.slot_table import SlotTable
+from cb_backend.engine.step_result import StepResults
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request
 
@@ -19,8 +23,8 @@ class AdmissionPolicy(Protocol):
         """Whether the request at the head of `waiting` may start now, memory aside."""
         ...
 
-    def num_reserved_blocks(self, num_running: int) -> int:
-        """Blocks that must stay free after an admission."""
+    def num_reserved_blocks(self, request: Request) -> int:
+        """Blocks that must stay free when this request starts."""
         ...
 
 
@@ -29,12 +33,31 @@ class FcfsAdmission:
 
     is_continuous = True
 
+    def __init__(self, table: SlotTable, results: StepResults, block_size: int, admission_reserve: float) -> None:
+        """`admission_reserve`: the part of the running requests' expected growth that must stay free."""
+        self._table = table
+        self._results = results
+        self._block_size = block_size
+        self._admission_reserve = admission_reserve
+
     def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
         return True
 
-    def num_reserved_blocks(self, num_running: int) -> int:
-        # Room for every running request to cross one more block border; else the newcomer would soon be preempted.
-        return num_running
+    def num_reserved_blocks(self, request: Request) -> int:
+        """Room for every running request to cross one more block border, and for a part of what they will grow.
+
+        They are expected to use as much of their allowance as requests did that have ended lately. The growth of less
+        urgent requests does not count: they would give way.
+        """
+        table, order = self._table, self._table.order
+        if not len(order):
+            return 0
+        prompt = table.num_prompt_tokens[order]
+        allowed = table.max_total_tokens[order] - prompt
+        generated = np.maximum(table.num_computed_tokens[order] - prompt, 0)
+        growth = np.maximum(self._results.output_fraction * allowed - generated, 0.0)
+        growth[table.priority[order] > request.scheduling.priority] = 0.0
+        return len(order) + int(self._admission_reserve * growth.sum() / self._block_size)
 
 
 class StaticAdmission:
@@ -56,7 +79,7 @@ class StaticAdmission:
             self._members = self._choose(waiting)
         return head.request_id in self._members
 
-    def num_reserved_blocks(self, num_running: int) -> int:
+    def num_reserved_blocks(self, request: Request) -> int:
         return 0
 
     def _choose(self, waiting: Iterable[Request]) -> set[int]:

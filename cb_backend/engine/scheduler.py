@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.admission import Admission
-from cb_backend.engine.admission_policy import FcfsAdmission, StaticAdmission
+from cb_backend.engine.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
 from cb_backend.engine.deadlines import Deadlines
 from cb_backend.engine.in_flight import InFlightSteps
 from cb_backend.engine.preemption import Preemption
@@ -54,9 +54,11 @@ class Scheduler:
         self._preemption = Preemption(self._table, kv, self._in_flight, self._results, self._queue, self._counters)
         self._pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms)
         self._prefill = PrefillPlanner(self._table, self._is_chunking, self._pace)
-        is_static = config.scheduling_policy == "static"
+        policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv.block_size, config.admission_reserve)
+        if config.scheduling_policy == "static":
+            policy = StaticAdmission(kv, num_slots)
         self._admission = Admission(
-            StaticAdmission(kv, num_slots) if is_static else FcfsAdmission(),
+            policy,
             self._is_chunking, self._table, kv, self._results, self._queue, self._preemption, self._prefill,
         )  # fmt: skip
         self._now = 0.0

@@ -17,6 +17,7 @@ from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, rows_after
 from cb_backend.request import FinishReason, Request, RequestStatus
 
+_OUTPUT_LEARNING_RATE = 0.05
 _STATUS_OF_REASON = {
     FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
     FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH,
@@ -41,6 +42,7 @@ class StepResults:
 
     def __init__(self, table: SlotTable, kv: KVCacheManager, in_flight: InFlightSteps, counters: StepCounters) -> None:
         self.running: dict[int, Request] = {}  # by request id
+        self.output_fraction = 0.0  # of their allowance that requests used which ended lately; 0 until one has
         self._table = table
         self._kv = kv
         self._in_flight = in_flight
@@ -131,7 +133,10 @@ class StepResults:
     def _end(self, rows: Rows, reasons: NDArray[np.uint8]) -> None:
         if reasons.any():
             for row in np.flatnonzero(reasons).tolist():
-                self.leave(int(rows.slots[row]), _STATUS_OF_REASON[FinishReason(int(reasons[row]))])
+                request = self.leave(int(rows.slots[row]), _STATUS_OF_REASON[FinishReason(int(reasons[row]))])
+                num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
+                fraction = num_output_tokens / (request.max_total_tokens - request.num_prompt_tokens)
+                self.output_fraction += _OUTPUT_LEARNING_RATE * (fraction - self.output_fraction)
 
 
 def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:
