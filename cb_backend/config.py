@@ -65,6 +65,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None  # number of blocks, whatever the memory says
     enable_prefix_caching: bool = True
+    swap_space: float = 0.0  # GiB of host memory for the blocks of preempted requests; 0: they are computed again
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs
     run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU
@@ -86,6 +87,9 @@ class EngineConfig:
         _require(
             self.max_itl_ms is None or (0 < self.max_itl_ms < float("inf") and self.enable_chunked_prefill),
             f"max_itl_ms is {self.max_itl_ms}; it must be above 0, and it needs enable_chunked_prefill",
+        )
+        _require(
+            0 <= self.swap_space < 1 << 20, f"swap_space is {self.swap_space}; it must be GiB of memory, 0 or more"
         )
         _require(
             0 <= self.admission_reserve <= 1,
@@ -114,7 +118,6 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_lora": (False,),
-    "swap_space": (0,),
     "kv_cache_dtype": ("auto",),
     "quantization": (None,),
     "tokenizer_mode": ("auto",),

@@ -75,6 +75,7 @@ class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_num_seqs: int
     dtype: str
     device: str
+    num_host_blocks: int = 0  # for blocks of preempted requests
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
@@ -167,6 +168,10 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     steps: StepStats | None = None
     num_refused: int = 0  # for a full queue
     num_timed_out: int = 0
+    num_swapped_out: int = 0  # preempted requests whose blocks went to host memory
+    num_swapped_in: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
 
 
 class StepDump(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -56,6 +56,9 @@ class SchedulerOutput:
     num_decode_rows: int
     joined: tuple[JoinedRow, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
+    # (device block, host block) to copy before the step: first those that leave the device, then those that return.
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -77,6 +77,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # chain hash of each full block, as far as computed
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the last admission
     num_preemptions: int = 0
+    num_swaps: int = 0  # preemptions after which its blocks were kept in host memory
     num_overtaken: int = 0  # times that a later request started before this one
     arrival_time: float = 0.0  # seconds, as the engine's owner counts them
     queue_key: QueueKey = (0, 0.0, 0)  # place in the queue; set at the arrival

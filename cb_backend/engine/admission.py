@@ -18,6 +18,7 @@ from cb_backend.engine.request_queue import RequestQueue
 from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_plan import StepPlan
 from cb_backend.engine.step_result import StepResults
+from cb_backend.engine.swap_space import SwapSpace
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request
 
@@ -40,6 +41,7 @@ class Admission:
         queue: RequestQueue,
         preemption: Preemption,
         prefill: PrefillPlanner,
+        swap: SwapSpace,
     ) -> None:
         self._policy = policy
         self._is_chunking = is_chunking
@@ -50,6 +52,7 @@ class Admission:
         self._queue = queue
         self._preemption = preemption
         self._prefill = prefill
+        self._swap = swap
         self._is_memory_short = False  # of the last look at the queue: somebody did not fit
         self._blocked_head: Request | None = None  # the head of the queue when last nobody could start ...
         self._blocked_at = _CAN_ALWAYS_TRY  # ... the free blocks at that time
@@ -112,6 +115,11 @@ class Admission:
             self._is_memory_short = True
             return False
         self._queue.start(request)
+        if self._swap.num_tokens(request) > num_computed:
+            num_computed = self._swap.num_tokens(request)
+            plan.swap_in += self._swap.bring_in(request, len(computed_blocks))
+        else:
+            self._swap.forget(request)
         self._kv.announce(request)
         self._results.join(request, num_computed)
         plan.add_joined(request)

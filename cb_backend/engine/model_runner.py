@@ -15,6 +15,7 @@ from cb_backend.engine.input_batch import InputBatch
 from cb_backend.engine.logits_rules import LogitsRules
 from cb_backend.engine.logprobs import AskingRows
 from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
@@ -48,6 +49,7 @@ class ModelRunner:
         self.ops = ops
         self.rotary = rotary
         self.storage = storage
+        self.swapper: BlockSwapper | None = None
         self.device = storage.data.device
         self.batch = InputBatch(num_slots, max_model_len, storage.data.shape[-2])
         self.rules = LogitsRules(model.config.vocab_size, max_model_len, self.device)
@@ -62,6 +64,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> CompletedStep:
+        if self.swapper is not None:
+            self.swapper.apply(plan)
         self.batch.apply(plan)
         self.rules.join(plan.joined)
         token_ids, metadata = self._prepare(plan)

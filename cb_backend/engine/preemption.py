@@ -13,6 +13,7 @@ from cb_backend.engine.request_queue import RequestQueue
 from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_plan import DecodeBatch
 from cb_backend.engine.step_result import StepCounters, StepResults
+from cb_backend.engine.swap_space import SwapSpace
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request, RequestStatus
 
@@ -25,7 +26,7 @@ def is_protected(request: Request) -> bool:
 
 
 class Preemption:
-    """Takes slots and blocks from running requests. They are recomputed later, and lose no token."""
+    """Takes slots and blocks from running requests. They are recomputed, or come back from host memory."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Preemption:
         results: StepResults,
         queue: RequestQueue,
         counters: StepCounters,
+        swap: SwapSpace,
     ) -> None:
         self._table = table
         self._kv = kv
@@ -42,6 +44,7 @@ class Preemption:
         self._results = results
         self._queue = queue
         self._counters = counters
+        self._swap = swap
 
     def make_room(self, growing: list[int], batch: DecodeBatch) -> list[int]:
         """Preempt until every other growing slot can have a block, now or once launched steps are back.
@@ -88,7 +91,14 @@ class Preemption:
                 return
 
     def _preempt(self, slot: int) -> None:
+        table = self._table
+        num_known = int(table.num_known_tokens[slot])
+        # Only what is known to be right: tokens before one that was sampled from them, and read.
+        has_sampled = num_known > table.num_prefill_tokens[slot]
+        block_table = table.request_at(slot).block_table
         request = self._results.leave(slot, RequestStatus.PREEMPTED)
+        if has_sampled:
+            request.num_swaps += self._swap.put_out(request, block_table, num_known - 1)
         request.num_preemptions += 1
         self._counters.num_preemptions += 1
         self._queue.put_back(request)

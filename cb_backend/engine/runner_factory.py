@@ -15,7 +15,8 @@ from cb_backend.engine.model_runner import ModelRunner
 from cb_backend.engine.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.launch import IS_INTERPRETING
-from cb_backend.kv_cache.storage import size_kv_cache
+from cb_backend.kv_cache.storage import bytes_per_block, size_kv_cache
+from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.rotary import RotaryTables
 from cb_backend.messages import ModelInfo
@@ -76,6 +77,9 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         num_blocks = size_kv_cache(config, model_config, dtype, device)
         storage = new_storage(config, model_config, num_blocks, dtype, device)
         runner = ModelRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
+    num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(model_config, config.block_size, dtype))
+    if num_host_blocks:
+        runner.swapper = BlockSwapper(runner.storage, num_host_blocks)
     info = ModelInfo(
         model=config.model,
         tokenizer_dir=_tokenizer_dir(config, folder),
@@ -87,6 +91,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         max_num_seqs=config.max_num_seqs,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
+        num_host_blocks=num_host_blocks,
     )
     return runner, info
 

@@ -23,6 +23,7 @@ from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_plan import DecodeBatch, StepPlan, launch
 from cb_backend.engine.step_result import StepCounters, StepResults
 from cb_backend.engine.step_time import Pace
+from cb_backend.engine.swap_space import SwapSpace
 from cb_backend.errors import InvalidRequestError
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
@@ -35,7 +36,7 @@ _MOST_RUN_AHEAD = 4  # when the config leaves the depth to the engine, which the
 class Scheduler:
     """Owns every request between `add_request` and its end. Not thread-safe: one loop calls it."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, max_model_len: int) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, max_model_len: int, num_host_blocks: int = 0) -> None:
         self._kv = kv
         self._budget = config.max_num_batched_tokens
         self._is_chunking = config.enable_chunked_prefill
@@ -51,7 +52,10 @@ class Scheduler:
         self._decode_batch = DecodeBatch(self._table)
         self._queue = RequestQueue(config.max_queue_size, config.max_queue_tokens, config.priority_aging_s)
         self._deadlines = Deadlines(config.timeout_ms, config.queue_timeout_ms)
-        self._preemption = Preemption(self._table, kv, self._in_flight, self._results, self._queue, self._counters)
+        self._swap = SwapSpace(num_host_blocks, kv.block_size)
+        self._preemption = Preemption(
+            self._table, kv, self._in_flight, self._results, self._queue, self._counters, self._swap
+        )
         self._pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms)
         self._prefill = PrefillPlanner(self._table, self._is_chunking, self._pace)
         policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv.block_size, config.admission_reserve)
@@ -60,6 +64,7 @@ class Scheduler:
         self._admission = Admission(
             policy,
             self._is_chunking, self._table, kv, self._results, self._queue, self._preemption, self._prefill,
+            self._swap,
         )  # fmt: skip
         self._now = 0.0
         self._step_id = 0
@@ -144,6 +149,7 @@ class Scheduler:
         request = self._queue.remove(request_id)
         if request is not None:
             request.status = RequestStatus.FINISHED_ABORTED
+            self._swap.forget(request)
         elif request_id in self._results.running:
             self._results.leave(self._results.running[request_id].slot, RequestStatus.FINISHED_ABORTED)
         else:
@@ -166,6 +172,7 @@ class Scheduler:
         if plan.num_rows == 0:
             return None
         self._step_id += 1
+        plan.swap_out = self._swap.launch(self._step_id)
         output, step = launch(self._step_id, plan, self._table)
         self._in_flight.launch(step)
         if self._pace is not None:
@@ -182,6 +189,7 @@ class Scheduler:
 
     def fail_step(self, step_id: int) -> EngineOutput:
         """A launched step raised: every request in it ends with ERROR, and nothing it computed is reused."""
+        self._swap.distrust(step_id)
         return self._results.fail(step_id)
 
     def _plan_decode_rows(self, plan: StepPlan) -> bool:
@@ -259,6 +267,10 @@ class Scheduler:
             num_evicted_blocks=self._kv.pool.num_evicted_blocks,
             num_refused=self._queue.num_refused,
             num_timed_out=counters.num_timed_out,
+            num_swapped_out=self._swap.num_swapped_out,
+            num_swapped_in=self._swap.num_swapped_in,
+            num_host_blocks=self._swap.num_blocks,
+            num_free_host_blocks=self._swap.num_free_blocks,
         )
 
     def check_integrity(self) -> None:
@@ -267,6 +279,7 @@ class Scheduler:
         keys = [request.queue_key for request in self._queue]
         assert keys == sorted(keys), "the queue is out of order"
         assert self._queue.num_tokens == sum(len(request.token_ids) for request in self._queue), "queued tokens"
+        self._swap.check_integrity({request.request_id for request in self._queue})
         running = [request for request in self._table.requests if request is not None]
         assert {request.request_id: request for request in running} == self._results.running, "running sets differ"
         assert all(not request.block_table for request in self._queue), "a waiting request holds blocks"

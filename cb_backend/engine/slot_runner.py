@@ -21,6 +21,7 @@ from cb_backend.engine.logprobs import AskingRows, PendingLogprobs
 from cb_backend.engine.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
 from cb_backend.engine.step_graphs import StepGraphs
 from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
@@ -71,6 +72,7 @@ class SlotRunner:
         self.ops = ops
         self.rotary = rotary
         self.storage = storage
+        self.swapper: BlockSwapper | None = None
         self.block_size = storage.data.shape[-2]
         self.device = storage.data.device
         self.padding_slot = num_slots
@@ -100,6 +102,8 @@ class SlotRunner:
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> LaunchedStep:
+        if self.swapper is not None:
+            self.swapper.apply(plan)
         self.batch.apply(plan)
         if plan.joined:
             self.rules.join(plan.joined)

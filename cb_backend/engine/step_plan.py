@@ -79,6 +79,8 @@ class StepPlan:
     prefill: list[tuple[int, int, int, bool]] = field(default_factory=list)  # slot, computed, scheduled, is_sampling
     joined: list[JoinedRow] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
+    swap_out: tuple[tuple[int, int], ...] = ()  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_decode_rows(self) -> int:
@@ -136,6 +138,8 @@ def launch(step_id: int, plan: StepPlan, table: SlotTable) -> tuple[SchedulerOut
         plan.num_decode_rows,
         tuple(plan.joined),
         tuple(plan.new_blocks),
+        plan.swap_out,
+        tuple(plan.swap_in),
     )
     step = LaunchedStep(step_id, table.version, rows, after, is_sampling, plan.num_decode_rows, filled, may_end=True)
     return output, step
@@ -151,5 +155,7 @@ def _launch_decode(
     table.num_computed_tokens[rows.slots] = after
     batch.advance(after)
     num_rows = len(slots)
-    output = SchedulerOutput(step_id, slots, computed, ones, all_true, num_rows, (), tuple(plan.new_blocks))
+    output = SchedulerOutput(
+        step_id, slots, computed, ones, all_true, num_rows, (), tuple(plan.new_blocks), plan.swap_out
+    )
     return output, LaunchedStep(step_id, table.version, rows, after, all_true, num_rows, batch.out_of_room, may_end)

@@ -35,6 +35,8 @@ _ENGINE_COUNTERS = {
     "cb_engine_cancellations_total": ("num_cancelled", "Requests ended at the engine before their end"),
     "cb_refused_requests_total": ("num_refused", "Requests refused for a full queue"),
     "cb_timed_out_requests_total": ("num_timed_out", "Requests ended by timeout_ms or queue_timeout_ms"),
+    "cb_swapped_out_requests_total": ("num_swapped_out", "Preempted requests whose KV blocks went to host memory"),
+    "cb_swapped_in_requests_total": ("num_swapped_in", "Requests whose KV blocks came back from host memory"),
     "cb_evicted_blocks_total": ("num_evicted_blocks", "Cached KV blocks given up for new ones"),
 }
 _VLLM_ENGINE_COUNTERS = {

@@ -34,11 +34,12 @@ class FakeEngine:
         max_model_len: int = 1000,
         script: Callable[[int, int], int] = ten_plus_index,
         run_ahead: int = 0,
+        num_host_blocks: int = 0,
         **arguments: Any,
     ) -> None:
         config = EngineConfig(**{"model": "fake", "block_size": 4, "run_ahead": run_ahead, **arguments})
         self.kv = KVCacheManager(num_blocks + 1, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.kv, max_model_len)
+        self.scheduler = Scheduler(config, self.kv, max_model_len, num_host_blocks)
         self.runner = ScriptedRunner(config.block_size, script, is_delayed=run_ahead > 0)
         self.run_ahead = run_ahead
         self.max_model_len = max_model_len

@@ -133,6 +133,7 @@ class _FakeRunner:
     def _run(self, plan: SchedulerOutput, work: list[tuple[_Slot, int, int, bool]]) -> ModelRunnerOutput:
         sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
         is_failed = np.zeros(plan.num_rows, np.bool_)
+        self._swap(plan)
         for index, (slot, computed, scheduled, is_sampling) in enumerate(work):
             end = computed + scheduled
             assert end <= len(slot.tokens), "the plan runs past the known tokens"
@@ -148,6 +149,9 @@ class _FakeRunner:
 
     def _compute(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
         raise NotImplementedError
+
+    def _swap(self, plan: SchedulerOutput) -> None:
+        """Copy blocks out, then in."""
 
     def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
@@ -167,12 +171,21 @@ class HashRunner(_FakeRunner):
         salts: dict[int, bytes] | None = None,
         fails_at: dict[int, int] | None = None,
         is_delayed: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         super().__init__(block_size, is_delayed)
         self.model = model
+        self.host_cells = np.full((num_host_blocks, block_size, 3), EMPTY_CELL, np.int64)
         self.cells = np.full((num_blocks, block_size, 3), EMPTY_CELL, np.int64)
         self.salts = salts or {}
         self.fails_at = fails_at or {}
+
+    def _swap(self, plan: SchedulerOutput) -> None:
+        for device, host in plan.swap_out:
+            self.host_cells[host] = self.cells[device]
+        for device, host in plan.swap_in:
+            self.cells[device] = self.host_cells[host]
+            self.host_cells[host] = EMPTY_CELL
 
     def _compute(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
         row = slot.row

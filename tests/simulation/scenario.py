@@ -49,6 +49,7 @@ class Scenario:
     stop_chance: float
     run_ahead: int
     is_delayed: bool
+    num_host_blocks: int
     step_s: float  # time that passes from round to round
     arrivals: tuple[Arrival, ...]
 
@@ -98,6 +99,7 @@ def make_scenario(seed: int) -> Scenario:
         stop_chance=rng.choice((0.0, 0.02, 0.2)),
         run_ahead=run_ahead,
         is_delayed=rng.random() < 0.5,
+        num_host_blocks=rng.choice((0, 3, 64)),
         step_s=rng.choice((0.0, 0.01, 1.0)),
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_step)),
     )

@@ -27,6 +27,8 @@ LEAST = {
     "refused: queue full": 200,
     "preemptions": 150,
     "overtaken": 300,
+    "swapped out blocks": 100,
+    "swapped in blocks": 50,
     "resumed": 150,
     "evicted blocks": 5000,
     "prefix hit tokens": 5000,

@@ -37,7 +37,8 @@ class World:
         self.counters: Counter[str] = Counter()
         self.rng = random.Random(scenario.seed + 1)
         self.kv = KVCacheManager(scenario.num_blocks, config.block_size, config.enable_prefix_caching, hash_block)
-        self.scheduler = Scheduler(config, self.kv, scenario.max_model_len)
+        self.scheduler = Scheduler(config, self.kv, scenario.max_model_len, scenario.num_host_blocks)
+        self.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
         self.model = HashModel(scenario.vocab_size, scenario.stop_chance)
         self.runner = HashRunner(
             self.model,
@@ -46,6 +47,7 @@ class World:
             salts={arrival.request_id: arrival.salt for arrival in scenario.arrivals},
             fails_at={a.request_id: a.fails_at for a in scenario.arrivals if a.fails_at is not None},
             is_delayed=scenario.is_delayed,
+            num_host_blocks=scenario.num_host_blocks,
         )
         self.in_flight: deque[tuple[SchedulerOutput, FakePending]] = deque()
         self.requests: dict[int, Request] = {}
@@ -229,6 +231,8 @@ class World:
         for block_id in pending.written_blocks:
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
+        self.counters["swapped out blocks"] += len(plan.swap_out)
+        self.counters["swapped in blocks"] += len(plan.swap_in)
         self._check_decode_share(plan)
         self.counters["tokens"] += plan.num_tokens
         self.counters["whole prompts beyond the budget"] += plan.num_tokens > config.max_num_batched_tokens
@@ -285,6 +289,7 @@ class World:
         assert not self.scheduler.has_unfinished(), "I4: something is left"
         assert stats.num_free_blocks == stats.num_blocks == self.scenario.num_blocks - 1, "I4: blocks are lost"
         assert (stats.num_running, stats.num_waiting) == (0, 0), "I4: requests are left"
+        assert stats.num_free_host_blocks == self.scenario.num_host_blocks, "I4: host blocks are lost"
         for request_id in self.cancelled:
             output = self.outputs[request_id]
             expected = lone_output(self.scenario, self.model, self.scenario.arrivals[self.order[request_id]])

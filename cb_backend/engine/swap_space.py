@@ -1,0 +1,110 @@
+"""Host memory that keeps the blocks of preempted requests, so that they need not be computed again.
+
+Says which block goes where; the copies travel in plans and are made by the model runner, in the order of the plans:
+in one plan first out, then in, then the step itself. So a block may be given away in the plan that copies it out. This
+module does not know tensors, the queue or why somebody is preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cb_backend.request import Request
+
+_NOT_LAUNCHED = 0
+# What moving a token out and in costs, in tokens computed again, and what moving costs at all: a few kernel launches
+# and transfers. Measured ratios differ with model and bus; these keep short requests from being moved.
+_COST_PER_TOKEN = 0.2
+FIXED_COST_TOKENS = 64
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Where a preempted request's blocks are."""
+
+    host_blocks: list[int]  # in the order of the block table
+    num_tokens: int  # whose keys and values they hold
+    step_id: int  # of the plan that copies them out
+
+
+class SwapSpace:
+    """`num_blocks` blocks of host memory; 0: everything is computed again."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_swapped_out = 0  # requests, since the start
+        self.num_swapped_in = 0
+        self.fixed_cost_tokens = FIXED_COST_TOKENS
+        self._block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._copies: dict[int, _Copy] = {}  # by request id
+        self._outgoing: list[tuple[int, int]] = []  # (device block, host block) for the next plan
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def num_tokens(self, request: Request) -> int:
+        """Tokens of a waiting request whose keys and values are here."""
+        copy = self._copies.get(request.request_id)
+        return 0 if copy is None else copy.num_tokens
+
+    def put_out(self, request: Request, block_table: list[int], num_tokens: int) -> bool:
+        """Keep the first `num_tokens` tokens of a preempted request, if that is cheaper than computing them again.
+
+        False if it is not, or if there is no room: then nothing is kept.
+        """
+        num_blocks = -(-num_tokens // self._block_size)
+        is_cheaper = self.fixed_cost_tokens + _COST_PER_TOKEN * num_tokens < num_tokens
+        if not is_cheaper or num_blocks > len(self._free):
+            return False
+        host_blocks = [self._free.pop() for _ in range(num_blocks)]
+        self._copies[request.request_id] = _Copy(host_blocks, num_tokens, _NOT_LAUNCHED)
+        self._outgoing += zip(block_table[:num_blocks], host_blocks, strict=True)
+        self.num_swapped_out += 1
+        return True
+
+    def bring_in(self, request: Request, num_found_blocks: int) -> list[tuple[int, int]]:
+        """(device block, host block) to copy for a request that has its block table; its place here is free then.
+
+        The first `num_found_blocks` of the table came from the prefix cache and need no copy.
+        """
+        copy = self._copies.pop(request.request_id)
+        self._free.extend(copy.host_blocks)
+        self.num_swapped_in += 1
+        num_blocks = len(copy.host_blocks)
+        return list(
+            zip(request.block_table[num_found_blocks:num_blocks], copy.host_blocks[num_found_blocks:], strict=True)
+        )
+
+    def forget(self, request: Request) -> None:
+        """The request will not come back, or is computed again: free its place, if it has one."""
+        copy = self._copies.pop(request.request_id, None)
+        if copy is None:
+            return
+        self._free.extend(copy.host_blocks)
+        if copy.step_id == _NOT_LAUNCHED:
+            gone = set(copy.host_blocks)
+            self._outgoing = [pair for pair in self._outgoing if pair[1] not in gone]
+
+    def launch(self, step_id: int) -> tuple[tuple[int, int], ...]:
+        """What the plan of this step is to copy out."""
+        if not self._outgoing:
+            return ()
+        for copy in self._copies.values():
+            if copy.step_id == _NOT_LAUNCHED:
+                copy.step_id = step_id
+        outgoing, self._outgoing = tuple(self._outgoing), []
+        return outgoing
+
+    def distrust(self, step_id: int) -> None:
+        """This step failed: what it or a later one was to copy out may not be there."""
+        for request_id in [rid for rid, copy in self._copies.items() if copy.step_id >= step_id]:
+            self._free.extend(self._copies.pop(request_id).host_blocks)
+
+    def check_integrity(self, waiting: set[int]) -> None:
+        """Raise `AssertionError` unless every block is free or kept for one of the requests `waiting`."""
+        kept = [block for copy in self._copies.values() for block in copy.host_blocks]
+        assert sorted([*kept, *self._free]) == list(range(self.num_blocks)), "a host block is lost or free twice"
+        assert self._copies.keys() <= waiting, "host blocks are kept for a request that does not wait"
+        assert len({host for _, host in self._outgoing}) == len(self._outgoing), "two copies go to one host block"

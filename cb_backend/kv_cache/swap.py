@@ -1,0 +1,52 @@
+"""Copies KV blocks between the device and host memory, as plans say.
+
+On a GPU the host memory is pinned and every copy is put on the current stream: copies are in order with the steps, and
+the host does not wait for them. Which block goes where is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.outputs import SchedulerOutput
+
+_GIB = 1 << 30
+
+
+class BlockSwapper:
+    """Host memory for `num_blocks` blocks of a cache."""
+
+    def __init__(self, storage: KVCacheStorage, num_blocks: int) -> None:
+        self._cache = storage.data  # [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
+        self.num_blocks = num_blocks
+        layers, _, *block = self._cache.shape
+        # One block of all layers is one piece, so that it is one transfer.
+        self._host = torch.empty(
+            (num_blocks, layers, *block), dtype=self._cache.dtype, pin_memory=self._cache.device.type == "cuda"
+        )
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Make the plan's copies: first out, then in. Call before anything of the step itself."""
+        if plan.swap_out:
+            devices, hosts = zip(*plan.swap_out, strict=True)
+            blocks = self._cache.index_select(1, self._to_device(devices)).transpose(0, 1).contiguous()
+            for block, host in zip(blocks, hosts, strict=True):
+                self._host[host].copy_(block, non_blocking=True)
+        if plan.swap_in:
+            devices, hosts = zip(*plan.swap_in, strict=True)
+            blocks = self._cache.new_empty((len(hosts), *self._host.shape[1:]))
+            for block, host in zip(blocks, hosts, strict=True):
+                block.copy_(self._host[host], non_blocking=True)
+            self._cache.index_copy_(1, self._to_device(devices), blocks.transpose(0, 1))
+
+    def _to_device(self, block_ids: tuple[int, ...]) -> Tensor:
+        ids = torch.tensor(block_ids, dtype=torch.int64)
+        if self._cache.device.type != "cuda":
+            return ids
+        return ids.pin_memory().to(self._cache.device, non_blocking=True)
+
+
+def num_swap_blocks(swap_space_gib: float, block_bytes: int) -> int:
+    return int(swap_space_gib * _GIB) // block_bytes

@@ -1,0 +1,75 @@
+"""Swapped KV blocks on the real runners: the copies are exact, so tokens are those of each request alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
+from cb_backend.outputs import SchedulerOutput
+from cb_backend.sampling_params import SamplingParams
+from tests.engine.drive import config, run, with_slot_runner
+from tests.models.tiny_checkpoints import write_checkpoint
+
+PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=7, ignore_eos=True)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 4])
+@pytest.mark.parametrize("kind", ["reference", "slots"])
+def test_tokens_after_a_swap_are_those_of_the_request_alone(tmp_path: Path, kind: str, run_ahead: int) -> None:
+    settings = config(
+        str(write_checkpoint("llama-gqa", tmp_path)),
+        block_size=4, num_gpu_blocks_override=68, max_model_len=128, max_num_seqs=4, enable_prefix_caching=False,
+        swap_space=0.01, run_ahead=run_ahead,
+    )  # fmt: skip
+    engine = create_engine(settings)
+    swapper = engine.runner.swapper  # type: ignore[attr-defined]
+    assert swapper is not None
+    assert engine.info.num_host_blocks == swapper.num_blocks > 100
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 97, 82 + index).tolist() for index in range(3)]
+    expected = []
+    for prompt in prompts:
+        alone = LLMEngine(dataclasses.replace(settings, run_ahead=0), engine.runner, engine.info)
+        expected.append(run(alone, [prompt], PARAMS).token_ids[0])
+    if kind == "slots":
+        engine = with_slot_runner(settings)
+        engine.runner.swapper = BlockSwapper(  # type: ignore[attr-defined]
+            engine.runner.storage,  # type: ignore[attr-defined]
+            engine.info.num_host_blocks,
+        )
+    else:
+        engine = LLMEngine(settings, engine.runner, engine.info)
+    got = run(engine, prompts, PARAMS)
+    stats = engine.stats()
+    assert stats.num_swapped_out == stats.num_swapped_in >= 1
+    assert [got.token_ids[index] for index in range(3)] == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_blocks_go_out_before_others_come_in(device: str) -> None:
+    storage = KVCacheStorage(2, 6, 3, 4, 8, torch.float32, torch.device(device))
+    storage.data.copy_(torch.randn(storage.data.shape))
+    before = storage.data.clone()
+    swapper = BlockSwapper(storage, 4)
+    none = np.zeros(0, np.int32)
+
+    def plan(out: tuple[tuple[int, int], ...], back: tuple[tuple[int, int], ...]) -> SchedulerOutput:
+        return SchedulerOutput(1, none, none, none, none > 0, 0, swap_out=out, swap_in=back)
+
+    swapper.apply(plan(((1, 0), (2, 3)), ()))
+    swapper.apply(plan(((4, 1),), ((4, 3), (5, 0))))  # block 4 leaves and is filled at once
+    swapper.apply(plan((), ((1, 1),)))
+    for block, source in ((4, 2), (5, 1), (1, 4), (2, 2), (3, 3), (0, 0)):
+        torch.testing.assert_close(storage.data[:, block], before[:, source], rtol=0, atol=0)
+
+
+def test_swap_space_is_counted_in_gib() -> None:
+    assert num_swap_blocks(0.5, 1 << 20) == 512
+    assert num_swap_blocks(0.0, 1 << 20) == 0

@@ -1,0 +1,118 @@
+"""Preempted requests whose blocks wait in host memory. What the copies must carry is checked by runner H in simulation.
+
+P1 no swap room aborts the engine · P3 new prefills always win, swapped ones never return
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from cb_backend.engine.swap_space import FIXED_COST_TOKENS
+from cb_backend.outputs import SchedulerOutput
+from cb_backend.request import Request
+from tests.fakes.engine import FakeEngine
+
+
+def growing_pair(num_host_blocks: int, run_ahead: int = 0) -> tuple[FakeEngine, Request]:
+    """Two requests of 100 tokens in 60 blocks of 4: the second is preempted when 240 tokens are used up."""
+    engine = FakeEngine(
+        num_blocks=60, num_host_blocks=num_host_blocks, run_ahead=run_ahead, enable_prefix_caching=False
+    )
+    engine.add(1, 100, max_tokens=40)
+    return engine, engine.add(2, 100, max_tokens=40)
+
+
+def swaps(engine: FakeEngine) -> tuple[list[SchedulerOutput], list[SchedulerOutput]]:
+    return [plan for plan in engine.plans if plan.swap_out], [plan for plan in engine.plans if plan.swap_in]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_preempted_request_returns_from_host_memory_and_computes_one_token(run_ahead: int) -> None:
+    engine, second = growing_pair(num_host_blocks=100, run_ahead=run_ahead)
+    engine.run()
+    assert (second.num_preemptions, second.num_swaps) == (1, 1)
+    out, back = swaps(engine)
+    assert len(out) == len(back) == 1
+    copied_out, copied_in = dict(out[0].swap_out), {host: device for device, host in back[0].swap_in}
+    assert sorted(copied_out.values()) == sorted(copied_in)
+    row = back[0].joined[0]
+    assert [copied_in[host] for _, host in out[0].swap_out] == list(row.block_ids[: len(copied_in)]), "in their order"
+    index = back[0].slots.tolist().index(row.slot)
+    assert back[0].num_computed_tokens[index] == len(row.token_ids) - 1
+    assert back[0].num_scheduled_tokens[index] == 1
+    assert engine.tokens == {1: list(range(10, 50)), 2: list(range(10, 50))}
+    stats = engine.scheduler.stats()
+    assert (stats.num_swapped_out, stats.num_swapped_in, stats.num_free_host_blocks) == (1, 1, 100)
+
+
+def test_p1_without_room_a_victim_is_computed_again() -> None:
+    engine, second = growing_pair(num_host_blocks=5)
+    engine.run()
+    assert (second.num_preemptions, second.num_swaps) == (1, 0)
+    assert swaps(engine) == ([], [])
+    assert engine.tokens[2] == list(range(10, 50))
+    assert engine.scheduler.stats().num_free_host_blocks == 5
+
+
+def test_short_requests_are_cheaper_to_compute_again() -> None:
+    engine = FakeEngine(num_blocks=10, num_host_blocks=100, enable_prefix_caching=False)
+    requests = [engine.add(number, 8, max_tokens=20) for number in (1, 2)]
+    engine.run()
+    assert FIXED_COST_TOKENS > 8 + 20
+    assert [request.num_preemptions for request in requests] == [0, 1]
+    assert swaps(engine) == ([], [])
+
+
+def test_p3_swapped_requests_return_before_newcomers() -> None:
+    engine = FakeEngine(num_blocks=100, num_host_blocks=400, enable_prefix_caching=False, max_num_seqs=8)
+    first = [engine.add(number, 96, max_tokens=60) for number in range(4)]
+    swapped_seen: set[int] = set()
+    for number in range(10, 150):
+        engine.add(number, 8, max_tokens=2)
+        engine.step()
+        swapped = [request for request in first if engine.scheduler._swap.num_tokens(request)]
+        swapped_seen |= {request.request_id for request in swapped}
+        if engine.plans[-1].joined and swapped:
+            last = max(row.request_id for row in engine.plans[-1].joined)
+            assert last < 10, "a newcomer started while a swapped request waits"
+    assert len(swapped_seen) >= 2
+    engine.run()
+    assert all(engine.tokens[request.request_id] == list(range(10, 70)) for request in first)
+
+
+def test_p3_a_cancel_while_swapped_frees_the_host_blocks() -> None:
+    engine, second = growing_pair(num_host_blocks=100)
+    while not second.num_swaps:
+        engine.step()
+    assert engine.scheduler.stats().num_free_host_blocks < 100
+    assert engine.scheduler.cancel(2)
+    assert engine.scheduler.stats().num_free_host_blocks == 100
+    engine.run()
+    assert engine.tokens[1] == list(range(10, 50))
+
+
+def test_what_a_failed_step_was_to_copy_is_computed_again() -> None:
+    engine, second = growing_pair(num_host_blocks=100)
+    while not second.num_swaps:
+        engine.launch()
+        if not second.num_swaps:
+            engine.finish()
+    plan, _ = engine.in_flight.pop()
+    assert plan.swap_out
+    engine.take(engine.scheduler.fail_step(plan.step_id))
+    engine.scheduler.check_integrity()
+    assert engine.scheduler._swap.num_tokens(second) == 0
+    engine.run()
+    assert swaps(engine)[1] == []
+    assert engine.tokens[2] == list(range(10, 50))
+
+
+def test_copies_planned_before_a_cancel_are_not_made() -> None:
+    engine, second = growing_pair(num_host_blocks=100)
+    while second.num_preemptions == 0:
+        engine.step()
+    slot_like = engine.scheduler._swap
+    assert slot_like._outgoing == [], "the plan that preempted has taken them"
+    assert slot_like.put_out(Request(9, second.token_ids, 4, second.params, (), 200), list(range(1, 51)), 200)
+    slot_like.forget(Request(9, second.token_ids, 4, second.params, (), 200))
+    assert slot_like.launch(99) == ()
