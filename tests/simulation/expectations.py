@@ -36,6 +36,12 @@ def is_due(config: EngineConfig, request: Request, arrived_at: float, now: float
     return limit is not None and now >= arrived_at + limit / 1000
 
 
+def queue_place(config: EngineConfig, priority: int, arrived_at: float, number: int) -> tuple[float, ...]:
+    """Place in the queue: arrival, moved by priority_aging_s for each step of priority."""
+    aging_s = config.priority_aging_s
+    return (arrived_at + priority * aging_s, number) if aging_s else (priority, arrived_at, number)
+
+
 def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival) -> list[int]:
     """What a request must produce whatever runs beside it."""
     total = min(

@@ -22,7 +22,7 @@ from cb_backend.kv_cache.manager import HashBlock, KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, SchedulerOutput
 from cb_backend.request import FinishReason, Request, RequestStatus
 from tests.fakes.runners import FakePending, HashModel, HashRunner
-from tests.simulation.expectations import check_cached_content, is_due, lone_output, refuses_by_queue
+from tests.simulation.expectations import check_cached_content, is_due, lone_output, queue_place, refuses_by_queue
 from tests.simulation.scenario import Arrival, Scenario
 
 MAX_IDLE_ROUNDS = 3
@@ -239,11 +239,8 @@ class World:
         self.counters["chunks"] += int((~plan.is_sampling).sum())
 
     def _place(self, request_id: int) -> tuple[float, ...]:
-        """Place in the queue: arrival, moved by priority_aging_s for each step of priority."""
         priority = self.requests[request_id].scheduling.priority
-        aging_s = self.scenario.config.priority_aging_s
-        arrived_at, number = self.arrived_at[request_id], self.num_arrived[request_id]
-        return (arrived_at + priority * aging_s, number) if aging_s else (priority, arrived_at, number)
+        return queue_place(self.scenario.config, priority, self.arrived_at[request_id], self.num_arrived[request_id])
 
     def _check_overtaking(self, request_id: int) -> None:
         """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
@@ -257,10 +254,11 @@ class World:
                 assert self.overtaken[passed.request_id] <= MAX_OVERTAKEN, "I10: overtaken too often"
 
     def _check_decode_share(self, plan: SchedulerOutput) -> None:
-        """I11: a request past its prefill has a row in this plan or the last; in longer gaps it waits for a block."""
+        """I11: who is past his prefill has a row in every plan (every other without chunks), or waits for a block."""
+        most_gap = 0 if self.scenario.config.enable_chunked_prefill else 1
         for request_id in self.open:
             request = self.requests[request_id]
-            if request.status is not RequestStatus.RUNNING or self.last_row[request_id] >= plan.step_id - 1:
+            if request.status is not RequestStatus.RUNNING or self.last_row[request_id] >= plan.step_id - most_gap:
                 continue
             table, slot = self.scheduler._table, request.slot
             computed = self.computed[request_id]
