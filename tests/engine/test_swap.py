@@ -52,7 +52,10 @@ def test_tokens_after_a_swap_are_those_of_the_request_alone(tmp_path: Path, kind
     assert [got.token_ids[index] for index in range(3)] == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_blocks_go_out_before_others_come_in(device: str) -> None:
     storage = KVCacheStorage(2, 6, 3, 4, 8, torch.float32, torch.device(device))
     storage.data.copy_(torch.randn(storage.data.shape))
