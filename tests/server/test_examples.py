@@ -159,6 +159,22 @@ def test_a_client_that_gives_up_leaves_nothing_behind(server: RunningServer) -> 
         server.wait_idle()
 
 
+# ---- tokens: tokenise, generate by ids, detokenise ------------------------------------------------------------------
+
+
+def test_tokens_streams_whole_characters(server: RunningServer, reference: Reference) -> None:
+    """The tiny model's tokens are often single bytes of a character; joined, nothing is broken that need not be."""
+    for prompt in ("the quick", "東京は", "🙂"):
+        limit = np.array([60], dtype=np.int32)
+        responses = Call(server, "tokens", text_input=prompt, max_tokens=limit).all()
+        assert len(responses) > 3
+        assert joined(responses) == reference.greedy_text(prompt, 60)
+        ids = [token_id for response in responses for token_id in response["token_ids"]]
+        assert reference.tokenizer.decode(ids) == joined(responses)
+    with pytest.raises(InferenceServerException, match="max_tokens must be between 1 and"):
+        Call(server, "tokens", text_input="a", max_tokens=np.array([0], dtype=np.int32)).all()
+
+
 # ---- triage: a small model beside the language model ---------------------------------------------------------------
 
 
