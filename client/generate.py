@@ -81,7 +81,7 @@ class _Printer:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end the answer at this text; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens in any case")
     parser.add_argument("--url", default="localhost:8001", help="host:port of the server's gRPC")
     parser.add_argument("--model", default="llm")
     return parser

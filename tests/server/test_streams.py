@@ -175,7 +175,7 @@ def test_client_script(server: RunningServer, reference: Reference) -> None:
 
 
 def test_client_script_is_cancelled_by_ctrl_c(server: RunningServer) -> None:
-    long = generate(server, "fox", "--stream", "--max-tokens", str(MAX_MODEL_LEN - 100), "--seed", "1")
+    long = generate(server, "fox", "--stream", "--max-tokens", str(MAX_MODEL_LEN - 100), "--ignore-eos")
     wait_until(lambda: (server.num_active_requests() or 0) > 0, 20, "the request runs")
     long.send_signal(signal.SIGINT)
     _, errors = long.communicate(timeout=20)
