@@ -29,9 +29,10 @@ from load_generator.options import Load
 from load_generator.progress import show_progress
 from load_generator.prompts import Vocabulary, calibrate, vocabulary_of_tokenizer
 from load_generator.records import Status, write_history
-from load_generator.traces import TraceError
 from load_generator.wire import count_input_tokens
-from load_generator.workload import Lengths, WorkloadError
+
+from cb_backend.traffic.traces import TraceError
+from cb_backend.traffic.workload import Lengths, WorkloadError
 
 
 class StartError(Exception):

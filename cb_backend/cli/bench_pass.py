@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cb_backend.cli.bench_metrics import Latencies, latencies
 from cb_backend.cli.bench_steps import StepLog, watch
 from cb_backend.cli.bench_workloads import Workload
 from cb_backend.engine.llm_engine import LLMEngine
@@ -21,6 +20,7 @@ from cb_backend.errors import CbError
 from cb_backend.messages import EngineStats
 from cb_backend.outputs import EngineOutput
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.study.latencies import Latencies, latencies
 
 
 class BenchmarkError(CbError):

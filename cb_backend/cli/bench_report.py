@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.cli.bench_metrics import batch_histogram, summary
 from cb_backend.cli.bench_pass import PassResult
 from cb_backend.cli.bench_workloads import Workload
 from cb_backend.cli.roofline import CardLimits, ModelShape, ideal_schedule, prefill_seconds
+from cb_backend.study.latencies import batch_histogram, summary
 
 Record = dict[str, Any]
 

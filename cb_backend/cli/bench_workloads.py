@@ -11,13 +11,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.errors import ConfigError
+from cb_backend.traffic.traces import read_trace
+from cb_backend.traffic.workload import scaled_trace_times
 
 HIGHEST_DRAWN_ID = 10_000  # as nano-vllm draws; every vocabulary of interest is larger
 
@@ -161,42 +162,15 @@ def chat_like(draw: Draw) -> Workload:
 def trace_replay(draw: Draw, max_requests: int = 1000) -> Workload:
     """W4: lengths and gaps of the first requests of a trace; a finite rate scales the gaps to that mean rate.
 
-    Raises `ConfigError` when there is no trace or it cannot be read.
+    Raises `ConfigError` when there is no trace, `TraceError` when it cannot be read.
     """
     if draw.trace is None:
         raise ConfigError("workload W4 replays a trace; name one with --trace FILE")
-    times, prompt_lens, output_lens = read_azure_trace(draw.trace, max_requests)
-    scale = 1.0
-    if not math.isinf(draw.rate) and times[-1] > 0:
-        scale = (len(times) - 1) / times[-1] / draw.rate
+    rows = read_trace(draw.trace, limit=max_requests)
+    times = scaled_trace_times(rows, time_scale=1.0, rate=None if math.isinf(draw.rate) else draw.rate)
     ids = random.Random(4000 + draw.repetition)
-    workload = offline("W4", [draw_ids(ids, length, draw.vocab_size) for length in prompt_lens], output_lens)
-    return replace(workload, arrivals=[time * scale for time in times])
-
-
-def read_azure_trace(path: Path, max_requests: int) -> tuple[list[float], list[int], list[int]]:
-    """Arrival seconds (first = 0), prompt and output lengths of `TIMESTAMP,ContextTokens,GeneratedTokens` rows."""
-    times: list[float] = []
-    prompt_lens: list[int] = []
-    output_lens: list[int] = []
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"the trace cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines[1 : max_requests + 1], start=2):
-        try:
-            stamp, prompt_len, output_len = line.split(",")
-            seconds, _, fraction = stamp.partition(".")
-            times.append(datetime.fromisoformat(seconds).timestamp() + float(f"0.{fraction or 0}"))
-            prompt_lens.append(max(1, int(prompt_len)))
-            output_lens.append(max(1, int(output_len)))
-        except ValueError:
-            raise ConfigError(
-                f"trace line {number} is {line!r}; expected TIMESTAMP,ContextTokens,GeneratedTokens"
-            ) from None
-    if not times:
-        raise ConfigError("the trace has no requests")
-    return [time - times[0] for time in times], prompt_lens, output_lens
+    prompts = [draw_ids(ids, row.num_prompt_tokens, draw.vocab_size) for row in rows]
+    return replace(offline("W4", prompts, [row.num_output_tokens for row in rows]), arrivals=times.tolist())
 
 
 def shared_prefix(name: str, num_prefixes: int, num_users: int, draw: Draw) -> Workload:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cb_backend.traffic.workload import PlannedRequest
+
 from .prompts import Vocabulary
 from .records import RequestRecord
 from .wire import WireOptions
-from .workload import PlannedRequest
 
 
 @dataclass(frozen=True)

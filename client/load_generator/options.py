@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .traces import read_trace
-from .wire import WireOptions
-from .workload import (
+from cb_backend.traffic.traces import read_trace
+from cb_backend.traffic.workload import (
     LengthDistribution,
     Lengths,
     PlannedRequest,
@@ -22,6 +21,8 @@ from .workload import (
     plan,
     scaled_trace_times,
 )
+
+from .wire import WireOptions
 
 DEFAULT_NUM_REQUESTS = 200
 CLOSED_LOOP_PLANS = 20_000  # lengths drawn for a closed loop bounded by time; taken over again when used up

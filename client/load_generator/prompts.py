@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from .traces import MOONCAKE_BLOCK_TOKENS
-from .workload import PlannedRequest
+from cb_backend.traffic.traces import MOONCAKE_BLOCK_TOKENS
+from cb_backend.traffic.workload import PlannedRequest
 
 _WORDS = """
 the of and to in is that it was for on are as with they at be this have from or one had by word but not what

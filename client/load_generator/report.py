@@ -12,8 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from cb_backend.charts import COLOURS, Line, line_chart
+
 from . import summary
-from .charts import COLOURS, Line, line_chart
 
 SCHEMA = "cb_backend.load_test/1"
 _LATENCIES = {

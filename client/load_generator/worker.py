@@ -15,11 +15,12 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from cb_backend.traffic.workload import PlannedRequest
+
 from .contracts import ClientHealth, Done, Progress, Ready, WorkerSpec
 from .prompts import PromptBuilder
 from .records import RequestRecord, Status
 from .wire import exchange, open_connections
-from .workload import PlannedRequest
 
 PROGRESS_INTERVAL_S = 0.5
 LAG_SAMPLE_S = 0.02

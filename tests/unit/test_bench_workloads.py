@@ -18,9 +18,9 @@ from cb_backend.cli.bench_workloads import (
     expand_names,
     latency_pairs,
     lengths_digest,
-    read_azure_trace,
 )
 from cb_backend.errors import ConfigError
+from cb_backend.traffic.traces import TraceError
 
 VOCAB = 128_256
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -105,11 +105,11 @@ def test_w4_replays_the_trace(tmp_path: Path) -> None:
 def test_w4_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--trace FILE"):
         draw("W4")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(TraceError, match="cannot be read"):
         draw("W4", trace=tmp_path / "absent.csv")
     (tmp_path / "bad.csv").write_text(TRACE + "yesterday,1,2\n")
-    with pytest.raises(ConfigError, match="line 5 is 'yesterday,1,2'"):
-        read_azure_trace(tmp_path / "bad.csv", 10)
+    with pytest.raises(TraceError, match="line 5: Invalid isoformat string: 'yesterday'"):
+        draw("W4", trace=tmp_path / "bad.csv")
 
 
 def test_w5_shares_prefixes() -> None:

@@ -16,14 +16,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "client"))
 
 import load_test
-from load_generator import charts, report, server_metrics, summary
+from load_generator import report, server_metrics, summary
 from load_generator.contracts import ClientHealth
 from load_generator.options import Load, check, lengths, loads, parser, plan_run
 from load_generator.prompts import PromptBuilder, Vocabulary, calibrate, vocabulary_of_tokenizer
 from load_generator.records import RequestRecord, Status
 from load_generator.summary import Slo, describe, judge_client, summarise
-from load_generator.traces import TraceError, read_trace
-from load_generator.workload import (
+
+from cb_backend import charts
+from cb_backend.traffic.traces import TraceError, read_trace
+from cb_backend.traffic.workload import (
     LengthDistribution,
     PlannedRequest,
     WorkloadError,

@@ -1,7 +1,7 @@
 """Readers of request traces: when requests came, how long they were, which prefixes they shared.
 
 Three formats: the Azure LLM inference CSV, Mooncake's JSON lines, and any CSV with one column of input lengths and one
-of output lengths (as made from ShareGPT conversations). Nothing here knows rates, prompts or the server.
+of output lengths (as made from ShareGPT conversations). Nothing here knows rates, prompts or an engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
+from cb_backend.errors import CbError
+
 MOONCAKE_BLOCK_TOKENS = 512  # tokens that one of Mooncake's hash_ids stands for
 
 _INPUT_COLUMNS = ("input_length", "input_len", "input_tokens", "prompt_len", "prompt_tokens", "num_prompt_tokens")
@@ -21,7 +23,7 @@ _OUTPUT_COLUMNS = ("output_length", "output_len", "output_tokens", "completion_t
 _TIME_COLUMNS = ("arrival_s", "timestamp_s")
 
 
-class TraceError(Exception):
+class TraceError(CbError):
     """A trace file cannot be read as one of the known formats."""
 
 
@@ -38,16 +40,21 @@ class TraceRow:
 def read_trace(
     path: Path, *, offset: int = 0, limit: int | None = None, input_column: str = "", output_column: str = ""
 ) -> list[TraceRow]:
-    """Rows `offset` to `offset + limit`, times counted from the first of them. Raises `TraceError`, OSError.
+    """Rows `offset` to `offset + limit`, times counted from the first of them. Raises `TraceError`.
 
     The format is told by the name (`.jsonl` is Mooncake's) and the header. Rows without any output are dropped: a
     request has at least one token to answer with.
     """
     rows = _mooncake(path) if path.suffix in (".jsonl", ".json") else _csv(path, input_column, output_column)
     kept = (row for row in rows if row.num_prompt_tokens > 0 and row.num_output_tokens > 0)
-    selected = list(islice(kept, offset, None if limit is None else offset + limit))
+    try:
+        selected = list(islice(kept, offset, None if limit is None else offset + limit))
+    except OSError as error:
+        raise TraceError(f"the trace {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"the trace {path} is not text; a CSV or JSON lines are expected") from None
     if not selected:
-        raise TraceError(f"{path.name} has no usable row after row {offset}; lower --trace-offset or check the file")
+        raise TraceError(f"{path.name} has no usable row after row {offset}; lower the offset or check the file")
     start = selected[0].arrival_s
     if start is None:
         return selected

@@ -1,6 +1,6 @@
 """What is to be sent: arrival times and lengths, decided before the run and reproducible from a seed.
 
-A workload is a list of `PlannedRequest`. It knows neither text nor server; `prompts` makes the text, `worker` sends.
+A workload is a list of `PlannedRequest`. It knows neither text nor token ids, and nobody who sends it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .traces import TraceRow
+from cb_backend.errors import CbError
+from cb_backend.traffic.traces import TraceRow
 
 MAX_OPEN_LOOP_REQUESTS = 5_000_000  # a typo in --rate must not eat the memory
 
 
-class WorkloadError(Exception):
+class WorkloadError(CbError):
     """The described load makes no sense; the message says what to change."""
 
 

@@ -1,11 +1,11 @@
-"""Latency arithmetic against values worked out by hand: pytest tests/unit/test_bench_metrics.py"""
+"""Latency arithmetic against values worked out by hand: pytest tests/unit/test_study_latencies.py"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from cb_backend.cli.bench_metrics import batch_histogram, latencies, summary
+from cb_backend.study.latencies import batch_histogram, latencies, summary
 
 
 def entries(*pairs: tuple[int, float]) -> tuple[np.ndarray, np.ndarray]:
