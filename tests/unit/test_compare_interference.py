@@ -1,0 +1,60 @@
+"""kernels/compare_interference.py: which gaps count, and when the driver sends and stops. No engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from cb_backend.cli.bench_workloads import Workload
+from cb_backend.cli.paths import checkout_path
+
+LONG = 8192
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "compare_interference", checkout_path("kernels/compare_interference.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def workload(prompt_lens: list[int], output_lens: list[int], arrivals: list[float]) -> Workload:
+    return Workload("W", [np.zeros(length, np.int32) for length in prompt_lens], output_lens, arrivals)
+
+
+def test_only_gaps_of_others_beside_an_unanswered_long_prompt_count(script: ModuleType) -> None:
+    work = workload([8, LONG], [9, 2], [0.0, 1.0])
+    stream = [(moment, 0, 1) for moment in (0.1, 0.5, 0.9, 1.4, 1.5, 1.6, 3.0)]
+    prompt = [(1.45, 1, 1), (2.9, 1, 1)]  # its own gap of 1.45 s is no stream's wait for another
+    found = script.figures(work, sorted(stream + prompt))
+    assert found["num_gaps"] == 2  # 0.9 to 1.4 and 1.4 to 1.5; the gap of 1.4 s comes after the answer
+    assert found["itl_max_ms"] == pytest.approx(500)
+    assert found["ttft_long_p50_ms"] == pytest.approx(450)
+
+
+def test_no_stream_beside_the_prompt_is_no_figure(script: ModuleType) -> None:
+    work = workload([8, LONG], [2, 1], [0.0, 1.0])
+    with pytest.raises(ValueError, match="no stream was running"):
+        script.figures(work, [(0.1, 0, 1), (0.2, 0, 1), (1.5, 1, 1)])
+
+
+def test_driver_sends_in_time_and_stops_after_the_long_prompts(script: ModuleType) -> None:
+    work = workload([8, LONG], [1000, 3], [0.0, 0.02])
+    running: list[int] = []
+
+    def step() -> list[tuple[int, int]]:
+        return [(index, 1) for index in running]
+
+    events = script.drive(work, running.append, step, lambda: not running)
+    assert sum(count for _, index, count in events if index == 1) == 3
+    assert 3 <= sum(count for _, index, count in events if index == 0) < 1000 * 1000
+    assert min(moment for moment, index, _ in events if index == 1) >= 0.02
+    assert events[-1][1] == 1
