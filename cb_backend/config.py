@@ -69,6 +69,7 @@ class EngineConfig:
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs
     run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU
+    watchdog_timeout_s: float = 300.0  # an engine that has work and says nothing for so long is replaced; 0: never
     # What is told
     disable_log_stats: bool = False  # True: no vllm:* metrics, even where config.pbtxt asks for them
 
@@ -102,6 +103,10 @@ class EngineConfig:
         _require(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",
+        )
+        _require(
+            self.watchdog_timeout_s == 0 or 2 <= self.watchdog_timeout_s < float("inf"),
+            f"watchdog_timeout_s is {self.watchdog_timeout_s}; it must be 0 (off) or at least 2 seconds",
         )
         _require(
             self.run_ahead is None or 0 <= self.run_ahead <= 4,

@@ -50,13 +50,19 @@ class Goodbye(msgspec.Struct, tag=True, frozen=True):
     front_end_id: int
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """Sent now and then while requests are open: the engine ends those of a front end that has fallen silent."""
+
+    front_end_id: int
+
+
 class DumpSteps(msgspec.Struct, tag=True, frozen=True):
     """Asks for the engine's step log. Anybody may ask, without a `Hello`; the answer is one `StepDump`."""
 
     max_steps: int  # the newest so many
 
 
-FrontEndMessage = Hello | AddRequest | CancelRequests | Goodbye | DumpSteps
+FrontEndMessage = Hello | AddRequest | CancelRequests | Goodbye | Alive | DumpSteps
 
 
 # ---- engine to front end ----------------------------------------------------------------------------------------

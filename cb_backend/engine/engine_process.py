@@ -13,7 +13,6 @@ Exit codes: 0 nothing more to do, 1 the start failed, 2 the start failed for a r
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ import msgspec
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
+from cb_backend.engine.garbage import GarbageSchedule
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
 from cb_backend.engine.step_messages import step_output
 from cb_backend.errors import CbError, ConfigError, ErrorCode
@@ -53,7 +53,6 @@ MAX_MESSAGES_PER_STEP = 1024  # so that a flood of requests cannot hold up the r
 IDLE_POLL_MS = 500
 WATCH_INTERVAL_S = 0.1  # how often dead processes are looked for while steps run
 STATS_INTERVAL_S = 0.5
-BUSY_COLLECT_INTERVAL_S = 30.0  # garbage is collected when idle, and this often in a load that never pauses
 FIRST_FRONT_END_TIMEOUT_S = 60.0
 STALL_TIMEOUT_S = 10.0  # unfinished requests, but nothing to run
 MAX_FAILED_STEPS_IN_A_ROW = 3
@@ -76,32 +75,26 @@ class EngineProcess:
         self._start_time = now
         self._next_watch = now
         self._next_stats = now
-        self._next_collect = now + BUSY_COLLECT_INTERVAL_S
         self._last_progress = now
         self._was_busy = False
-        self._has_run = False  # since garbage was last collected
+        self._garbage = GarbageSchedule()
         self._num_failed_steps = 0  # in a row
         self._step_id = 0
 
     def run(self) -> int:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         try:
-            while not self.is_stopping:
-                self._take_messages()
-                if self.engine.has_unfinished():
-                    self._expire()
-                    self._step()
-                self._look_around()
+            with self._garbage:
+                while not self.is_stopping:
+                    self._take_messages()
+                    if self.engine.has_unfinished():
+                        self._expire()
+                        self._step()
+                    self._look_around()
             return EXIT_DONE
         except GaveUpError as error:
             logger.error("%s", error)
             self.link.send_to_all(EngineFailed(str(error)))
             return EXIT_GAVE_UP
-        finally:
-            gc.unfreeze()
-            gc.enable()
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -109,8 +102,8 @@ class EngineProcess:
         if not self.engine.has_unfinished():
             has_news = self.link.wait(IDLE_POLL_MS)
             self._last_progress = time.monotonic()
-            if not has_news and self._has_run:
-                self._collect_garbage()
+            if not has_news:
+                self._garbage.collect_if_due(is_idle=True)
         for _ in range(MAX_MESSAGES_PER_STEP):
             received = self.link.receive()
             if received is None:
@@ -118,6 +111,7 @@ class EngineProcess:
             self._handle(*received)
 
     def _handle(self, identity: bytes, message: object) -> None:
+        self.link.heard(identity)
         if isinstance(message, AddRequest):
             self._add_request(identity, message)
         elif isinstance(message, CancelRequests):
@@ -171,7 +165,7 @@ class EngineProcess:
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        self._has_run = True
+        self._garbage.has_run = True
         try:
             output = self.engine.step()
             self._num_failed_steps = 0
@@ -220,22 +214,17 @@ class EngineProcess:
         if now >= self._next_watch or not is_busy:
             self._watch_processes(now)
             self._next_watch = now + WATCH_INTERVAL_S
-        if now >= self._next_collect and self._has_run:
-            self._collect_garbage()
+        self._garbage.collect_if_due(is_idle=False)
         self._was_busy = is_busy
 
     def _stats(self) -> EngineStats:
         return msgspec.structs.replace(self.engine.stats(), engine_pid=os.getpid())
 
-    def _collect_garbage(self) -> None:
-        gc.collect()
-        self._next_collect = time.monotonic() + BUSY_COLLECT_INTERVAL_S
-        self._has_run = False
-
     def _watch_processes(self, now: float) -> None:
         for front_end_id in self.link.dead_front_ends():
             logger.warning("front end %d is gone; its requests are aborted", front_end_id)
             self._drop_front_end(front_end_id)
+        self._end_requests_of_silent_front_ends()
         if not self.link.is_server_alive:
             logger.info("the server is gone; the engine ends")
             self.is_stopping = True
@@ -244,6 +233,20 @@ class EngineProcess:
             if self.link.has_had_front_end or is_too_late:
                 logger.info("no front end is left; the engine ends")
                 self.is_stopping = True
+
+    def _end_requests_of_silent_front_ends(self) -> None:
+        """A front end that lives but does not run (stopped, stuck) must not hold blocks for ever.
+
+        It stays a member, and hears of the end of its requests when it wakes.
+        """
+        limit_s = self.engine.config.watchdog_timeout_s
+        for front_end in self.link.silent_front_ends(limit_s) if limit_s else ():
+            logger.error("front end %d has been silent for %.0f s; its requests end", front_end.front_end_id, limit_s)
+            reason = f"the front end of this request did not run for {limit_s:g} s; send the request again"
+            for request_id in front_end.open_request_ids:
+                self.engine.cancel(request_id)
+                self.link.send(front_end.identity, RequestFailed(request_id, int(ErrorCode.UNAVAILABLE), reason))
+            front_end.open_request_ids.clear()
 
 
 def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:

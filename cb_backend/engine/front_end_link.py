@@ -21,6 +21,7 @@ from cb_backend.messages import (
     encode,
 )
 from cb_backend.process_watch import ProcessWatch
+from cb_backend.silence import SilenceClock
 
 FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why
 
@@ -34,6 +35,7 @@ class FrontEnd:
         self.identity = identity
         self.front_end_id = hello.front_end_id
         self.watch = ProcessWatch(hello.pid)
+        self.silence = SilenceClock()
         self.open_request_ids: set[int] = set()
 
 
@@ -45,6 +47,7 @@ class FrontEndLink:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a dropped step output would leave its requests open for ever
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a front end that connects anew keeps its name
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.bind(f"ipc://{socket_path}")
         self._poller = zmq.Poller()
@@ -105,6 +108,19 @@ class FrontEndLink:
         """The front end that may speak of this request: the one that its id names, at its own address."""
         front_end = self.front_ends.get(request_id >> REQUEST_ID_BITS)
         return front_end if front_end is not None and front_end.identity == identity else None
+
+    def heard(self, identity: bytes) -> None:
+        """A front end has given a sign of life."""
+        for front_end in self.front_ends.values():
+            if front_end.identity == identity:
+                front_end.silence.heard()
+
+    def silent_front_ends(self, limit_s: float) -> list[FrontEnd]:
+        """Those with open requests from which nothing has come for so long. To be asked at least once a second."""
+        for front_end in self.front_ends.values():
+            if not front_end.open_request_ids:
+                front_end.silence.heard()
+        return [front_end for front_end in self.front_ends.values() if front_end.silence.look() > limit_s]
 
     def dead_front_ends(self) -> list[int]:
         return [fid for fid, front_end in self.front_ends.items() if not front_end.watch.is_alive]

@@ -1,8 +1,9 @@
-"""A front end's line to the engine process: one I/O thread, one socket, the open requests.
+"""A front end's line to one engine process: an I/O thread, a socket, the open requests.
 
 Requests and cancellations may come from any thread; results are delivered on the I/O thread to each request's
 `RequestSink`, which must not block. When the engine process ends, every open request gets an UNAVAILABLE error at
-once. Which engine to talk to is the supervisor's business; what tokens mean is the sinks'.
+once; an engine that has requests and falls silent is ended, so that the same happens. Which engine to talk to is the
+supervisor's business; what tokens mean is the sinks'.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import msgspec
-import numpy as np
 import zmq
 
 from cb_backend.errors import ErrorCode, UnavailableError
+from cb_backend.front_end.request_sink import RequestSink, deliver, tell_error
 from cb_backend.front_end.runtime_dir import EngineLife
 from cb_backend.messages import (
     AddRequest,
+    Alive,
     CancelRequests,
     EngineFailed,
     EngineReady,
@@ -33,52 +34,45 @@ from cb_backend.messages import (
     ModelInfo,
     RequestFailed,
     StepOutput,
-    TokenLogprob,
     decode_engine_message,
     encode,
     make_request_id,
-    unpack_logprobs,
 )
-from cb_backend.outputs import NO_TOKEN
 from cb_backend.process_watch import ProcessWatch
+from cb_backend.silence import SilenceClock
 
 ENGINE_GONE = "the engine stopped and is being started again; send the request again"
 ENGINE_STARTING = "the engine is starting; send the request again"
+ENGINE_STUCK = "the engine made no progress for {:g} s, so it is being started again; send the request again"
+LINE_BROKEN = "the line to the engine broke and is being set up again; send the request again"
 POLL_MS = 500
+ALIVE_INTERVAL_S = 0.5
+RETRY_S = 0.5  # before the line is set up again
 LAST_WORDS_MS = 100  # after the engine's end its last messages may still be on their way through the socket
 
 logger = logging.getLogger("cb_backend.front_end")
 
 
-class RequestSink(Protocol):
-    """Where one request's results go. Called on the client's I/O thread; must be quick and must not block."""
-
-    def on_tokens(
-        self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
-    ) -> None:
-        """New tokens (none in some endings); `finish_reason` other than `FinishReason.NONE` ends the request.
-
-        `logprobs` has one entry a token if the request asks for them.
-        """
-
-    def on_scheduled(self, scheduled_at: float) -> None:
-        """When (`time.monotonic`) the request's first step was launched; comes just before its first token."""
-
-    def on_error(self, code: ErrorCode, message: str) -> None:
-        """The end of the request."""
-
-
 class EngineClient:
     """Talks to one engine life after the other. `info` and `stats` keep their last values between lives."""
 
-    def __init__(self, front_end_id: int, on_change: Callable[[], None] = lambda: None) -> None:
-        """`on_change` is called on the I/O thread whenever `is_ready` or `failure` may have changed."""
+    def __init__(
+        self, front_end_id: int, on_change: Callable[[], None] = lambda: None, watchdog_timeout_s: float = 0.0
+    ) -> None:
+        """`on_change` is called on the I/O thread whenever `is_ready` or `failure` may have changed.
+
+        `watchdog_timeout_s`: silence of an engine with open requests after which it is ended; 0: never.
+        """
         self.front_end_id = front_end_id
         self.info: ModelInfo | None = None
         self.stats: EngineStats | None = None
         self.failure: str | None = None  # why the engine of this life cannot start or go on
         self.life: EngineLife | None = None  # the engine that this client talks to, or last talked to
-        self.last_message_time = time.monotonic()
+        self._watchdog_timeout_s = watchdog_timeout_s
+        self._silence = SilenceClock()  # of the engine while requests are open
+        self._next_alive = 0.0
+        self._abandoned: list[int] = []  # requests that have ended here, and that the engine must be told of
+        self._end_reason = ENGINE_GONE  # what open requests are told when the engine has ended
         self._on_change = on_change
         self._lock = threading.Lock()  # guards the fields of this block
         self._is_ready = False
@@ -103,6 +97,11 @@ class EngineClient:
     @property
     def num_open_requests(self) -> int:
         return len(self._sinks)
+
+    @property
+    def silence_s(self) -> float:
+        """How long the engine has said nothing though requests are open; it speaks twice a second while it steps."""
+        return self._silence.seconds
 
     def new_request_id(self) -> int:
         return make_request_id(self.front_end_id, next(self._counter))
@@ -151,20 +150,50 @@ class EngineClient:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._wait()
-                self._start_next_life()
-                self._flush()
-                self._receive()
-                if self._watch is not None and not self._watch.is_alive:
-                    self._end_life()
-        except Exception:
-            logger.exception("the line to the engine broke")
+                try:
+                    self._turn()
+                except Exception:
+                    logger.exception("the line to the engine broke")
+                    self._set_up_again()
         finally:
             self._fail_open_requests("the model is being stopped; send the request again later")
             if self._socket is not None:
                 self._flush()
                 self._socket.send(encode(Goodbye(self.front_end_id)), zmq.NOBLOCK)
             self._disconnect()
+
+    def _turn(self) -> None:
+        self._wait()
+        self._start_next_life()
+        self._flush()
+        self._receive()
+        self._watch_silence()
+        if self._watch is not None and not self._watch.is_alive:
+            self._end_life()
+
+    def _set_up_again(self) -> None:
+        """After an error of our own: nobody knows what was lost, so what is open ends, here and at the engine."""
+        self._abandoned += self._sinks
+        self._end_reason = LINE_BROKEN
+        self._disconnect()
+        with self._lock:
+            self._next_life = self._next_life or self.life
+        time.sleep(RETRY_S)
+
+    def _watch_silence(self) -> None:
+        """Everything that has come was read just before. Says that we are alive, and ends an engine that is not."""
+        if not self._sinks or self._watch is None or self._socket is None:
+            self._silence.heard()
+            return
+        now = time.monotonic()
+        if now >= self._next_alive:
+            self._next_alive = now + ALIVE_INTERVAL_S
+            self._socket.send(encode(Alive(self.front_end_id)), zmq.NOBLOCK)
+        silence_s, limit_s = self._silence.look(), self._watchdog_timeout_s
+        if limit_s and silence_s > limit_s and self._watch.is_alive:
+            logger.error("the engine %d has requests and was silent for %.0f s; it is ended", self._watch.pid, limit_s)
+            self._end_reason = ENGINE_STUCK.format(limit_s)
+            self._watch.kill()
 
     def _wait(self) -> None:
         poller = zmq.Poller()
@@ -183,6 +212,7 @@ class EngineClient:
             return
         self._disconnect()
         self.failure = None
+        self._end_reason = ENGINE_GONE
         self.life = life
         self._watch = ProcessWatch(life.pid, life.start_time)
         self._socket = self._context.socket(zmq.DEALER)
@@ -192,6 +222,9 @@ class EngineClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{life.socket_path}")
         self._socket.send(encode(Hello(self.front_end_id, os.getpid())), zmq.NOBLOCK)
+        if self._abandoned:
+            self._socket.send(encode(CancelRequests(self._abandoned)), zmq.NOBLOCK)
+            self._abandoned = []
 
     def _flush(self) -> None:
         while self._socket is not None and self._outbox:
@@ -203,7 +236,7 @@ class EngineClient:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.last_message_time = time.monotonic()
+            self._silence.heard()
             try:
                 self._handle(decode_engine_message(frame))
             except msgspec.DecodeError as error:
@@ -211,13 +244,13 @@ class EngineClient:
 
     def _handle(self, message: object) -> None:
         if isinstance(message, StepOutput):
-            self._deliver(message)
+            deliver(message, self._sinks, lambda request_id: self.cancel([request_id]))
         elif isinstance(message, EngineStats):
             self.stats = message
         elif isinstance(message, RequestFailed):
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:
-                sink.on_error(ErrorCode(message.code), message.message)
+                tell_error(sink, ErrorCode(message.code), message.message)
         elif isinstance(message, EngineReady):
             self.info = message.info
             with self._lock:
@@ -228,25 +261,6 @@ class EngineClient:
             self._fail_open_requests(ENGINE_GONE)
             self._on_change()
 
-    def _deliver(self, output: StepOutput) -> None:
-        request_ids = np.frombuffer(output.request_ids, "<i8").tolist()
-        token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
-        sinks = self._sinks
-        logprobs = {} if output.logprobs is None else unpack_logprobs(output.logprobs)
-        for request_id, scheduled_at in output.scheduled_at.items():
-            if (waiting := sinks.get(request_id)) is not None:
-                waiting.on_scheduled(scheduled_at)
-        entries = enumerate(zip(request_ids, token_ids, output.finish_reasons, strict=True))
-        for entry, (request_id, token_id, reason) in entries:
-            sink = sinks.pop(request_id, None) if reason else sinks.get(request_id)
-            if sink is None:  # cancelled here while the step was on its way
-                continue
-            token = (token_id,) if token_id != NO_TOKEN else ()
-            if entry in logprobs:
-                sink.on_tokens(token, reason, (logprobs[entry],))
-            else:
-                sink.on_tokens(token, reason)
-
     def _end_life(self) -> None:
         """The engine process has ended: hear its last words, then fail what is open."""
         if self._socket is not None and self._socket.poll(LAST_WORDS_MS):
@@ -256,7 +270,7 @@ class EngineClient:
         self._on_change()
 
     def _disconnect(self) -> None:
-        self._fail_open_requests(ENGINE_GONE)
+        self._fail_open_requests(self._end_reason)
         if self._socket is not None:
             self._socket.close(linger=1000 if self._is_closing else 0)
             self._socket = None
@@ -270,4 +284,4 @@ class EngineClient:
             sinks, self._sinks = self._sinks, {}
             self._outbox.clear()
         for sink in sinks.values():
-            sink.on_error(ErrorCode.UNAVAILABLE, reason)
+            tell_error(sink, ErrorCode.UNAVAILABLE, reason)

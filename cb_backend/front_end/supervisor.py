@@ -67,7 +67,7 @@ class EngineSupervisor:
         self._spawn_time = 0.0
         self._num_restarts = 0  # since the engine last ran steadily
         self.final_failure: str | None = None  # why the first engine could not start
-        self.client = EngineClient(self._directory.front_end_id, self._changed.set)
+        self.client = EngineClient(self._directory.front_end_id, self._changed.set, config.watchdog_timeout_s)
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
 
     @property

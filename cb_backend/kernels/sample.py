@@ -109,7 +109,7 @@ def _choose_kernel(
     score = tl.load(best_score_ptr + row * num_tiles + tile, mask=is_tile, other=float("-inf"))
     num_nans = tl.sum((score != score).to(tl.int32), axis=0)
     best, index = tl.max(score, axis=0, return_indices=True)
-    is_failed = (num_nans > 0) | (best == float("-inf"))
+    is_failed = (num_nans > 0) | (best == float("-inf")) | (best == float("inf"))
     token_id = tl.load(best_id_ptr + row * num_tiles + index)
     if HAS_FILTERS:
         temperature = tl.load(temperature_ptr + row)
@@ -194,11 +194,11 @@ def sample_torch(
 
     logits [num_rows, vocab_size], any float type; temperature, top_p, min_p [num_rows] fp32 (top_p 1 and min_p 0: off);
     top_k [num_rows] int32 (0: off); seeds [num_rows] int64, the bits of a uint64; positions [num_rows] int64.
-    has_filters False promises that no row filters. Greedy ties go to the lowest id. A row whose logits hold NaN or are
-    all -inf is failed and its id is 0.
+    has_filters False promises that no row filters. Greedy ties go to the lowest id. A row whose logits hold NaN or
+    +inf, or are all -inf, is failed and its id is 0.
     """
     largest = logits.amax(dim=-1)  # NaN where the row holds one
-    is_failed = largest.isnan() | (largest == float("-inf"))
+    is_failed = ~largest.isfinite()
     token_ids = logits.argmax(dim=-1).to(torch.int32)
     drawn = ((temperature >= GREEDY_BELOW) & ~is_failed).nonzero().flatten()
     for rows in drawn.split(max(1, _ELEMENTS_AT_ONCE // logits.shape[1])):

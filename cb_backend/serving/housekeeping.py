@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
 from cb_backend.errors import ErrorCode
@@ -19,7 +18,7 @@ INTERVAL_S = 0.25
 STARTING_INTERVAL_S = 0.05
 NUM_STARTING_ROUNDS = 600  # then it may be a server that cannot be asked
 METRICS_EVERY = 2  # intervals
-ENGINE_SILENCE_S = 10.0  # of an engine that has work: it speaks twice a second
+ENGINE_SILENCE_S = 8.0  # of an engine that has work: it speaks twice a second
 TIME_IS_UP = "the server is stopping and the request did not end in time; send it to another server"
 
 logger = logging.getLogger("cb_backend.serving")
@@ -43,7 +42,6 @@ class Housekeeping:
         max_model_len = supervisor.client.info.max_model_len
         is_vllm_named = reports_vllm_names(model_config) and not supervisor.config.disable_log_stats
         self._metrics = Metrics(exporter, is_vllm_named, max_model_len)
-        self._silence_begin: float | None = None
         self.is_engine_stuck = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="housekeeping", daemon=True)
@@ -80,14 +78,7 @@ class Housekeeping:
 
     def _watch_engine(self) -> None:
         """An engine that has requests of ours and says nothing is stuck: not ready, and the log says so."""
-        client = self._supervisor.client
-        is_silent = client.num_open_requests > 0 and time.monotonic() - client.last_message_time > ENGINE_SILENCE_S
-        if not is_silent:
-            self._silence_begin = None
-        elif self._silence_begin is None:
-            self._silence_begin = time.monotonic()  # the request may be new: count from here
-        begin = self._silence_begin
-        is_stuck = begin is not None and time.monotonic() - begin > ENGINE_SILENCE_S / 2
+        is_stuck = self._supervisor.client.silence_s > ENGINE_SILENCE_S
         if is_stuck and not self.is_engine_stuck:
             logger.error("the engine has open requests and has been silent for %.0f s", ENGINE_SILENCE_S)
         self.is_engine_stuck = is_stuck

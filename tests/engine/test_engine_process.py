@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from cb_backend.config import EngineConfig
 from cb_backend.engine import engine_process
 from cb_backend.engine.front_end_link import FrontEndLink
 from cb_backend.messages import (
@@ -34,6 +35,7 @@ class StuckEngine:
     """Says that requests are open, and never has a step to run once it is told to be stuck."""
 
     info = INFO
+    config = EngineConfig(model="m")
     is_stuck = False
     num_steps = 0
 

@@ -21,11 +21,12 @@ from cb_backend.errors import ConfigError
 from cb_backend.messages import ModelInfo
 from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
-VOCAB_SIZE = 260
+VOCAB_SIZE = 261
 FAILING_STEP_TOKEN = 256  # a prompt with it makes its whole step raise
 FAILING_ROW_TOKEN = 257  # a prompt with it makes its row fail
 KILLING_TOKEN = 258  # a prompt with it makes the process exit at once
 EOS_TOKEN = 259
+HANGING_TOKEN = 260  # a prompt with it makes its step never end
 
 
 class CountingRunner:
@@ -42,6 +43,8 @@ class CountingRunner:
             self._is_failing[row.slot] = FAILING_ROW_TOKEN in row.token_ids
             if KILLING_TOKEN in row.token_ids:
                 os._exit(9)
+            if HANGING_TOKEN in row.token_ids:
+                time.sleep(3600)
             if FAILING_STEP_TOKEN in row.token_ids:
                 raise RuntimeError("the step was told to fail")
         sampled = np.where(plan.is_sampling, (self._last[plan.slots] + 1) % 256, NO_TOKEN).astype(np.int32)
@@ -93,9 +96,9 @@ def write_byte_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    names = ["<fail-step>", "<fail-row>", "<kill>", "</s>"]
+    names = ["<fail-step>", "<fail-row>", "<kill>", "</s>", "<hang>"]
     tokenizer.add_special_tokens(names)
-    assert [tokenizer.token_to_id(name) for name in names] == [256, 257, 258, 259]
+    assert [tokenizer.token_to_id(name) for name in names] == [256, 257, 258, 259, 260]
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
 

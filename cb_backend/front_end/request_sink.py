@@ -1,0 +1,73 @@
+"""Where results go on a front end: one sink a request, and the way of a step's output to its sinks.
+
+Nothing that a sink raises may reach the thread that delivers, or the other sinks. It does not know sockets or engines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from cb_backend.errors import ErrorCode
+from cb_backend.messages import StepOutput, TokenLogprob, unpack_logprobs
+from cb_backend.outputs import NO_TOKEN
+
+NOT_DELIVERED = "an answer of the engine could not be used; the server's log says why"
+
+logger = logging.getLogger("cb_backend.front_end")
+
+
+class RequestSink(Protocol):
+    """Where one request's results go. Called on the client's I/O thread; must be quick and must not block."""
+
+    def on_tokens(
+        self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> None:
+        """New tokens (none in some endings); `finish_reason` other than `FinishReason.NONE` ends the request.
+
+        `logprobs` has one entry a token if the request asks for them.
+        """
+
+    def on_scheduled(self, scheduled_at: float) -> None:
+        """When (`time.monotonic`) the request's first step was launched; comes just before its first token."""
+
+    def on_error(self, code: ErrorCode, message: str) -> None:
+        """The end of the request."""
+
+
+def deliver(output: StepOutput, sinks: dict[int, RequestSink], abandon: Callable[[int], None]) -> None:
+    """Tell each sink its part of a step, and take those that end out of `sinks`.
+
+    `abandon` is called with the id of a request whose sink could not use its tokens: its engine must end it.
+    """
+    request_ids = np.frombuffer(output.request_ids, "<i8").tolist()
+    token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
+    logprobs = {} if output.logprobs is None else unpack_logprobs(output.logprobs)
+    for request_id, scheduled_at in output.scheduled_at.items():
+        if (waiting := sinks.get(request_id)) is not None:
+            waiting.on_scheduled(scheduled_at)
+    entries = enumerate(zip(request_ids, token_ids, output.finish_reasons, strict=True))
+    for entry, (request_id, token_id, reason) in entries:
+        sink = sinks.pop(request_id, None) if reason else sinks.get(request_id)
+        if sink is None:  # cancelled here while the step was on its way
+            continue
+        token = (token_id,) if token_id != NO_TOKEN else ()
+        try:
+            if entry in logprobs:
+                sink.on_tokens(token, reason, (logprobs[entry],))
+            else:
+                sink.on_tokens(token, reason)
+        except Exception:
+            logger.exception("tokens of request %d could not be delivered", request_id)
+            abandon(request_id)
+            tell_error(sink, ErrorCode.INTERNAL, NOT_DELIVERED)
+
+
+def tell_error(sink: RequestSink, code: ErrorCode, message: str) -> None:
+    try:
+        sink.on_error(code, message)
+    except Exception:
+        logger.exception("an error could not be delivered: %s", message)
