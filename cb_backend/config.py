@@ -23,6 +23,7 @@ DTYPES = {
     "half": "float16",
     "bfloat16": "bfloat16",
 }
+KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 
 
 _AT_LEAST_ONE_IF_GIVEN = (
@@ -61,6 +62,7 @@ class EngineConfig:
     # The KV cache
     admission_reserve: float = 0.1  # part of the running requests' expected growth kept free when another starts
     block_size: int = 16  # tokens a block
+    kv_cache_dtype: str = "auto"  # auto: the model's dtype | fp8 (e4m3): half of bfloat16's bytes, twice the blocks
     kv_cache_memory_bytes: int | None = None  # None: gpu_memory_utilization of a GPU, or 1 GiB on a CPU
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None  # number of blocks, whatever the memory says
@@ -76,6 +78,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(bool(self.model), "model is empty; name a checkpoint folder, a GGUF file or a hub id")
         _require(self.dtype in DTYPES.values(), f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("attention_backend", self.attention_backend, ("auto", "triton", "torch"))
@@ -123,7 +126,6 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_lora": (False,),
-    "kv_cache_dtype": ("auto",),
     "quantization": (None,),
     "tokenizer_mode": ("auto",),
     "distributed_executor_backend": (None, "mp", "uni"),
@@ -186,8 +188,9 @@ def engine_config_from_dict(arguments: dict[str, Any]) -> EngineConfig:
             close = difflib.get_close_matches(key, [*known, *_ACCEPTED_WITHOUT_EFFECT], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"unknown engine argument {key!r} in model.json{hint}")
-    if "dtype" in values:
-        values["dtype"] = DTYPES.get(values["dtype"], values["dtype"])
+    for name, spellings in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+        if name in values:
+            values[name] = spellings.get(values[name], values[name])
     for name, field in known.items():
         if name not in values and field.default is MISSING:
             raise ConfigError(f"model.json does not set {name!r}")

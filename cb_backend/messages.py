@@ -81,6 +81,7 @@ class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_num_seqs: int
     dtype: str
     device: str
+    kv_cache_dtype: str = "auto"  # auto: as dtype
     num_host_blocks: int = 0  # for blocks of preempted requests
 
 

@@ -81,8 +81,8 @@ def config_digest(folder: Path) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def model_shape(config: ModelConfig, dtype: str) -> ModelShape:
-    """The sizes that the roofline needs; weights and cache both in `dtype`."""
+def model_shape(config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto") -> ModelShape:
+    """The sizes that the roofline needs; weights in `dtype`, and the cache too where its own is `auto`."""
     size = 4.0 if dtype == "float32" else 2.0
     return ModelShape(
         num_layers=config.num_layers,
@@ -93,7 +93,7 @@ def model_shape(config: ModelConfig, dtype: str) -> ModelShape:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         weight_bytes=size,
-        kv_element_bytes=size,
+        kv_element_bytes=1.0 if kv_cache_dtype == "fp8" else size,
     )
 
 

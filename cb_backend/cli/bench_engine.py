@@ -177,13 +177,14 @@ class Bench:
         self.card = bench_device.measure_card(info.device, info.dtype)
         self.limits: Limits | None = None
         if self.card is not None:
-            shape = bench_device.model_shape(model_config, info.dtype)
+            shape = bench_device.model_shape(model_config, info.dtype, info.kv_cache_dtype)
             self.limits = Limits(shape, self.card, info.num_blocks * info.block_size)
         self.base = {
             **bench_device.conditions(info.device),
             "model": Path(args.model).name,
             "config_digest": bench_device.config_digest(folder),
             "dtype": info.dtype,
+            "kv_cache_dtype": info.kv_cache_dtype,
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
             "num_blocks": info.num_blocks,
@@ -198,8 +199,9 @@ class Bench:
         return (
             f"{base['card']}, driver {base['driver'] or '-'}, {base['cores']} cores; torch {base['torch']}, triton"
             f" {base['triton']}, Python {base['python']}; cb_backend {base['version']} ({base['commit']}); {measured}\n"
-            f"{base['model']} ({base['config_digest']}), {base['dtype']}, {info.num_blocks} blocks of"
-            f" {info.block_size}, max_model_len {info.max_model_len}, temperature {self.args.temperature}"
+            f"{base['model']} ({base['config_digest']}), {base['dtype']}, KV cache {info.kv_cache_dtype},"
+            f" {info.num_blocks} blocks of {info.block_size}, max_model_len {info.max_model_len},"
+            f" temperature {self.args.temperature}"
         )
 
     def emit(self, record: Record) -> None:

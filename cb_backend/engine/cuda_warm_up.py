@@ -34,7 +34,7 @@ def log(message: str) -> None:
 
 
 def new_storage(
-    config: EngineConfig, model_config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model_config: ModelConfig, num_blocks: int, kv_dtype: torch.dtype, device: torch.device
 ) -> KVCacheStorage:
     """An empty cache of `num_blocks` blocks, the null block included."""
     return KVCacheStorage(
@@ -43,7 +43,7 @@ def new_storage(
         model_config.num_kv_heads,
         config.block_size,
         model_config.head_dim,
-        dtype,
+        kv_dtype,
         device,
     )
 
@@ -55,13 +55,13 @@ def create_cuda_runner(
     ops: Ops,
     rotary: RotaryTables,
     max_model_len: int,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> SlotRunner:
     """Warm up, size the cache, capture. Raises `ConfigError` that says what to lower when memory does not suffice."""
     device = torch.device("cuda")
     start = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
-    small = new_storage(config, model_config, 2, dtype, device)
+    small = new_storage(config, model_config, 2, kv_dtype, device)
     runner = SlotRunner(model, ops, rotary, small, config.max_num_seqs, max_model_len)
     try:
         warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, model_config.vocab_size)
@@ -72,9 +72,12 @@ def create_cuda_runner(
         ) from None
     torch.cuda.synchronize()
     log(f"warm-up took {time.perf_counter() - start:.1f} s")
-    num_blocks = _num_blocks(config, model_config, dtype)
-    runner.storage = new_storage(config, model_config, num_blocks, dtype, device)
-    log(f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB")
+    num_blocks = _num_blocks(config, model_config, kv_dtype)
+    runner.storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
+    log(
+        f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB of"
+        f" {str(kv_dtype).removeprefix('torch.')}"
+    )
     if not config.enforce_eager and rotary.is_static:
         shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
@@ -114,9 +117,9 @@ def warm_up(
         runner.execute_model(plan).result()
 
 
-def _num_blocks(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> int:
+def _num_blocks(config: EngineConfig, model_config: ModelConfig, kv_dtype: torch.dtype) -> int:
     """How many blocks the allowance holds after weights and steps; the null block included."""
-    block_bytes = bytes_per_block(model_config, config.block_size, dtype)
+    block_bytes = bytes_per_block(model_config, config.block_size, kv_dtype)
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override + 1
     if config.kv_cache_memory_bytes is not None:

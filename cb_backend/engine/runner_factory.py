@@ -15,7 +15,7 @@ from cb_backend.engine.model_runner import ModelRunner
 from cb_backend.engine.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.launch import IS_INTERPRETING
-from cb_backend.kv_cache.storage import bytes_per_block, size_kv_cache
+from cb_backend.kv_cache.storage import bytes_per_block, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.rotary import RotaryTables
@@ -52,6 +52,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
     folder = resolve_checkpoint(config.model)
     model_config = read_model_config(folder)
     dtype = resolve_dtype(config.dtype, model_config, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     max_model_len = resolve_max_model_len(config, model_config)
     backend = config.attention_backend
     if backend == "auto":
@@ -68,16 +69,17 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         load_format=config.load_format,
         seed=config.seed,
         progress=_log_progress,
+        has_kv_scales=kv_dtype != dtype,
     )
     rotary = RotaryTables(model_config.rope, model_config.head_dim, max_model_len, device)
     runner: ModelRunner | SlotRunner
     if device.type == "cuda":
-        runner = create_cuda_runner(config, model_config, model, ops, rotary, max_model_len, dtype)
+        runner = create_cuda_runner(config, model_config, model, ops, rotary, max_model_len, kv_dtype)
     else:
-        num_blocks = size_kv_cache(config, model_config, dtype, device)
-        storage = new_storage(config, model_config, num_blocks, dtype, device)
+        num_blocks = size_kv_cache(config, model_config, kv_dtype, device)
+        storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
         runner = ModelRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
-    num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(model_config, config.block_size, dtype))
+    num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(model_config, config.block_size, kv_dtype))
     if num_host_blocks:
         runner.swapper = BlockSwapper(runner.storage, num_host_blocks)
     info = ModelInfo(
@@ -91,6 +93,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         max_num_seqs=config.max_num_seqs,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
+        kv_cache_dtype=config.kv_cache_dtype,
         num_host_blocks=num_host_blocks,
     )
     return runner, info

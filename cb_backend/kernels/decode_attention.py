@@ -38,6 +38,7 @@ def _decode_attention_kernel(
     out_ptr,
     num_items_bound,
     scale_log2e,
+    value_scale,
     q_stride,
     block_stride,
     value_stride,
@@ -102,7 +103,7 @@ def _decode_attention_kernel(
             k = tl.load(cell_ptr)  # [BLOCK_N, BLOCK_D]
         else:
             k = tl.load(cell_ptr, mask=is_dim[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
         is_seen = tile + n < end
         if WINDOW > 0:
             is_seen = is_seen & (tile + n >= first)
@@ -115,9 +116,10 @@ def _decode_attention_kernel(
             v = tl.load(cell_ptr + value_stride)
         else:
             v = tl.load(cell_ptr + value_stride, mask=is_dim[None, :], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
         largest = new_largest
-    attended = acc / tl.where(denominator > 0, denominator, 1.0)[:, None]  # a row of padding: 0 / 1
+    # The 1.0 is for a row of padding: 0 / 1.
+    attended = acc * (value_scale / tl.where(denominator > 0, denominator, 1.0))[:, None]
     out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
     is_stored = is_head[:, None] & is_dim[None, :]
     if num_splits == 1:
@@ -168,13 +170,14 @@ def decode_attention(
     window: int = 0,
     out: Tensor | None = None,
     plans: dict[int, Tensor] | None = None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """`decode_attention_torch` in one launch, and one more for the plan of each window in a step.
 
     plans: the step's plans by window; starts empty, filled here, and passed to every layer of the same step.
     """
     if needs_twin(q):
-        return decode_attention_torch(q, kv_cache, block_tables, slots, seq_lens, scale, window, out)
+        return decode_attention_torch(q, kv_cache, block_tables, slots, seq_lens, scale, window, out, None, value_scale)
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     group, block_d = num_heads // num_kv_heads, padded_head_dim(head_dim)
@@ -193,7 +196,7 @@ def decode_attention(
     _decode_attention_kernel[(num_kv_heads, bound)](
         q, kv_cache, block_tables, slots, seq_lens, plan,
         partial, partial.view(-1)[bound * num_heads * head_dim :], out,
-        bound, scale * 1.4426950408889634,
+        bound, scale * 1.4426950408889634, value_scale,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
         WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
@@ -214,24 +217,29 @@ def decode_attention_torch(
     window: int = 0,
     out: Tensor | None = None,
     plans: dict[int, Tensor] | None = None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Row i attends to the first seq_lens[i] tokens of slot slots[i], its own token (already in the cache) included.
 
     q [num_rows, num_heads, head_dim]; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim];
     block_tables [num_slots, max_blocks] int32; slots, seq_lens [num_rows] int32. With window w > 0 a row sees only the
-    last w of its tokens. A row of length 0 (padding) reads nothing and gives zeros. Returns q's shape and type;
-    scores and sums are fp32. `plans` is the kernel's and not looked at.
+    last w of its tokens. A row of length 0 (padding) reads nothing and gives zeros. The cache may be narrower than q
+    (fp8): its elements are widened as they are read, and the values stand for `value_scale` times themselves (what the
+    keys stand for belongs into `scale`). Returns q's shape and type; scores and sums are fp32. `plans` is the kernel's
+    and not looked at.
     """
     out = torch.empty_like(q) if out is None else out
     lengths: list[int] = seq_lens.tolist()
     for rows in _row_groups(lengths):
         if len(rows) == len(lengths):
-            out.copy_(_attend(q, kv_cache, block_tables[slots.long()], seq_lens, lengths, scale, window))
+            attended = _attend(q, kv_cache, block_tables[slots.long()], seq_lens, lengths, scale, window)
+            out.copy_(attended.mul_(value_scale))
             continue
         index = torch.tensor(rows, device=q.device)
         group = [lengths[row] for row in rows]
         tables = block_tables[slots[index].long()]
-        out[index] = _attend(q[index], kv_cache, tables, seq_lens[index], group, scale, window)
+        attended = _attend(q[index], kv_cache, tables, seq_lens[index], group, scale, window)
+        out[index] = attended.mul_(value_scale).to(q.dtype)
     return out
 
 
@@ -256,12 +264,12 @@ def _attend(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Masked attention of all rows at once. tables [num_rows, max_blocks]."""
+    """Masked attention of all rows at once, in fp32. tables [num_rows, max_blocks]."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     longest = max(lengths, default=0)
     if longest == 0:
-        return torch.zeros_like(q)
+        return torch.zeros_like(q, dtype=torch.float32)
     starts = [max(0, length - window) if window else 0 for length in lengths]
     first_block = min((start for start, length in zip(starts, lengths, strict=True) if length), default=0) // block_size
     num_blocks = -(-longest // block_size) - first_block
@@ -281,7 +289,7 @@ def _attend(
     attended = torch.softmax(scores, dim=-1)
     if 0 in lengths:
         attended = attended.nan_to_num(0.0)  # a padded row sees nothing: 0 / 0
-    return (attended @ v).view(num_rows, num_heads, head_dim).to(q.dtype)
+    return (attended @ v).view(num_rows, num_heads, head_dim)
 
 
 def _gather(kv_cache: Tensor, which: int, ids: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def _attend_tiles(
             k = tl.load(cell_ptr)  # [BLOCK_N, BLOCK_D]
         else:
             k = tl.load(cell_ptr, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
         if IS_MASKED:
             key_position = (tile + n)[None, :]
             is_seen = key_position <= position[:, None]
@@ -72,7 +72,7 @@ def _attend_tiles(
             v = tl.load(cell_ptr + value_stride)
         else:
             v = tl.load(cell_ptr + value_stride, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
         largest = new_largest
     return acc, largest, denominator
 
@@ -89,6 +89,7 @@ def _prefill_attention_kernel(
     num_tokens,
     num_requests,
     scale_log2e,
+    value_scale,
     q_stride,
     block_stride,
     value_stride,
@@ -165,7 +166,7 @@ def _prefill_attention_kernel(
         acc, largest, denominator, q, position, whole_end, last_position + 1, last_position, table_ptr, key_ptr,
         scale_log2e, block_stride, value_stride, True, WINDOW, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    tl.store(out_tile_ptr, (acc / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)
+    tl.store(out_tile_ptr, (acc * (value_scale / denominator)[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 def prefill_attention(
@@ -180,12 +181,13 @@ def prefill_attention(
     *,
     max_query_len: int,
     out: Tensor | None = None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """`prefill_attention_torch` in one launch. query_start_loc[0] must be 0."""
     if needs_twin(q):
         return prefill_attention_torch(
             q, kv_cache, block_tables, slots, query_start_loc, seq_lens, scale, window,
-            max_query_len=max_query_len, out=out,
+            max_query_len=max_query_len, out=out, value_scale=value_scale,
         )  # fmt: skip
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
@@ -199,7 +201,7 @@ def prefill_attention(
     num_tiles = num_tokens // queries + slots.shape[0] + 1
     _prefill_attention_kernel[(num_kv_heads, num_tiles)](
         q, kv_cache, block_tables, slots, query_start_loc, seq_lens, out,
-        num_tokens, slots.shape[0], scale * 1.4426950408889634,
+        num_tokens, slots.shape[0], scale * 1.4426950408889634, value_scale,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
         WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ALIGN=block_n if block_size % block_n == 0 else 1,
@@ -221,6 +223,7 @@ def prefill_attention_torch(
     *,
     max_query_len: int,
     out: Tensor | None = None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Query j of request r stands at position seq_lens[r] - query_len[r] + j and sees the positions up to its own.
 
@@ -228,6 +231,7 @@ def prefill_attention_torch(
     block_tables [num_slots, max_blocks] int32; slots, seq_lens [num_requests] int32; query_start_loc
     [num_requests + 1] int32; max_query_len: no request has more queries. With window w > 0 a query at position x sees
     only positions above x - w. Requests of no queries are skipped; rows outside every request (padding) give zeros.
+    A narrower cache (fp8) is read as in decode attention: values stand for `value_scale` times themselves.
     Returns q's shape and type; scores and sums are fp32.
     """
     out = torch.empty_like(q) if out is None else out
@@ -247,12 +251,12 @@ def prefill_attention_torch(
         for lo in range(start, end, _QUERIES_AT_ONCE):
             hi = min(lo + _QUERIES_AT_ONCE, end)
             position = first_position + lo - start - first_block * block_size
-            out[lo:hi] = _attend(q[lo:hi], k, v, position, scale, window)
+            out[lo:hi] = (_attend(q[lo:hi], k, v, position, scale, window) * value_scale).to(q.dtype)
     return out
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, position: int, scale: float, window: int) -> Tensor:
-    """Queries at `position`, `position + 1`, ... over keys at 0, 1, ...; q [n, num_heads, head_dim]."""
+    """Queries at `position`, `position + 1`, ... over keys at 0, 1, ...; q [n, num_heads, head_dim]. In fp32."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[0]
     first_key = max(0, position - window + 1) if window else 0
@@ -267,4 +271,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, position: int, scale: float, window
     scores = queries.reshape(num_kv_heads, group * num_queries, head_dim) @ k.transpose(1, 2) * scale
     scores = scores.view(num_kv_heads, group, num_queries, -1).masked_fill(hidden, float("-inf"))
     attended = torch.softmax(scores, dim=-1).view(num_kv_heads, group * num_queries, -1) @ v
-    return attended.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
+    return attended.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.fp8 import FP8_MAX, to_fp8
 from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
 
 
@@ -22,6 +23,8 @@ def _qkv_post_kernel(
     q_norm_ptr,
     k_norm_ptr,
     out_ptr,
+    key_factor,
+    value_factor,
     qkv_stride,
     cos_sin_stride,
     block_stride,
@@ -34,6 +37,7 @@ def _qkv_post_kernel(
     HALF: tl.constexpr,  # rotary_dim / 2
     HAS_NORM: tl.constexpr,
     eps: tl.constexpr,
+    FP8_MAX: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -74,6 +78,10 @@ def _qkv_post_kernel(
     cell = block * block_stride + kv_head * head_stride + (slot % BLOCK_SIZE) * HEAD_DIM
     cell = tl.where(is_rotated, cell, cell + value_stride)
     cached = tl.where(is_rotated[:, None], rotated, x)
+    if kv_cache_ptr.dtype.element_ty == tl.float8e4nv:
+        cached = cached.to(tl.float32) * tl.where(is_rotated, key_factor, value_factor)[:, None]
+        # Of what is too large the nearest: a plain conversion is free to make NaN of it. NaN stays NaN, to be found.
+        cached = tl.clamp(cached, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     tl.store(kv_cache_ptr + cell[:, None] + column[None, :], cached, mask=is_inside & (head >= NUM_HEADS)[:, None])
 
 
@@ -90,12 +98,14 @@ def qkv_post(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     out: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """`qkv_post_torch` in one launch; rows of qkv and of cos_sin may be strided. Both norms are given, or none."""
     if needs_twin(qkv):
         return qkv_post_torch(
             qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, num_heads, num_kv_heads, head_dim,
-            q_norm, k_norm, eps, out,
+            q_norm, k_norm, eps, out, key_scale, value_scale,
         )  # fmt: skip
     num_tokens = qkv.shape[0]
     if out is None:
@@ -105,10 +115,10 @@ def qkv_post(
     parameters = launch_parameters("qkv_post", qkv.device)
     heads = parameters["heads"]
     _qkv_post_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // heads))](
-        qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, q_norm, k_norm, out,
+        qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, q_norm, k_norm, out, 1 / key_scale, 1 / value_scale,
         qkv.stride(0), cos_sin.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
-        HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, eps=eps,
+        HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, eps=eps, FP8_MAX=FP8_MAX,
         HEADS=heads, BLOCK_D=next_power_of_2(head_dim), num_warps=parameters["num_warps"],
     )  # fmt: skip
     return out
@@ -127,6 +137,8 @@ def qkv_post_torch(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     out: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Return q [num_tokens, num_heads, head_dim] ready for attention; write k and v into `kv_cache` in place.
 
@@ -135,6 +147,8 @@ def qkv_post_torch(
     block_id * block_size + offset; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim].
     Padding tokens point at the null block (slots 0 to block_size - 1). RoPE rotates halves of the first rotary_dim
     dimensions, in fp32; q_norm and k_norm [head_dim] are RMSNorm weights applied to each head before it.
+    An fp8 cache gets keys / key_scale and values / value_scale, at most 448 in size (saturated, infinity included);
+    other caches have no use for the scales.
     """
     num_tokens = qkv.shape[0]
     block_size = kv_cache.shape[3]
@@ -145,6 +159,8 @@ def qkv_post_torch(
     k = _rotate(_head_norm(k, k_norm, eps), cos, sin, qkv.dtype)
     slots = slot_mapping.long()
     blocks, offsets = slots // block_size, slots % block_size
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        k, v = to_fp8(k.float() * (1 / key_scale)), to_fp8(v.float() * (1 / value_scale))
     kv_cache[blocks, 0, :, offsets] = k.to(kv_cache.dtype)
     kv_cache[blocks, 1, :, offsets] = v.to(kv_cache.dtype)
     return q if out is None else out.copy_(q)

@@ -14,6 +14,7 @@ import torch
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError
+from cb_backend.kernels.fp8 import FP8, MIN_CAPABILITY, capability_name, is_fp8_capable
 
 _DEFAULT_CPU_BYTES = 1 << 30
 _GIB = 1 << 30
@@ -28,6 +29,19 @@ class ModelShape(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The cache's element type: `auto` is the model's. Raises `ConfigError` for a GPU that cannot convert fp8."""
+    if name == "auto":
+        return dtype
+    if not is_fp8_capable(device):
+        raise ConfigError(
+            f"kv_cache_dtype is {name!r}, which needs a GPU of compute capability "
+            f"{'.'.join(map(str, MIN_CAPABILITY))} (Ada, Hopper) or newer; this one is {capability_name(device)}. "
+            "Use 'auto'"
+        )
+    return FP8
 
 
 class KVCacheStorage:

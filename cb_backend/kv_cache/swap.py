@@ -19,7 +19,9 @@ class BlockSwapper:
     """Host memory for `num_blocks` blocks of a cache."""
 
     def __init__(self, storage: KVCacheStorage, num_blocks: int) -> None:
-        self._cache = storage.data  # [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
+        # As bytes: not every device copies every narrow type by index.
+        # [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim * bytes of an element]
+        self._cache = storage.data.view(torch.uint8)
         self.num_blocks = num_blocks
         layers, _, *block = self._cache.shape
         # One block of all layers is one piece, so that it is one transfer.

@@ -39,6 +39,7 @@ class Attention:
         self.window = window
         self.scale = head_dim**-0.5
         self.ops = ops
+        self.key_scale = self.value_scale = 1.0  # an fp8 cache holds keys and values divided by them
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(hidden_size, parts, ops, has_bias=has_qkv_bias, dtype=dtype, device=device)
@@ -67,6 +68,8 @@ class Attention:
             self.q_norm.weight if self.q_norm else None,
             self.k_norm.weight if self.k_norm else None,
             self.eps,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )  # [num_tokens, num_heads, head_dim]
         return self.o_proj(self._attend(q, metadata, kv_cache).flatten(1))
 
@@ -86,10 +89,11 @@ class Attention:
             metadata.block_tables,
             metadata.decode_slots,
             metadata.decode_seq_lens,
-            self.scale,
+            self.scale * self.key_scale,
             self.window,
             out=out,
             plans=metadata.decode_plans,
+            value_scale=self.value_scale,
         )
 
     def _prefill(self, q: Tensor, metadata: AttentionMetadata, kv_cache: Tensor, out: Tensor) -> None:
@@ -100,10 +104,11 @@ class Attention:
             metadata.prefill_slots,
             metadata.prefill_query_start_loc,
             metadata.prefill_seq_lens,
-            self.scale,
+            self.scale * self.key_scale,
             self.window,
             max_query_len=metadata.max_query_len,
             out=out,
+            value_scale=self.value_scale,
         )
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

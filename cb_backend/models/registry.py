@@ -53,11 +53,13 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
+    has_kv_scales: bool = False,
 ) -> DecoderForCausalLM:
     """Build the model and fill it from the folder's safetensors, or with random numbers (`load_format` dummy).
 
-    `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. Raises `ConfigError` that
-    names file and tensor.
+    `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. `has_kv_scales`: the cache
+    is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it brings none).
+    Raises `ConfigError` that names file and tensor.
     """
     model_class = FAMILIES[config.model_type].MODEL_CLASS
     if load_format == "dummy":
@@ -72,7 +74,17 @@ def load_model(
     weights.fill_from_checkpoint(dict(model.checkpoint_tensors()), source, progress)
     if config.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.tie_head()
+    if has_kv_scales:
+        _set_kv_scales(model, source)
     return model
+
+
+def _set_kv_scales(model: DecoderForCausalLM, source: weights.CheckpointFiles) -> None:
+    for index, layer in enumerate(model.layers):
+        attention = layer.self_attn
+        attention.key_scale, attention.value_scale = (
+            weights.read_kv_scale(source, f"model.layers.{index}.self_attn", kind) for kind in "kv"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from cb_backend.errors import ConfigError
 
 HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
-_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")  # old checkpoints carry it; it follows from the config
+# Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
+_IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DUMMY_STD = 0.02
 
@@ -75,6 +76,23 @@ def fill_from_checkpoint(
                         progress(quarters / 4)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path.name} cannot be read to its end ({error}); fetch the checkpoint again") from None
+
+
+def read_kv_scale(source: CheckpointFiles, prefix: str, kind: str) -> float:
+    """What an fp8 cache divides the keys (kind "k") or values ("v") of an attention layer by; 1.0 if not given."""
+    for name in (f"{prefix}.{kind}_scale", f"{prefix}.{kind}_proj.{kind}_scale"):
+        if name not in source.files:
+            continue
+        with safe_open(source.files[name], framework="pt") as reader:
+            values = reader.get_tensor(name).float().flatten()
+        scale = float(values[0]) if values.numel() == 1 else float("nan")
+        if not 0 < scale < float("inf"):
+            raise ConfigError(
+                f"{source.files[name].name}: tensor {name} is {values.tolist()[:4]}; a scale of the KV cache is one "
+                "number above 0 a layer. Remove it, or use kv_cache_dtype 'auto'"
+            )
+        return scale
+    return 1.0
 
 
 def fill_dummy(tensors: Iterable[tuple[str, Tensor]], seed: int) -> None:

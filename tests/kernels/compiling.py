@@ -27,6 +27,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
@@ -92,11 +93,13 @@ def record(op: str, kernel: str, call: dict[str, Any]) -> Recorder:
     return recorders[kernel]
 
 
-def _attention(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> dict[str, Any]:
-    kind = getattr(torch, dtype)
+def _attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str, kv_dtype: str | None = None
+) -> dict[str, Any]:
+    kind, kv_kind = getattr(torch, dtype), getattr(torch, kv_dtype or dtype)
     return {
         "q": torch.zeros(2, num_heads, head_dim, dtype=kind),
-        "kv_cache": torch.zeros(2, 2, num_kv_heads, block_size, head_dim, dtype=kind),
+        "kv_cache": torch.zeros(2, 2, num_kv_heads, block_size, head_dim, dtype=kv_kind),
         "block_tables": torch.zeros(2, 16, dtype=torch.int32),
         "slots": torch.zeros(2, dtype=torch.int32),
         "seq_lens": torch.ones(2, dtype=torch.int32),
@@ -122,12 +125,15 @@ def _silu_mul(module: Any, intermediate_size: int) -> None:
     module.silu_mul(torch.zeros(2, 2 * intermediate_size, dtype=torch.bfloat16))
 
 
-def _qkv_post(module: Any, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool) -> None:
+def _qkv_post(
+    module: Any, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, kv_dtype: str = "bfloat16"
+) -> None:
+    kv_cache = torch.zeros(2, 2, num_kv_heads, 16, head_dim, dtype=getattr(torch, kv_dtype))
     tokens = torch.zeros(2, dtype=torch.int32)
     norm = torch.zeros(head_dim, dtype=torch.bfloat16) if has_norm else None
     module.qkv_post(
         torch.zeros(2, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16),
-        torch.zeros(4, head_dim), tokens, tokens, torch.zeros(2, 2, num_kv_heads, 16, head_dim, dtype=torch.bfloat16),
+        torch.zeros(4, head_dim), tokens, tokens, kv_cache,
         num_heads, num_kv_heads, head_dim, norm, norm,
     )  # fmt: skip
 

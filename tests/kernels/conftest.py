@@ -7,6 +7,9 @@ import torch
 
 from cb_backend.kernels.launch import IS_INTERPRETING
 
+if IS_INTERPRETING:
+    from .interpreter_fp8 import correct_fp8
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
@@ -16,6 +19,12 @@ def device() -> torch.device:
         return torch.device("cuda")
     assert IS_INTERPRETING, "triton was imported before tests/conftest.py set TRITON_INTERPRET"
     return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _correct_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_INTERPRETING:
+        correct_fp8(monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -59,6 +59,15 @@ CASES = {
     "plan": case("decode_attention", "_plan_kernel", 90, attention(128)),
     "qkv_post": case("qkv_post", "_qkv_post_kernel", 90,
                      {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "has_norm": True}),
+    "decode, fp8 cache, 3 stages": decode(90, 128, 3, kv_dtype="float8_e4m3fn"),
+    "decode, fp8 cache, 4 stages": decode(90, 128, 4, kv_dtype="float8_e4m3fn"),
+    "decode, fp8 cache, head_dim 64": decode(90, 64, kv_dtype="float8_e4m3fn"),
+    "decode, fp8 cache, head_dim 256": decode(90, 256, kv_dtype="float8_e4m3fn"),
+    "decode, fp8 cache, sm_100": decode(100, 128, kv_dtype="float8_e4m3fn"),
+    "prefill, fp8 cache": prefill(90, 128, kv_dtype="float8_e4m3fn"),
+    "prefill, fp8 cache, sm_100": prefill(100, 64, kv_dtype="float8_e4m3fn"),
+    "qkv_post, fp8 cache": case("qkv_post", "_qkv_post_kernel", 90, {"num_heads": 32, "num_kv_heads": 8,
+                                "head_dim": 64, "has_norm": False, "kv_dtype": "float8_e4m3fn"}),
     "rms_norm": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096}),
     "silu_mul": case("silu_mul", "_silu_mul_kernel", 90, {"intermediate_size": 8192}),
     "sample, tiles": case("sample", "_tile_kernel", 90, {"vocab_size": 151936}),
@@ -110,13 +119,23 @@ def test_decode_attention_is_multi_buffered(compiled: dict[str, dict[str, Any]])
     assert all(report["has_async_copy"] and report["has_tensor_core"] for report in (two, three, four))
 
 
-def test_prefill_attention_is_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:
-    assert compiled["prefill"]["num_buffers"]
-    assert min(compiled["prefill"]["num_buffers"]) >= 2
+def test_decode_attention_of_an_fp8_cache_is_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:
+    """Tiles travel as they lie, and are widened in registers: a stage more is a K and a V tile of bytes more."""
+    three, four = (compiled[f"decode, fp8 cache, {stages} stages"] for stages in (3, 4))
+    assert four["shared_bytes"] - three["shared_bytes"] == 2 * 64 * 128
+    assert (three["num_buffers"], four["num_buffers"]) == ([2, 2], [3, 3])
+    assert three["has_async_copy"]
 
 
-def test_prefill_attention_uses_warp_group_products_on_hopper(compiled: dict[str, dict[str, Any]]) -> None:
-    assert compiled["prefill"]["has_wgmma"]
+@pytest.mark.parametrize("name", ["prefill", "prefill, fp8 cache"])
+def test_prefill_attention_is_multi_buffered(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled[name]["num_buffers"]
+    assert min(compiled[name]["num_buffers"]) >= 2
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill, fp8 cache"])
+def test_prefill_attention_uses_warp_group_products_on_hopper(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled[name]["has_wgmma"]
 
 
 def test_products_are_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:

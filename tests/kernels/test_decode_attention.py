@@ -12,6 +12,7 @@ from cb_backend.kernels.decode_plan import PLAN_HEADER, PLAN_ITEM, max_items, pl
 from .paged import Paged, Shapes, attend, make_paged
 
 FP16, BF16 = torch.float16, torch.bfloat16
+FP8_SCALES = {"is_fp8": True, "key_scale": 0.125, "value_scale": 0.1}
 CASES = [
     Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(0, 1, 37, 300, 63, 64, 65)),
     Shapes(num_heads=6, num_kv_heads=1, head_dim=20, block_size=32, seq_lens=(5, 0, 260), window=7),
@@ -20,6 +21,10 @@ CASES = [
     Shapes(num_heads=8, num_kv_heads=4, head_dim=32, block_size=5, seq_lens=(91,), dtype=FP16),
     Shapes(num_heads=20, num_kv_heads=1, head_dim=16, block_size=16, seq_lens=(1500, 2)),
     Shapes(num_heads=2, num_kv_heads=1, head_dim=256, block_size=16, seq_lens=(0, 40)),
+    Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(0, 37, 300), **FP8_SCALES),
+    Shapes(
+        num_heads=3, num_kv_heads=3, head_dim=80, block_size=64, seq_lens=(129, 10), window=70, dtype=FP16, **FP8_SCALES
+    ),
 ]
 GPU_CASES = [
     Shapes(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(5000, 1, 0, 777, 64), dtype=BF16),
@@ -28,6 +33,14 @@ GPU_CASES = [
     Shapes(num_heads=28, num_kv_heads=4, head_dim=128, block_size=32, seq_lens=(900,), window=300, dtype=FP16),
     Shapes(num_heads=32, num_kv_heads=32, head_dim=80, block_size=16, seq_lens=(333, 4000), dtype=BF16),
     Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(1025, 12), dtype=BF16),
+    Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(1025, 12), dtype=BF16, **FP8_SCALES),
+    Shapes(
+        num_heads=32, num_kv_heads=8, head_dim=64, block_size=16, seq_lens=(512, 513) * 30, dtype=BF16, **FP8_SCALES
+    ),
+    Shapes(num_heads=32, num_kv_heads=8, head_dim=128, block_size=64, seq_lens=(0, 31, 6000), dtype=BF16, **FP8_SCALES),
+    Shapes(
+        num_heads=20, num_kv_heads=4, head_dim=96, block_size=16, seq_lens=(900,), window=300, dtype=FP16, **FP8_SCALES
+    ),
 ]
 
 
@@ -42,12 +55,12 @@ def expected(shapes: Shapes, paged: Paged, q: torch.Tensor) -> torch.Tensor:
 def check_kernel(shapes: Shapes, device: torch.device, seed: int = 0) -> None:
     paged = make_paged(shapes, device, seed)
     q = torch.randn(len(shapes.seq_lens), shapes.num_heads, shapes.head_dim).to(shapes.dtype).to(device)
-    arguments = (q, paged.kv_cache, paged.block_tables, paged.slots, paged.seq_lens, shapes.scale, shapes.window)
+    arguments = (q, paged.kv_cache, paged.block_tables, paged.slots, paged.seq_lens, shapes.query_scale, shapes.window)
     plans: dict[int, torch.Tensor] = {}
     wanted = expected(shapes, paged, q)
     for _ in range(2):  # the second layer of a step finds the plan's counters as the first did
         out = torch.full_like(q, float("nan"))
-        assert decode_attention(*arguments, out=out, plans=plans) is out
+        assert decode_attention(*arguments, out=out, plans=plans, value_scale=shapes.value_scale) is out
         assert (out.cpu().double() - wanted).abs().max() < shapes.tolerance
     assert list(plans) == [shapes.window]
 
@@ -98,8 +111,9 @@ def test_twin(shapes: Shapes, padded_tokens: int, monkeypatch: pytest.MonkeyPatc
     paged = make_paged(shapes, torch.device("cpu"))
     q = torch.randn(len(shapes.seq_lens), shapes.num_heads, shapes.head_dim).to(shapes.dtype)
     out = decode_attention_torch(
-        q, paged.kv_cache, paged.block_tables, paged.slots, paged.seq_lens, shapes.scale, shapes.window
-    )
+        q, paged.kv_cache, paged.block_tables, paged.slots, paged.seq_lens, shapes.query_scale, shapes.window,
+        value_scale=shapes.value_scale,
+    )  # fmt: skip
     assert (out.double() - expected(shapes, paged, q)).abs().max() < shapes.tolerance
 
 

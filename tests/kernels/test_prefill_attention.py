@@ -12,6 +12,7 @@ from cb_backend.kernels.prefill_attention import prefill_attention, prefill_atte
 from .paged import Paged, Shapes, attend, make_paged
 
 FP16, BF16 = torch.float16, torch.bfloat16
+FP8_SCALES = {"is_fp8": True, "key_scale": 0.125, "value_scale": 0.1}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ CASES = [
          window=100, dtype=FP16)),
     Case((91,), Shapes(num_heads=8, num_kv_heads=4, head_dim=32, block_size=5, seq_lens=(91,), dtype=FP16)),
     Case((3,), Shapes(num_heads=2, num_kv_heads=1, head_dim=256, block_size=16, seq_lens=(70,))),
+    Case((40, 1, 130), Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(100, 9, 130),
+         **FP8_SCALES), num_padding=3),
+    Case((5, 70), Shapes(num_heads=6, num_kv_heads=1, head_dim=20, block_size=64, seq_lens=(5, 260), window=70,
+         dtype=FP16, **FP8_SCALES)),
 ]  # fmt: skip
 GPU_CASES = [
     Case((700, 1, 64, 130), Shapes(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16,
@@ -40,6 +45,12 @@ GPU_CASES = [
          dtype=FP16)),
     Case((129, 128), Shapes(num_heads=8, num_kv_heads=8, head_dim=80, block_size=32, seq_lens=(129, 400), dtype=BF16)),
     Case((200,), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333,), dtype=BF16)),
+    Case((200, 64), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333, 64), dtype=BF16,
+         **FP8_SCALES)),
+    Case((700, 1, 130), Shapes(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(700, 900, 1300),
+         dtype=BF16, **FP8_SCALES), num_padding=100),
+    Case((300, 17), Shapes(num_heads=32, num_kv_heads=8, head_dim=64, block_size=64, seq_lens=(1000, 17), window=200,
+         dtype=FP16, **FP8_SCALES)),
 ]  # fmt: skip
 
 
@@ -66,7 +77,8 @@ def check(case: Case, function: object, device: torch.device, seed: int = 0) -> 
     out = torch.full_like(q, float("nan"))
     result = function(  # type: ignore[operator]
         q, paged.kv_cache, paged.block_tables, paged.slots, query_start_loc, paged.seq_lens,
-        case.shapes.scale, case.shapes.window, max_query_len=max(case.query_lens), out=out,
+        case.shapes.query_scale, case.shapes.window, max_query_len=max(case.query_lens), out=out,
+        value_scale=case.shapes.value_scale,
     )  # fmt: skip
     assert result is out
     assert (out.cpu().double() - expected(case, paged, q)).abs().max() < case.shapes.tolerance

@@ -32,19 +32,28 @@ class PagedModel:
         block_size: int = 8,
         backend: str = "torch",
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> None:
         self.config = read_model_config(folder)
-        self.model = load_model(folder, self.config, ops=resolve_ops(backend), dtype=dtype, device=device)
+        self.model = load_model(
+            folder,
+            self.config,
+            ops=resolve_ops(backend),
+            dtype=dtype,
+            device=device,
+            has_kv_scales=kv_dtype is not None,
+        )
         self.device = device
         self.rotary = RotaryTables(self.config.rope, self.config.head_dim, max_len, device)
         max_blocks = -(-max_len // block_size)
         num_blocks = num_slots * max_blocks + 1
         config = self.config
         self.storage = KVCacheStorage(
-            config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim, dtype, device
+            config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim, kv_dtype or dtype, device
         )
-        self.storage.data[:, 1:] = 1e30  # what nobody wrote must not reach an answer
+        # What nobody wrote must not reach an answer.
+        self.storage.data[:, 1:] = torch.tensor(1e30 if kv_dtype is None else float("nan")).to(self.storage.data.dtype)
         self.block_size = block_size
         self.free_blocks = random.Random(7).sample(range(1, num_blocks), num_blocks - 1)
         self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)

@@ -1,0 +1,110 @@
+"""The fp8 settings in the engine: tokens do not depend on company, chunks, preemption, swap or the runner."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from cb_backend.config import engine_config_from_dict
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.model_runner import ModelRunner
+from cb_backend.errors import ConfigError
+from cb_backend.kv_cache.storage import resolve_kv_dtype
+from cb_backend.kv_cache.swap import BlockSwapper
+from cb_backend.sampling_params import SamplingParams
+from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.models.tiny_checkpoints import write_checkpoint
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0.0, seed=0, ignore_eos=True)
+FORMATS = [{"kv_cache_dtype": "fp8"}]
+PROMPTS = [np.random.default_rng(3).integers(3, 97, 82 + index).tolist() for index in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint("llama-gqa", tmp_path_factory.mktemp("tiny")))
+
+
+def make_engine(folder: str, **settings: object) -> LLMEngine:
+    common = {"block_size": 4, "num_gpu_blocks_override": 120, "max_model_len": 128, "max_num_seqs": 4}
+    return create_engine(config(folder, **{**common, **settings}))
+
+
+def fresh(engine: LLMEngine, num_blocks: int | None = None, **changes: object) -> LLMEngine:
+    info = engine.info if num_blocks is None else msgspec.structs.replace(engine.info, num_blocks=num_blocks)
+    return LLMEngine(dataclasses.replace(engine.config, **changes), engine.runner, info)  # type: ignore[arg-type]
+
+
+def alone(engine: LLMEngine) -> dict[int, list[int]]:
+    runs = [run(fresh(engine, enable_prefix_caching=False), [prompt], GREEDY) for prompt in PROMPTS]
+    return {index: one.token_ids[0] for index, one in enumerate(runs)}
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+def test_tokens_do_not_depend_on_the_batch(folder: str, formats: dict[str, object]) -> None:
+    engine = make_engine(folder, **formats)
+    expected = alone(engine)
+    assert expected != alone(make_engine(folder)), "the format is not felt at all"
+
+    def check(got: Run) -> None:
+        assert got.token_ids == expected
+
+    check(run(fresh(engine), PROMPTS, GREEDY))  # in company
+    check(run(fresh(engine, max_num_batched_tokens=7), PROMPTS, GREEDY, arrivals=[0, 3, 9]))  # in chunks
+    cached = fresh(engine)
+    check(run(cached, PROMPTS, GREEDY))
+    check(run(cached, PROMPTS, GREEDY))
+    assert cached.stats().num_cached_prompt_tokens >= 240
+    tight = fresh(engine, num_blocks=68, enable_prefix_caching=False)
+    check(run(tight, PROMPTS, GREEDY))
+    assert tight.stats().num_preemptions >= 1
+
+
+@pytest.mark.parametrize("run_ahead", [0, 4])
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+def test_tokens_after_a_swap_are_the_same(folder: str, formats: dict[str, object], run_ahead: int) -> None:
+    engine = make_engine(folder, **formats)
+    expected = alone(engine)
+    settings = dataclasses.replace(
+        engine.config, num_gpu_blocks_override=68, enable_prefix_caching=False, swap_space=0.01, run_ahead=run_ahead
+    )
+    swapping = with_slot_runner(settings)
+    swapping.runner.swapper = BlockSwapper(  # type: ignore[attr-defined]
+        swapping.runner.storage,  # type: ignore[attr-defined]
+        swapping.info.num_host_blocks,
+    )
+    assert run(swapping, PROMPTS, GREEDY).token_ids == expected
+    assert swapping.stats().num_swapped_in >= 1
+
+
+def test_an_fp8_cache_has_four_times_the_blocks_of_a_float32_one(folder: str) -> None:
+    memory = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1 << 20, "swap_space": 0.01}
+    full, narrow = make_engine(folder, **memory), make_engine(folder, **memory, kv_cache_dtype="fp8_e4m3")
+    assert isinstance(narrow.runner, ModelRunner)
+    assert narrow.runner.storage.data.dtype == torch.float8_e4m3fn
+    assert (narrow.info.num_blocks + 1) // 4 == full.info.num_blocks + 1  # the null block included
+    assert narrow.info.num_host_blocks // 4 == full.info.num_host_blocks
+    assert narrow.info.kv_cache_dtype == "fp8"
+    assert narrow.runner.storage.data.nbytes <= 1 << 20
+
+
+@pytest.mark.parametrize("value", ["fp8_e5m2", "int8", "bfloat16", 8])
+def test_other_cache_types_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        engine_config_from_dict({"model": "m", "kv_cache_dtype": value})
+
+
+def test_a_gpu_that_cannot_convert_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(
+        ConfigError, match=r"needs a GPU of compute capability 8\.9 .*NVIDIA A100 \(8\.0\)\. Use 'auto'"
+    ):
+        resolve_kv_dtype("fp8", torch.bfloat16, torch.device("cuda"))
+    assert resolve_kv_dtype("auto", torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert resolve_kv_dtype("fp8", torch.bfloat16, torch.device("cuda")) == torch.float8_e4m3fn
