@@ -9,7 +9,6 @@ table say on what.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import platform
 import random
@@ -21,9 +20,10 @@ import numpy as np
 
 from cb_backend import __version__
 from cb_backend.cli.bench_device import commit, cpu_name
-from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.study.replay import fresh_engine
 
 HELP = "compare in-flight batching with static batches and one request at a time"
 
@@ -144,15 +144,15 @@ def run(args: argparse.Namespace) -> int:
     )
     print(_conditions(engine, workload, args), flush=True)
     modes: dict[str, Callable[[], Result]] = {
-        "in-flight": lambda: run_workload(_engine_like(engine), workload),
-        "static": lambda: run_workload(_engine_like(engine, scheduling_policy="static"), workload),
-        "one by one": lambda: run_workload(_engine_like(engine, max_num_seqs=1), workload),
+        "in-flight": lambda: run_workload(fresh_engine(engine), workload),
+        "static": lambda: run_workload(fresh_engine(engine, scheduling_policy="static"), workload),
+        "one by one": lambda: run_workload(fresh_engine(engine, max_num_seqs=1), workload),
     }
     if not args.no_transformers:
         modes["transformers static"] = lambda: run_transformers(
             engine.info.tokenizer_dir, workload, args.batch_size, engine.info.dtype
         )
-    run_workload(_engine_like(engine), mixed_workload(2, (4, 8), (2, 2), engine.info.vocab_size, 1))  # warm-up
+    run_workload(fresh_engine(engine), mixed_workload(2, (4, 8), (2, 2), engine.info.vocab_size, 1))  # warm-up
     results: dict[str, list[Result]] = {name: [] for name in modes}
     for repeat in range(args.repeats):  # interleaved, so that a slow minute of the machine hits all alike
         for name, run in modes.items():
@@ -164,12 +164,6 @@ def run(args: argparse.Namespace) -> int:
             )
     _print_table({name: _median(passes) for name, passes in results.items()})
     return 0
-
-
-def _engine_like(engine: LLMEngine, **changes: object) -> LLMEngine:
-    """A fresh scheduler and empty cache over the same runner."""
-    config: EngineConfig = dataclasses.replace(engine.config, **changes)  # type: ignore[arg-type]
-    return LLMEngine(config, engine.runner, engine.info)
 
 
 def _median(passes: list[Result]) -> Result:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.cli import bench_device
-from cb_backend.cli.bench_pass import fresh_engine, run_pass
+from cb_backend.cli.bench_pass import run_pass
 from cb_backend.cli.bench_report import Limits, Record, pairs_record, pass_record, table
 from cb_backend.cli.bench_workloads import (
     LATENCY_PAIRS,
@@ -32,6 +32,7 @@ from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import ConfigError
 from cb_backend.models.model_config import ModelConfig
+from cb_backend.study.replay import fresh_engine
 
 HELP = "throughput, latency and host time of the engine on fixed workloads, beside the card's limit"
 PEER_MAX_MODEL_LEN = 4096  # what the peers run with; longer only where a workload needs it

@@ -60,7 +60,7 @@ class LLMEngine:
         self.run_ahead = config.run_ahead if config.run_ahead is not None else (4 if info.device == "cuda" else 0)
         kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks)
-        self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size)
+        self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)
         self._clock = clock
         self._launched: deque[tuple[int, PendingOutput]] = deque()  # (step_id, result to come), oldest first
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cb_backend.cli import bench_pass
-from cb_backend.cli.bench_pass import BenchmarkError, PassResult, fresh_engine, run_pass
+from cb_backend.cli.bench_pass import PassResult, run_pass
 from cb_backend.cli.bench_report import Limits, pairs_record, pass_record, table
 from cb_backend.cli.bench_workloads import Workload, offline
 from cb_backend.cli.roofline import CardLimits, ModelShape, decode_seconds
@@ -17,6 +16,9 @@ from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.messages import ModelInfo
 from cb_backend.outputs import SchedulerOutput
+from cb_backend.request import Request
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.study.replay import ReplayError, drive, fresh_engine
 from tests.fakes.runners import FakePending, ScriptedRunner
 
 BLOCK_SIZE = 4
@@ -112,7 +114,7 @@ def test_requests_join_when_they_arrive() -> None:
 
 
 def test_a_request_that_ends_early_has_no_figures() -> None:
-    with pytest.raises(BenchmarkError, match="2 requests ended early, the first with 36 of 60 tokens"):
+    with pytest.raises(ReplayError, match="2 requests ended early, the first with 36 of 60 tokens"):
         run_pass(engine(num_blocks=10), workload([4, 4], [60, 60]), 0.6)  # the whole cache holds 40 tokens
 
 
@@ -174,10 +176,14 @@ def test_the_driver_sleeps_until_the_next_arrival() -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    late = replace(workload([4, 4], [1, 1]), arrivals=[2.0, 5.0])
-    params = [bench_pass.SamplingParams(max_tokens=1, ignore_eos=True, seed=0)] * 2
-    outputs, idle = bench_pass._drive(engine(), late, params, 0.0, clock=lambda: now[0], sleep=sleep)
+    it = engine()
+    params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
+
+    def make_request(index: int) -> Request:
+        return it.make_request(index, np.arange(4, dtype=np.int32), params)
+
+    outputs, idle, notes = drive(it, make_request, [2.0, 5.0], 0.0, lambda: now[0], sleep)
     assert slept == [2.0, 3.0]
     assert idle == 5.0
-    assert [moment for moment, _ in outputs] == [2.0, 5.0]
+    assert notes.launched_at == notes.ends == [moment for moment, _ in outputs] == [2.0, 5.0]
     assert np.concatenate([output.request_ids for _, output in outputs]).tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Latency arithmetic against values worked out by hand: pytest tests/unit/test_study_latencies.py"""
+"""Latency arithmetic against values worked out by hand: pytest tests/study/test_latencies.py"""
 
 from __future__ import annotations
 

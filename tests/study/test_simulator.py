@@ -1,0 +1,105 @@
+"""The simulator against times worked out by hand and against the engine: pytest tests/study/test_simulator.py"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cb_backend.study.figures import figures, prompt_time_share
+from cb_backend.study.replay import ReplayError, replay
+from tests.study.made_up import (
+    ROW_S,
+    STEP_S,
+    TOKEN_S,
+    mixed_traffic,
+    scripted_engine,
+    simulate,
+    step_times,
+    traffic,
+)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 3])
+def test_one_request_takes_its_steps(run_ahead: int) -> None:
+    """30 prompt tokens in a step, then four decode steps of one row; run-ahead does not make a device faster."""
+    result = simulate(traffic([30], [5]), run_ahead=run_ahead)
+    first = STEP_S + 30 * TOKEN_S
+    assert result.latencies.ttft.tolist() == pytest.approx([first])
+    assert result.latencies.e2e.tolist() == pytest.approx([first + 4 * (STEP_S + ROW_S)])
+    assert result.latencies.token_gaps.tolist() == pytest.approx([STEP_S + ROW_S] * 4)
+    assert result.idle_seconds == 0
+
+
+def test_an_idle_engine_waits_for_the_next_arrival_without_taking_time() -> None:
+    result = simulate(traffic([10, 10], [2, 2], [0.0, 50.0]))
+    assert result.seconds == pytest.approx(50 + STEP_S + 10 * TOKEN_S + STEP_S + ROW_S)
+    assert result.idle_seconds == pytest.approx(50 - STEP_S - 10 * TOKEN_S - STEP_S - ROW_S)
+    assert result.latencies.ttft[1] == pytest.approx(STEP_S + 10 * TOKEN_S)  # from its arrival
+    assert result.wall_seconds < 5
+
+
+def test_a_static_batch_waits_for_its_longest_answer() -> None:
+    """Two slots, answers of 2, 10 and 2 tokens: the third joins at once in flight, and after the tenth if static."""
+    load = traffic([10, 10, 10], [2, 10, 2])
+    in_flight = simulate(load, max_num_seqs=2)
+    static = simulate(load, max_num_seqs=2, scheduling_policy="static")
+    assert len(in_flight.steps.ends) == 10
+    assert len(static.steps.ends) == 12
+    assert static.latencies.ttft[2] > static.latencies.e2e[1]
+    assert figures(in_flight).slots_busy > figures(static).slots_busy
+    # 2 rows in 2 steps, 1 row in 8, then 1 row in 2, by hand weighted with the steps' times.
+    seconds = [STEP_S + 20 * TOKEN_S, STEP_S + 2 * ROW_S, *[STEP_S + ROW_S] * 8, STEP_S + 10 * TOKEN_S, STEP_S + ROW_S]
+    rows = [2, 2, *[1] * 8, 1, 1]
+    assert figures(static).mean_rows == pytest.approx(np.average(rows, weights=seconds))
+
+
+def test_a_static_batch_reserves_what_clients_allow() -> None:
+    """160 tokens of cache: of requests that may need 10 + 70 tokens two run together, of 10 + 10 eight."""
+    load = traffic([10] * 8, [10] * 8, max_tokens=70)
+    settings = {"max_num_seqs": 8, "scheduling_policy": "static", "num_gpu_blocks_override": 40}
+    reserved = simulate(load, **settings)
+    known = simulate(load.with_known_lengths(), **settings)
+    assert reserved.steps.num_rows.max() == 2
+    assert known.steps.num_rows.max() == 8
+    assert simulate(load, max_num_seqs=8, num_gpu_blocks_override=40).steps.num_rows.max() == 8
+
+
+@pytest.mark.parametrize(("run_ahead", "policy"), [(0, "fcfs"), (0, "static"), (2, "fcfs")])
+def test_plans_are_those_of_the_engine(run_ahead: int, policy: str) -> None:
+    """The same requests at once through another runner: step for step the same rows, tokens, blocks, preemptions."""
+    load = mixed_traffic(40).at_once()
+    settings = {"run_ahead": run_ahead, "scheduling_policy": policy, "max_num_batched_tokens": 32}
+    simulated = simulate(load, num_gpu_blocks_override=40, **settings)
+    real = replay(scripted_engine(40, is_delayed=run_ahead > 0, **settings), load)
+    assert simulated.steps.shapes.tolist() == real.steps.shapes.tolist()
+    assert simulated.steps.num_free_blocks.tolist() == real.steps.num_free_blocks.tolist()
+    assert simulated.num_preemptions == real.num_preemptions
+    assert (simulated.num_preemptions > 0) == (policy == "fcfs")
+
+
+def test_shared_prefixes_are_found() -> None:
+    """Mooncake's blocks of 512 tokens: the second prompt has the first block of the first and one of its own."""
+    load = traffic([1024, 1024], [2, 2], [0.0, 10.0], prefix_ids=[(7, 8), (7, 9)])
+    times = step_times(max_model_len=2000)
+    result = simulate(load, times, enable_prefix_caching=True, max_num_batched_tokens=2048)
+    assert result.num_cached_prompt_tokens == 512
+    assert figures(result).cached_share == 0.25
+    assert simulate(load, times).num_cached_prompt_tokens == 0
+
+
+def test_share_of_prompts_in_the_time() -> None:
+    """A step with 100 prompt tokens is 20 ms, of which all counts as the prompt's; then 9 of 11 ms."""
+    result = simulate(traffic([100], [10]))
+    assert prompt_time_share(result, step_times()) == pytest.approx(0.02 / (0.02 + 9 * 0.011))
+
+
+def test_an_answer_that_cannot_end_where_it_should_has_no_figures() -> None:
+    with pytest.raises(ReplayError, match="1 requests ended early, the first with 30 of 60 tokens"):
+        simulate(traffic([10], [60]), num_gpu_blocks_override=10)  # the whole cache holds 40 tokens
+
+
+def test_progress_is_told() -> None:
+    seen: list[tuple[int, int]] = []
+    load = traffic([5] * 8, [40] * 8)
+    replay(scripted_engine(1000), load, progress=lambda num_ended, num_requests: seen.append((num_ended, num_requests)))
+    assert seen == [(4, 8)]  # after 64 steps: of two batches of four the first has ended
