@@ -45,6 +45,7 @@ class EngineConfig:
     # Where
     device: str = "auto"  # auto | cpu | cuda
     engine_python: str | None = None  # interpreter of the engine process; None: the front end's own
+    data_parallel_size: int = 1  # engines, each with a cache of its own and (where there are GPUs) a GPU of its own
     worker_cls: str = "auto"  # "package.module:factory" of another model runner (tests, experiments)
     attention_backend: str = "auto"  # auto | triton | torch; auto: triton on a GPU
     # The batch
@@ -83,6 +84,10 @@ class EngineConfig:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("attention_backend", self.attention_backend, ("auto", "triton", "torch"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "static"))
+        _require(
+            1 <= self.data_parallel_size <= 64,
+            f"data_parallel_size is {self.data_parallel_size}; it must be between 1 and 64",
+        )
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size", "max_queue_tokens"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in _AT_LEAST_ONE_IF_GIVEN:
@@ -124,7 +129,6 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
     "enable_lora": (False,),
     "quantization": (None,),
     "tokenizer_mode": ("auto",),

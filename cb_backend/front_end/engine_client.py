@@ -8,7 +8,6 @@ supervisor's business; what tokens mean is the sinks'.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
@@ -36,7 +35,6 @@ from cb_backend.messages import (
     StepOutput,
     decode_engine_message,
     encode,
-    make_request_id,
 )
 from cb_backend.process_watch import ProcessWatch
 from cb_backend.silence import SilenceClock
@@ -80,7 +78,7 @@ class EngineClient:
         self._outbox: deque[bytes] = deque()
         self._next_life: EngineLife | None = None
         self._is_closing = False
-        self._counter = itertools.count(1)
+        self._num_others = 0  # requests of other front ends, as of the last statistics
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket | None = None
@@ -95,16 +93,14 @@ class EngineClient:
         return self._is_ready
 
     @property
-    def num_open_requests(self) -> int:
-        return len(self._sinks)
+    def load(self) -> int:
+        """Requests that the engine has: ours now, and those of other front ends when it last told."""
+        return len(self._sinks) + self._num_others
 
     @property
     def silence_s(self) -> float:
         """How long the engine has said nothing though requests are open; it speaks twice a second while it steps."""
         return self._silence.seconds
-
-    def new_request_id(self) -> int:
-        return make_request_id(self.front_end_id, next(self._counter))
 
     def connect(self, life: EngineLife) -> None:
         """Talk to this engine from now on."""
@@ -247,6 +243,7 @@ class EngineClient:
             deliver(message, self._sinks, lambda request_id: self.cancel([request_id]))
         elif isinstance(message, EngineStats):
             self.stats = message
+            self._num_others = max(message.num_running + message.num_waiting - len(self._sinks), 0)
         elif isinstance(message, RequestFailed):
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:
@@ -281,6 +278,7 @@ class EngineClient:
     def _fail_open_requests(self, reason: str) -> None:
         with self._lock:
             self._is_ready = False
+            self._num_others = 0
             sinks, self._sinks = self._sinks, {}
             self._outbox.clear()
         for sink in sinks.values():

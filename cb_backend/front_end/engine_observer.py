@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from cb_backend.errors import UnavailableError
-from cb_backend.front_end.runtime_dir import EngineLife, read_engine, runtime_base
+from cb_backend.front_end.runtime_dir import EngineLife, read_engines, runtime_base
 from cb_backend.messages import DumpSteps, StepDump, decode_engine_message, encode
 from cb_backend.process_watch import process_start_time
 
@@ -19,7 +19,7 @@ from cb_backend.process_watch import process_start_time
 def running_engines(base: Path | None = None) -> list[EngineLife]:
     """This user's engines that are alive now, by pid. `base` holds one folder a model copy and server."""
     folders = sorted((base or runtime_base()).iterdir())
-    lives = filter(None, (read_engine(folder) for folder in folders))
+    lives = (life for folder in folders for life in read_engines(folder))
     return sorted(
         (life for life in lives if process_start_time(life.pid) == life.start_time), key=lambda life: life.pid
     )

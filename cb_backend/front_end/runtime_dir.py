@@ -1,9 +1,9 @@
-"""The folder in which the front ends of one model copy in one server find each other and their engine.
+"""The folder in which the front ends of one model copy in one server find each other and their engines.
 
-It holds sockets and four small files: `owner` (locked by the front end that looks after the engine), `members`
-(locked, shared, by every front end), `next_id` (a counter) and `engine.json` (the engine that runs now). The folder's
-name begins with the server's pid and start time, so that what a killed server left behind can be told and removed.
-It does not know what an engine is or how it is started.
+It holds sockets and small files: `owner` (locked by the front end that looks after the engines), `members` (locked,
+shared, by every front end), `next_id` (a counter) and an `engine-<index>.json` for each engine (the process that runs
+now). The folder's name begins with the server's pid and start time, so that what a killed server left behind can be
+told and removed. It does not know what an engine is or how it is started.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class RuntimeDir:
                 os.close(fd)
         return self.is_owner
 
-    def engine(self) -> EngineLife | None:
-        """The engine written down last; it may have ended since."""
-        return read_engine(self.path)
+    def engine(self, index: int = 0) -> EngineLife | None:
+        """The engine of this index that was written down last; it may have ended since."""
+        return _read_engine(self.path / f"engine-{index}.json")
 
-    def write_engine(self, life: EngineLife) -> None:
-        temporary = self.path / "engine.json.new"
+    def write_engine(self, life: EngineLife, index: int = 0) -> None:
+        temporary = self.path / f"engine-{index}.json.new"
         temporary.write_text(json.dumps(asdict(life)))
-        temporary.replace(self.path / "engine.json")
+        temporary.replace(self.path / f"engine-{index}.json")
 
     def new_socket_path(self) -> str:
         """A path that no engine has used before."""
@@ -137,10 +137,14 @@ class RuntimeDir:
             os.close(fd)
 
 
-def read_engine(folder: Path) -> EngineLife | None:
-    """The engine written down last in a runtime folder."""
+def read_engines(folder: Path) -> list[EngineLife]:
+    """The engines written down last in a runtime folder."""
+    return [life for file in sorted(folder.glob("engine-*.json")) if (life := _read_engine(file)) is not None]
+
+
+def _read_engine(file: Path) -> EngineLife | None:
     try:
-        return EngineLife(**json.loads((folder / "engine.json").read_text()))
+        return EngineLife(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

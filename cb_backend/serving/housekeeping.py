@@ -10,7 +10,7 @@ from cb_backend.errors import ErrorCode
 from cb_backend.front_end.supervisor import EngineSupervisor
 from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readiness_probe, server_arguments
 from cb_backend.serving.metric_exporter import MetricExporter
-from cb_backend.serving.metrics import Metrics
+from cb_backend.serving.metrics import EngineReport, Metrics
 from cb_backend.serving.model_config import num_instances, reports_vllm_names
 from cb_backend.serving.responder import Responder
 
@@ -85,9 +85,13 @@ class Housekeeping:
 
     def _publish(self) -> None:
         self._metrics.publish(self._responder.counts(), self._responder.latencies.totals())
-        client = self._supervisor.client
-        if client.stats is not None and client.info is not None:
-            if self._supervisor.is_owner:
-                self._metrics.publish_engine(client.stats, client.info, client.is_ready)
-            else:
-                self._metrics.skip_engine(client.stats)
+        known = {
+            index: EngineReport(member.stats, member.info, member.is_ready)
+            for index, member in enumerate(self._supervisor.client.members)
+            if member.stats is not None and member.info is not None
+        }
+        if self._supervisor.is_owner and known:
+            self._metrics.publish_engines(known)
+        else:
+            for index, report in known.items():
+                self._metrics.skip_engine(index, report.stats)

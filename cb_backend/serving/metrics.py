@@ -8,7 +8,7 @@ to the whole engine is published by one front end only. How a metric reaches the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from cb_backend.messages import EngineStats, ModelInfo
@@ -96,6 +96,14 @@ _VLLM_HISTOGRAMS = (
 )
 
 
+class EngineReport(NamedTuple):
+    """What is known of one engine. An engine that is down has no requests and holds no blocks."""
+
+    stats: EngineStats
+    info: ModelInfo
+    is_up: bool = True
+
+
 class Metrics:
     """Publishes totals since the start, of this front end and (where it is the one) of the engine."""
 
@@ -104,8 +112,8 @@ class Metrics:
         self._exporter = exporter
         self._max_model_len = max_model_len
         self._has_vllm_names = has_vllm_names
-        self._feeds: dict[str, HistogramFeed] = {}  # by histogram
-        self._last_stats: EngineStats | None = None
+        self._feeds: dict[tuple[str, int], HistogramFeed] = {}  # by histogram and engine
+        self._last_stats: dict[int, EngineStats] = {}  # by engine
         self._last_counts: Counter[str] = Counter()
 
     def close(self) -> None:
@@ -128,48 +136,58 @@ class Metrics:
             (histogram, latency.BOUNDS[histogram.source], totals[histogram.source]) for histogram in histograms
         )
 
-    def publish_engine(self, stats: EngineStats, info: ModelInfo, is_up: bool = True) -> None:
-        """The whole engine's state and counts. An engine that is down has no requests and holds no blocks."""
-        running, waiting, num_used = stats.num_running, stats.num_waiting, stats.num_blocks - stats.num_free_blocks
-        if not is_up:
-            running = waiting = num_used = 0
-        self._publish_state(running, waiting, num_used, stats.num_blocks, info)
-        self._exporter.set("cb_engine_up", "1: the engine can take requests", int(is_up))
-        before = self._last_stats if self._is_same_engine(stats) else None
+    def publish_engines(self, reports: Mapping[int, EngineReport]) -> None:
+        """State and counts of all engines together, by the engine's index: sums, of several as of one."""
+        running, waiting, num_used, num_blocks, num_seqs = 0, 0, 0, 0, 0
+        for stats, info, is_up in reports.values():
+            running += stats.num_running * is_up
+            waiting += stats.num_waiting * is_up
+            num_used += (stats.num_blocks - stats.num_free_blocks) * is_up
+            num_blocks += stats.num_blocks
+            num_seqs += info.max_num_seqs
+        block_size = next(report.info.block_size for report in reports.values())
+        self._publish_state(running, waiting, num_used, num_blocks, num_seqs, block_size)
+        num_up = sum(report.is_up for report in reports.values())
+        self._exporter.set("cb_engine_up", "Engines that can take requests", num_up)
+        for index, report in reports.items():
+            self._publish_counts(index, report.stats)
+
+    def _publish_counts(self, index: int, stats: EngineStats) -> None:
+        last = self._last_stats.get(index)
+        before = last if last is not None and last.engine_pid == stats.engine_pid else None
         for name, (field, description) in self._engine_counters().items():
             value, base = getattr(stats, field), getattr(before, field) if before is not None else 0
             self._exporter.count(name, description, value - base)
-        restarts = int(self._last_stats is not None and before is None)
+        restarts = int(last is not None and before is None)
         self._exporter.count("cb_engine_restarts_total", "Engine processes after the first", restarts)
         if stats.steps is not None:
-            self._publish_steps(stats, before)
-        self._last_stats = stats
+            self._publish_steps(index, stats, before)
+        self._last_stats[index] = stats
 
-    def skip_engine(self, stats: EngineStats) -> None:
+    def skip_engine(self, index: int, stats: EngineStats) -> None:
         """Another front end publishes these; if it goes, this one counts on from here (half a second's work may be
         counted twice or not at all)."""
-        self._last_stats = stats
+        self._last_stats[index] = stats
         if stats.steps is not None:
             for histogram in _STEP_HISTOGRAMS:
                 buckets = getattr(stats.steps, histogram.source)
-                self._feed(histogram.name, buckets.bounds).skip(buckets.counts, buckets.sums)
-
-    def _is_same_engine(self, stats: EngineStats) -> bool:
-        return self._last_stats is not None and self._last_stats.engine_pid == stats.engine_pid
+                self._feed(histogram.name, buckets.bounds, index).skip(buckets.counts, buckets.sums)
 
     def _engine_counters(self) -> dict[str, tuple[str, str]]:
         return {**_ENGINE_COUNTERS, **(_VLLM_ENGINE_COUNTERS if self._has_vllm_names else {})}
 
-    def _publish_state(self, running: int, waiting: int, num_used: int, num_blocks: int, info: ModelInfo) -> None:
+    def _publish_state(
+        self, running: int, waiting: int, num_used: int, num_blocks: int, num_seqs: int, block_size: int
+    ) -> None:
         put, fraction = self._exporter.set, num_used / max(num_blocks, 1)
-        requests = {"active": running + waiting, "scheduled": running, "waiting": waiting, "max": info.max_num_seqs}
+        requests = {"active": running + waiting, "scheduled": running, "waiting": waiting, "max": num_seqs}
         for kind, value in requests.items():
             put("nv_trt_llm_request_metrics", "Requests in the engine", value, request_type=kind)
         blocks = {
             "max": num_blocks,
             "free": num_blocks - num_used,
             "used": num_used,
-            "tokens_per": info.block_size,
+            "tokens_per": block_size,
             "fraction": fraction,
         }
         for kind, amount in blocks.items():
@@ -181,10 +199,10 @@ class Metrics:
             put("vllm:num_requests_running", "Number of requests in the batch", running)
             put("vllm:num_requests_waiting", "Number of requests waiting", waiting)
             put("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage", fraction)
-            sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(num_blocks)}
+            sizes = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
             put("vllm:cache_config_info", "Information of the cache config", 1, **sizes)
 
-    def _publish_steps(self, stats: EngineStats, before: EngineStats | None) -> None:
+    def _publish_steps(self, index: int, stats: EngineStats, before: EngineStats | None) -> None:
         steps, last = stats.steps, before.steps if before is not None else None
         assert steps is not None
         for name, (field, description) in _STEP_COUNTERS.items():
@@ -192,14 +210,15 @@ class Metrics:
             self._exporter.count(name, description, getattr(steps, field) - base)
         if before is None:
             for histogram in _STEP_HISTOGRAMS:
-                self._feeds.pop(histogram.name, None)
+                self._feeds.pop((histogram.name, index), None)
         sources = ((histogram, getattr(steps, histogram.source)) for histogram in _STEP_HISTOGRAMS)
-        self._publish_histograms((histogram, b.bounds, (list(b.counts), list(b.sums))) for histogram, b in sources)
+        todo = ((histogram, b.bounds, (list(b.counts), list(b.sums))) for histogram, b in sources)
+        self._publish_histograms(todo, index)
 
-    def _publish_histograms(self, todo: Iterator[tuple[_Histogram, tuple[float, ...], Totals]]) -> None:
+    def _publish_histograms(self, todo: Iterator[tuple[_Histogram, tuple[float, ...], Totals]], index: int = 0) -> None:
         """The fewest values first, so that what they leave of the round's budget serves the many."""
         budget = MAX_OBSERVATIONS
-        entries = [(self._feed(histogram.name, b), histogram, b, totals) for histogram, b, totals in todo]
+        entries = [(self._feed(histogram.name, b, index), histogram, b, totals) for histogram, b, totals in todo]
         entries.sort(key=lambda entry: entry[0].num_pending(entry[3][0]))
         for i, (feed, histogram, bounds, (counts, sums)) in enumerate(entries):
             values, num_untold = feed.take(counts, sums, max(budget // (len(entries) - i), 1))
@@ -212,7 +231,7 @@ class Metrics:
                 description = "Values that a histogram was not told of, because there were too many: it is a sample"
                 self._exporter.count("cb_unobserved_values_total", description, num_untold, histogram=histogram.name)
 
-    def _feed(self, name: str, bounds: tuple[float, ...]) -> HistogramFeed:
-        if name not in self._feeds:
-            self._feeds[name] = HistogramFeed(bounds)
-        return self._feeds[name]
+    def _feed(self, name: str, bounds: tuple[float, ...], index: int) -> HistogramFeed:
+        if (name, index) not in self._feeds:
+            self._feeds[name, index] = HistogramFeed(bounds)
+        return self._feeds[name, index]

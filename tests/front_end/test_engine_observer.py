@@ -29,7 +29,7 @@ def test_steps_of_a_running_engine(base: Path, monkeypatch: pytest.MonkeyPatch) 
     try:
         supervisor.start()
         (life,) = running_engines(base)
-        assert life == supervisor.client.life
+        assert life == supervisor.client.members[0].life
         assert from_dump(ask_for_steps(life.socket_path, 100)).steps == []
         answer(supervisor, [1, 2, 3], 5)
         steps = from_dump(ask_for_steps(life.socket_path, 100)).steps

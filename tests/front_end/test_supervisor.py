@@ -17,7 +17,8 @@ import zmq
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError, ErrorCode, UnavailableError
-from cb_backend.front_end.supervisor import EngineSupervisor, engine_environment
+from cb_backend.front_end.engine_launch import engine_environment
+from cb_backend.front_end.supervisor import EngineSupervisor
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
 from tests.front_end.engines import (
@@ -65,8 +66,9 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 def engine_pid(supervisor: EngineSupervisor) -> int:
-    assert supervisor.client.life is not None
-    return supervisor.client.life.pid
+    life = supervisor.client.members[0].life
+    assert life is not None
+    return life.pid
 
 
 def test_one_engine_serves_four_front_ends(fleet: Fleet) -> None:
@@ -152,7 +154,7 @@ def test_requests_of_a_dead_front_end_are_aborted(fleet: Fleet) -> None:
 
 
 def running(supervisor: EngineSupervisor) -> int:
-    stats = supervisor.client.stats
+    stats = supervisor.client.members[0].stats
     return -1 if stats is None else stats.num_running + stats.num_waiting
 
 
@@ -240,11 +242,12 @@ def test_engine_that_dies_in_a_step_is_replaced(fleet: Fleet) -> None:
 
 def test_malformed_and_foreign_messages_are_ignored(fleet: Fleet) -> None:
     member = fleet.add()
-    assert member.client.life is not None
+    life = member.client.members[0].life
+    assert life is not None
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as stranger:
-            stranger.connect(f"ipc://{member.client.life.socket_path}")
+            stranger.connect(f"ipc://{life.socket_path}")
             for frame in (b"", b"\x00" * 100, b"\x81\xa4type\xa5Hello", os.urandom(2000)):
                 stranger.send(frame)
             stranger.send_multipart([b"two", b"frames"])
@@ -263,7 +266,7 @@ def test_engine_that_cannot_start_again_yet_is_tried_until_it_can(
 ) -> None:
     obstacle = tmp_path / "obstacle"
     monkeypatch.setenv("CB_TEST_OBSTACLE", str(obstacle))
-    monkeypatch.setattr("cb_backend.front_end.supervisor.FIRST_RESTART_DELAY_S", 0.1)
+    monkeypatch.setattr("cb_backend.front_end.engine_keeper.FIRST_RESTART_DELAY_S", 0.1)
     member = fleet.add()
     obstacle.touch()
     os.kill(engine_pid(member), signal.SIGKILL)

@@ -71,7 +71,7 @@ def ask(model: Any, text: str, stream: bool = True, sampling: Any = None, **inpu
 
 
 def num_in_engine(model: Any) -> int:
-    stats = model._client.stats
+    stats = model._client.members[0].stats
     return -1 if stats is None else stats.num_running + stats.num_waiting
 
 
@@ -181,7 +181,7 @@ def test_cancelled_requests_stop_running_and_queued_ones_never_run(model: Any) -
 
 
 def test_cancellation_while_the_request_is_on_its_way_to_the_engine(model: Any, monkeypatch: Any) -> None:
-    submit, num_cancelled = model._client.submit, model._client.stats.num_cancelled
+    submit, num_cancelled = model._client.submit, model._client.members[0].stats.num_cancelled
 
     def cancelled_meanwhile(request: Any, answer: Any) -> None:
         answer.live.response_sender.cancel()
@@ -191,7 +191,9 @@ def test_cancellation_while_the_request_is_on_its_way_to_the_engine(model: Any, 
     monkeypatch.setattr(model._client, "submit", cancelled_meanwhile)
     assert ask(model, "a", sampling=LONG).sender.wait().error == (TritonError.CANCELLED, "Request was cancelled")
     monkeypatch.undo()
-    eventually(lambda: model._client.stats.num_cancelled == num_cancelled + 1, "the engine has dropped it", 5)
+    eventually(
+        lambda: model._client.members[0].stats.num_cancelled == num_cancelled + 1, "the engine has dropped it", 5
+    )
 
 
 @pytest.mark.parametrize("text", ["<fail-row>a", "<fail-step>a"])
@@ -207,7 +209,7 @@ def test_is_ready_and_killed_engine(model: Any) -> None:
     senders = [ask(model, "a", sampling=LONG).sender for _ in range(8)]
     eventually(lambda: all(sender.responses for sender in senders), "all run")
     begin = time.monotonic()
-    os.kill(model._client.life.pid, signal.SIGKILL)
+    os.kill(model._client.members[0].life.pid, signal.SIGKILL)
     for sender in senders:
         code, message = sender.wait().error or (None, "")
         assert code == TritonError.UNAVAILABLE
@@ -226,8 +228,8 @@ def test_draining_refuses_new_requests_and_finalize_answers_the_rest(folder: Pat
     repository = make_repository(folder / "two")
     model.initialize(server_args(repository, 0, parameters={"sender_threads": {"string_value": "1"}}))
     other.initialize(server_args(repository, 1))
-    pid = model._client.life.pid
-    assert other._client.life.pid == pid
+    pid = model._client.members[0].life.pid
+    assert other._client.members[0].life.pid == pid
     open_sender = ask(model, "a", sampling=LONG).sender
     model._housekeeping._drain._deadline = time.monotonic() + 0.5
     assert not model.is_ready()

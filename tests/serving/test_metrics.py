@@ -11,7 +11,7 @@ from cb_backend.buckets import BucketCounts
 from cb_backend.messages import Buckets, EngineStats, ModelInfo, StepStats
 from cb_backend.serving.latency import BOUNDS, Latencies, Totals
 from cb_backend.serving.metric_exporter import MAX_OBSERVATIONS, MetricExporter
-from cb_backend.serving.metrics import Metrics
+from cb_backend.serving.metrics import EngineReport, Metrics
 from tests.serving.fake_server import MetricFamily
 
 INFO = ModelInfo(
@@ -25,6 +25,10 @@ NO_TOTALS = Latencies(1).totals()
 
 def make_metrics(has_vllm_names: bool = False, is_on: bool = True) -> Metrics:
     return Metrics(MetricExporter("llm", "1", is_on), has_vllm_names, INFO.max_model_len)
+
+
+def publish_engine(metrics: Metrics, stats: EngineStats, info: ModelInfo, is_up: bool = True) -> None:
+    metrics.publish_engines({0: EngineReport(stats, info, is_up)})
 
 
 def stats(**values: Any) -> EngineStats:
@@ -68,8 +72,8 @@ def _fresh() -> None:
 
 def test_engine_state_and_counts() -> None:
     metrics = make_metrics()
-    metrics.publish_engine(
-        stats(num_running=5, num_waiting=2, num_blocks=100, num_free_blocks=75, num_output_tokens=40), INFO
+    publish_engine(
+        metrics, stats(num_running=5, num_waiting=2, num_blocks=100, num_free_blocks=75, num_output_tokens=40), INFO
     )
     kinds = {kind: exported("nv_trt_llm_request_metrics", request_type=kind) for kind in ("active", "scheduled")}
     assert kinds == {"active": 7, "scheduled": 5}
@@ -81,7 +85,7 @@ def test_engine_state_and_counts() -> None:
     assert exported(blocks, kv_cache_block_type="max") == 100
     assert exported(blocks, kv_cache_block_type="tokens_per") == 16
     assert exported(blocks, kv_cache_block_type="fraction") == 0.25
-    metrics.publish_engine(stats(num_blocks=100, num_free_blocks=100, num_output_tokens=65), INFO)
+    publish_engine(metrics, stats(num_blocks=100, num_free_blocks=100, num_output_tokens=65), INFO)
     assert exported("cb_output_tokens_total") == 65
     assert exported("nv_trt_llm_request_metrics", request_type="active") == 0
 
@@ -89,7 +93,7 @@ def test_engine_state_and_counts() -> None:
 def test_counts_go_on_over_a_restart_of_the_engine() -> None:
     metrics = make_metrics()
     for pid, count in ((1, 40), (1, 60), (2, 70), (2, 75)):  # more than the first before it was ever heard of
-        metrics.publish_engine(stats(num_output_tokens=count, engine_pid=pid), INFO)
+        publish_engine(metrics, stats(num_output_tokens=count, engine_pid=pid), INFO)
     assert exported("cb_output_tokens_total") == 60 + 75
     assert exported("cb_engine_restarts_total") == 1
 
@@ -97,9 +101,9 @@ def test_counts_go_on_over_a_restart_of_the_engine() -> None:
 def test_a_dead_engine_has_no_requests() -> None:
     metrics = make_metrics()
     busy = stats(num_running=5, num_waiting=2, num_blocks=100, num_free_blocks=75)
-    metrics.publish_engine(busy, INFO)
+    publish_engine(metrics, busy, INFO)
     assert exported("cb_engine_up") == 1
-    metrics.publish_engine(busy, INFO, is_up=False)
+    publish_engine(metrics, busy, INFO, is_up=False)
     assert exported("cb_engine_up") == exported("cb_requests_running") == exported("cb_requests_waiting") == 0
     assert exported("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="used") == 0
     assert exported("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="free") == 100
@@ -107,9 +111,9 @@ def test_a_dead_engine_has_no_requests() -> None:
 
 def test_steps_are_told_once_over_a_restart() -> None:
     metrics = make_metrics()
-    metrics.publish_engine(stats(engine_pid=1, steps=step_stats([1, 2, 8], host_seconds=0.5)), INFO)
-    metrics.publish_engine(stats(engine_pid=1, steps=step_stats([1, 2, 8, 8], host_seconds=0.75)), INFO)
-    metrics.publish_engine(stats(engine_pid=2, steps=step_stats([4], host_seconds=0.25)), INFO)
+    publish_engine(metrics, stats(engine_pid=1, steps=step_stats([1, 2, 8], host_seconds=0.5)), INFO)
+    publish_engine(metrics, stats(engine_pid=1, steps=step_stats([1, 2, 8, 8], host_seconds=0.75)), INFO)
+    publish_engine(metrics, stats(engine_pid=2, steps=step_stats([4], host_seconds=0.25)), INFO)
     assert observed("cb_step_requests") == [1, 2, 4, 8, 8]
     assert exported("cb_step_host_seconds_total") == 1.0
     assert exported("cb_steps_total") == 5
@@ -144,7 +148,7 @@ def test_vllm_names_and_buckets_where_asked_for() -> None:
     metrics = make_metrics(has_vllm_names=True)
     metrics.publish(Counter(), totals_of(time_to_first_token=[0.05, 3.0], num_answers=[1, 1]))
     engine = stats(num_running=3, num_blocks=100, num_free_blocks=75, num_prompt_tokens=18, num_output_tokens=48)
-    metrics.publish_engine(engine, INFO)
+    publish_engine(metrics, engine, INFO)
     key = (("model", "llm"), ("version", "1"))
     first_token = MetricFamily.exported["vllm:time_to_first_token_seconds", key]
     assert first_token.observed == [0.05, 3.0]
@@ -165,9 +169,9 @@ def test_vllm_names_and_buckets_where_asked_for() -> None:
 
 def test_the_next_publisher_counts_on_from_where_it_takes_over() -> None:
     first, second = make_metrics(), make_metrics()
-    first.publish_engine(stats(num_output_tokens=40), INFO)
-    second.skip_engine(stats(num_output_tokens=40))
-    second.publish_engine(stats(num_output_tokens=50), INFO)
+    publish_engine(first, stats(num_output_tokens=40), INFO)
+    second.skip_engine(0, stats(num_output_tokens=40))
+    publish_engine(second, stats(num_output_tokens=50), INFO)
     assert exported("cb_output_tokens_total") == 50
 
 
@@ -184,5 +188,5 @@ def test_front_ends_add_their_own_counts_up() -> None:
 def test_a_server_without_metrics_is_left_alone() -> None:
     metrics = make_metrics(is_on=False)
     metrics.publish(Counter(length=3), NO_TOTALS)
-    metrics.publish_engine(stats(num_running=1), INFO)
+    publish_engine(metrics, stats(num_running=1), INFO)
     assert MetricFamily.exported == {}
