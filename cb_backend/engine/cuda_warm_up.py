@@ -89,14 +89,16 @@ def warm_up(
 ) -> None:
     """Run the largest step and each kind of step once. Every block table names the null block alone."""
     params = SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, top_k=40, seed=1)
-    special = SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, seed=1, presence_penalty=1.0, logprobs=1)
+    special = SamplingParams(
+        max_tokens=1, min_tokens=1, temperature=0.7, top_p=0.9, seed=1, presence_penalty=1.0, logprobs=1
+    )
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max_model_len, -(-max_num_batched_tokens // num_rows))
     kinds = [
         ([min(max_model_len, max_num_batched_tokens)], params),
         ([longest] * num_rows, params),
         ([1] * num_rows, params),
-        ([1] * num_rows, special),  # rules work on float32 logits, for which the sampler is compiled apart
+        ([1] * num_rows, special),  # rules work on float32 logits, for which kernels are compiled apart
     ]
     for lengths, params in kinds:
         counts = np.asarray(lengths, np.int32)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.engine.input_batch import is_sampled_apart
 from cb_backend.kernels.slot_state import JOIN_COLUMNS, SamplingState, SlotState
 from cb_backend.outputs import JoinedRow, SchedulerOutput
 from cb_backend.sampling_params import MAX_STOP_TOKEN_IDS
@@ -59,7 +60,7 @@ def joined_slots(rows: Sequence[JoinedRow]) -> NDArray[np.int32]:
             len(row.token_ids),
             row.num_prompt_tokens,
             max(params.top_k, 0),
-            row.num_prompt_tokens + params.min_tokens,
+            0 if is_sampled_apart(params) else row.num_prompt_tokens + params.min_tokens,
         )
         floats[index] = (0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p)
         seeds[index] = params.seed or 0
@@ -89,7 +90,7 @@ def block_table_deltas(plan: SchedulerOutput) -> NDArray[np.int32]:
     return deltas
 
 
-def copy_to(values: NDArray[np.int32], device: torch.device) -> Tensor:
+def copy_to(values: NDArray, device: torch.device) -> Tensor:
     """To the device without waiting for it. Pinned memory is held back by torch's allocator until the copy is done."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":

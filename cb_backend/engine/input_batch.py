@@ -10,6 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput
+from cb_backend.sampling_params import SamplingParams
+
+
+def is_sampled_apart(params: SamplingParams) -> bool:
+    """Whether a row's token is chosen after the step and not within it: its logits are changed first, or are wanted as
+    the model gave them while stop ids are ruled out."""
+    return params.has_logits_rules or (params.logprobs is not None and params.min_tokens > 0)
 
 
 class InputBatch:
@@ -29,7 +36,6 @@ class InputBatch:
         self.seeds = np.zeros(num_slots, np.int64)  # bit pattern of the unsigned seed
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens to report; -1 = none, 0 = the sampled
-        self.needs_eager_step = np.zeros(num_slots, np.bool_)  # asks for what a captured step does not compute
         self.stop_token_ids: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_slots
 
     def apply(self, plan: SchedulerOutput) -> None:
@@ -50,7 +56,6 @@ class InputBatch:
         self.min_p[slot] = params.min_p
         self.seeds[slot] = np.uint64(params.seed or 0).astype(np.int64)
         self.min_tokens[slot] = params.min_tokens
-        self.needs_eager_step[slot] = params.logprobs is not None or params.has_logits_rules
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.stop_token_ids[slot] = np.asarray(row.stop_token_ids, np.int64)
 

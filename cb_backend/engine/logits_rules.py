@@ -4,7 +4,8 @@ In this order, for logits x of one row (the vLLM order):
 1. allowed_token_ids: all others become -inf. 2. bad_words: the last token of a word becomes -inf where the tokens
 before it end the text so far (prompt included). 3. logit_bias: x += bias. 4. repetition_penalty r, for tokens of
 prompt or output: x / r where x > 0, else x * r. 5. frequency_penalty f and presence_penalty p, for output tokens:
-x -= f * count + p.
+x -= f * count + p. (-inf stays -inf, so 1 is done together with 4 and 5.) 6. min_tokens: stop ids become -inf; that
+is the runner's own work, which needs `min_positions` for the rows that are sampled apart.
 
 All of it follows from the tokens known so far, which are kept on the device for the slots that ask: a step never waits
 for the one before, and neither preemption nor a cached prefix changes anything. Rows without rules are not touched.
@@ -12,114 +13,182 @@ for the one before, and neither preemption nor a cached prefix changes anything.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.engine.bad_words import BadWords
+from cb_backend.engine.device_state import copy_to
+from cb_backend.engine.input_batch import is_sampled_apart
+from cb_backend.kernels.slot_state import SamplingState
+from cb_backend.kernels.token_marks import FORBIDDEN, PROMPT
+from cb_backend.layers.ops import Ops
 from cb_backend.outputs import JoinedRow
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+
+_NO_MARKS = -1
+_FIRST_MARK_ROWS = 4
 
 
 class LogitsRules:
-    """The rules of all slots that have any. Their rows are worked on one by one: they are meant to be few."""
+    """The rules of all slots that have any, as arrays on the device; changed when a request joins."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_model_len: int, num_slots: int, device: torch.device, ops: Ops) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._device = device
-        self._slots: dict[int, _SlotRules] = {}
+        self._ops = ops
+        self.has_rules = np.zeros(num_slots, np.bool_)
+        # Marks take a row of the vocabulary's size, so only slots that need them have one; all of one if all do.
+        self._mark_row = np.full(num_slots, _NO_MARKS, np.int32)
+        self._marks = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._penalties = torch.ones(num_slots, 3, dtype=torch.float32, device=device)  # by row of marks
+        self._num_biases = np.zeros(num_slots, np.int32)
+        self._bias_ids = torch.zeros(num_slots, MAX_LOGIT_BIASES, dtype=torch.int64, device=device)
+        self._biases = torch.zeros(
+            num_slots, MAX_LOGIT_BIASES, dtype=torch.float32, device=device
+        )  # 0: changes nothing
+        self._bad_words: dict[int, BadWords] = {}  # by slot
+        self._min_tokens = np.zeros(num_slots, np.int32)
+        self.min_positions = torch.zeros(num_slots, dtype=torch.int32, device=device)  # int32, as in `SlotState`
+        self._last: RuledRows | None = None
 
     def join(self, rows: Sequence[JoinedRow]) -> None:
         """Take over the rules of requests that join a slot, and forget those of the slot before."""
         for row in rows:
-            self._slots.pop(row.slot, None)
-            if row.params.has_logits_rules:
-                self._slots[row.slot] = _SlotRules(row, self._max_model_len, self._vocab_size, self._device)
+            slot, params = row.slot, row.params
+            if self.has_rules[slot]:
+                self._forget(slot)
+            if is_sampled_apart(params):
+                self._last = None
+                self.has_rules[slot] = True
+                self._join(slot, row, params)
 
-    def find(self, slots: NDArray[np.int32], num_tokens: NDArray, is_sampling: NDArray[np.bool_]) -> RuledRows | None:
-        """The rows of a step that have rules; None if there are none. Arrays [num_rows] in the order of the logits.
+    def find(self, slots: NDArray[np.int32], rows: NDArray[np.intp], num_tokens: NDArray[np.int32]) -> RuledRows | None:
+        """Those of the given rows that are sampled apart; None if there are none. Valid until the next call.
 
-        num_tokens: tokens known to each row, sampled ones of launched steps included.
+        slots, rows, num_tokens [n]: slot of each row that samples, its place among the logits, and how many tokens of
+        it are known, sampled ones of launched steps included.
         """
-        if not self._slots:
+        ruled = np.flatnonzero(self.has_rules[slots])
+        if not len(ruled):
             return None
-        found = [
-            (row, self._slots[slot], int(num_tokens[row]))
-            for row, slot in enumerate(slots.tolist())
-            if slot in self._slots and is_sampling[row]
-        ]
-        return RuledRows(found) if found else None
+        slots, rows, num_tokens = slots[ruled], rows[ruled], num_tokens[ruled]
+        if self._last is None or not self._last.is_same(slots, rows):
+            self._last = self._ruled_rows(slots, rows)
+        self._last.num_tokens = num_tokens.tolist()
+        return self._last
 
+    def apply(self, ruled: RuledRows, logits: Tensor) -> None:
+        """Change logits [num_ruled_rows, vocab_size] fp32 in place."""
+        for place, bad_words in ruled.bad_words:
+            bad_words.apply(logits[place], ruled.num_tokens[place])
+        if ruled.num_biases:
+            ids = self._bias_ids[ruled.slots, : ruled.num_biases]
+            logits.scatter_add_(1, ids, self._biases[ruled.slots, : ruled.num_biases])
+        if len(ruled.mark_rows):
+            self._ops.apply_marks(logits, ruled.marked, self._marks, ruled.mark_rows, self._penalties)
 
-class RuledRows:
-    """The rows of one step that have rules."""
+    def record(self, ruled: RuledRows, token_ids: Tensor) -> None:
+        """Remember what was sampled. token_ids: int32 [num_ruled_rows]."""
+        if len(ruled.mark_rows):
+            self._marks[ruled.mark_rows, token_ids[ruled.marked].long()] += 1
+        for place, bad_words in ruled.bad_words:
+            bad_words.tokens[ruled.num_tokens[place]] = token_ids[place]
 
-    def __init__(self, rows: list[tuple[int, _SlotRules, int]]) -> None:
-        self._rows = rows  # (row, rules, number of tokens)
+    # ---- joining -----------------------------------------------------------------------------------------------------
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Returns the logits [num_rows, vocab_size] as float32, in which a small bias is not rounded away."""
-        logits = logits.float()  # exact, so other rows sample what they would have
-        for row, rules, num_tokens in self._rows:
-            rules.apply(logits[row], num_tokens)
-        return logits
+    def _forget(self, slot: int) -> None:
+        self.has_rules[slot] = False
+        self._mark_row[slot] = _NO_MARKS
+        if self._num_biases[slot]:
+            self._num_biases[slot] = 0
+            self._biases[slot].zero_()
+        self._bad_words.pop(slot, None)
 
-    def record(self, token_ids: Tensor) -> None:
-        """Remember what was sampled. token_ids: int32 [num_rows]."""
-        for row, rules, num_tokens in self._rows:
-            rules.tokens[num_tokens] = token_ids[row]
+    def _join(self, slot: int, row: JoinedRow, params: SamplingParams) -> None:
+        self._min_tokens[slot] = params.min_tokens
+        if params.min_tokens:
+            self.min_positions[slot].fill_(row.num_prompt_tokens + params.min_tokens)
+        if params.bad_words_token_ids:
+            max_tokens = min(row.num_prompt_tokens + params.max_tokens, self._max_model_len)
+            self._bad_words[slot] = BadWords(params.bad_words_token_ids, row.token_ids, max_tokens, self._device)
+        if params.logit_bias:
+            self._num_biases[slot] = len(params.logit_bias)
+            self._bias_ids[slot, : len(params.logit_bias)] = self._copy(list(params.logit_bias), np.int64)
+            self._biases[slot, : len(params.logit_bias)] = self._copy(list(params.logit_bias.values()), np.float32)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        if penalties != (1.0, 0.0, 0.0) or params.allowed_token_ids:
+            mark_row = self._free_mark_row()
+            self._mark_row[slot] = mark_row
+            self._penalties[mark_row] = self._copy(penalties, np.float32)
+            self._mark(self._marks[mark_row], row, params)
 
-
-class _SlotRules:
-    """One request's rules as tensors, and its tokens."""
-
-    def __init__(self, row: JoinedRow, max_model_len: int, vocab_size: int, device: torch.device) -> None:
-        params = row.params
-        max_tokens = min(row.num_prompt_tokens + params.max_tokens, max_model_len)
-        self.tokens = torch.zeros(max_tokens + 1, dtype=torch.int64, device=device)
-        known = torch.from_numpy(np.asarray(row.token_ids, np.int64))
-        self.tokens[: len(known)] = known.to(device)
-        self._num_prompt_tokens = row.num_prompt_tokens
-        self._params = params
-        self._is_forbidden: Tensor | None = None  # [vocab_size]
+    def _mark(self, marks: Tensor, row: JoinedRow, params: SamplingParams) -> None:
+        """Fill one row of marks with what is known of a request."""
+        known = self._copy(row.token_ids, np.int64)
+        output = known[row.num_prompt_tokens :]
+        marks.zero_()
+        marks.index_fill_(0, known[: row.num_prompt_tokens], PROMPT)
+        marks.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         if params.allowed_token_ids:
-            self._is_forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self._is_forbidden[torch.tensor(params.allowed_token_ids, device=device)] = False
-        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
-        self._bad_words = _bad_words(params, device)
+            allowed = self._copy(params.allowed_token_ids, np.int64)
+            kept = marks[allowed]
+            marks.fill_(FORBIDDEN)
+            marks[allowed] = kept
 
-    def apply(self, logits: Tensor, num_tokens: int) -> None:
-        """Change one row's logits [vocab_size] fp32 in place."""
-        params, tokens = self._params, self.tokens[:num_tokens]
-        if self._is_forbidden is not None:
-            logits.masked_fill_(self._is_forbidden, float("-inf"))
-        for prefixes, lasts in self._bad_words:
-            length = prefixes.shape[1]
-            if num_tokens >= length:
-                is_match = (tokens[num_tokens - length :] == prefixes).all(dim=1)
-                # Added, because two words may end on one token and only one of them match.
-                logits.index_add_(0, lasts, torch.where(is_match, float("-inf"), 0.0))
-        if len(self._bias):
-            logits.index_add_(0, self._bias_ids, self._bias)
-        if params.repetition_penalty != 1.0:
-            seen = logits[tokens]  # a token met twice is written twice, with the same value
-            factor = params.repetition_penalty
-            logits[tokens] = torch.where(seen > 0, seen / factor, seen * factor)
-        if params.presence_penalty or params.frequency_penalty:
-            output = tokens[self._num_prompt_tokens :]
-            counts = torch.zeros_like(logits).index_add_(0, output, torch.ones_like(output, dtype=logits.dtype))
-            logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    def _free_mark_row(self) -> int:
+        """A row of marks that no slot has; more are made where all are taken."""
+        taken = set(self._mark_row.tolist())
+        num_rows = len(self._marks)
+        for mark_row in range(num_rows):
+            if mark_row not in taken:
+                return mark_row
+        num_more = min(max(num_rows, _FIRST_MARK_ROWS), len(self._mark_row) - num_rows)
+        self._marks = torch.cat((self._marks, self._marks.new_zeros(num_more, self._vocab_size)))
+        return num_rows
+
+    def _ruled_rows(self, slots: NDArray[np.int32], rows: NDArray[np.intp]) -> RuledRows:
+        mark_rows = self._mark_row[slots]
+        marked = np.flatnonzero(mark_rows != _NO_MARKS)
+        words = self._bad_words
+        bad_words = [(place, words[slot]) for place, slot in enumerate(slots.tolist()) if slot in words]
+        return RuledRows(
+            host_slots=slots,
+            host_rows=rows,
+            num_tokens=[],
+            slots=self._copy(slots, np.int64),
+            rows=self._copy(rows, np.int64),
+            marked=self._copy(marked, np.int64),
+            mark_rows=self._copy(mark_rows[marked], np.int64),
+            num_biases=int(self._num_biases[slots].max()),
+            bad_words=bad_words,
+            has_min_tokens=bool(self._min_tokens[slots].any()),
+        )
+
+    def _copy(self, values: object, dtype: type[np.generic]) -> Tensor:
+        return copy_to(np.asarray(values, dtype), self._device)
 
 
-def _bad_words(params: SamplingParams, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Words by length: (all tokens but the last [num_words, length - 1], the last [num_words])."""
-    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for word in params.bad_words_token_ids:
-        by_length[len(word)].append(word)
-    words = [torch.tensor(group, dtype=torch.int64, device=device) for group in by_length.values()]
-    return [(group[:, :-1], group[:, -1].contiguous()) for group in words]
+@dataclass(slots=True, eq=False)
+class RuledRows:
+    """The rows of one step that have rules. Kept from step to step while they stay the same; only lengths change."""
+
+    host_slots: NDArray[np.int32]
+    host_rows: NDArray[np.intp]
+    num_tokens: list[int]  # [n] known in this step
+    slots: Tensor  # int64 [n]
+    rows: Tensor  # int64 [n] their places among the step's logits
+    marked: Tensor  # int64 [m] which of the n have marks
+    mark_rows: Tensor  # int64 [m] and which row of the marks
+    num_biases: int  # the most that one of them has
+    bad_words: list[tuple[int, BadWords]]  # (which of the n, its words)
+    has_min_tokens: bool
+    sampling: SamplingState | None = None  # each [n]; for the runner to keep
+
+    def is_same(self, slots: NDArray[np.int32], rows: NDArray[np.intp]) -> bool:
+        return np.array_equal(slots, self.host_slots) and np.array_equal(rows, self.host_rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cb_backend.engine.input_batch import InputBatch
 from cb_backend.engine.logits_rules import LogitsRules
-from cb_backend.engine.logprobs import AskingRows
+from cb_backend.engine.logprobs import LogprobsOfStep
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
@@ -52,7 +52,8 @@ class ModelRunner:
         self.swapper: BlockSwapper | None = None
         self.device = storage.data.device
         self.batch = InputBatch(num_slots, max_model_len, storage.data.shape[-2])
-        self.rules = LogitsRules(model.config.vocab_size, max_model_len, self.device)
+        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.logprobs = LogprobsOfStep(self.device, ops)
 
     def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
         return self.rotary.cache_key(num_prompt_tokens)
@@ -117,14 +118,21 @@ class ModelRunner:
         slots = plan.slots[rows]
         positions = plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows]  # of the token to be sampled
         logits = self.model.compute_logits(hidden)  # [len(rows), vocab_size]
-        asking = AskingRows.find(logits, batch.num_logprobs[slots], rows)
-        ruled = self.rules.find(slots, positions, plan.is_sampling[rows])
+        places = np.arange(len(rows))
+        asking = self.logprobs.find(batch.num_logprobs[slots], rows, places)
+        ruled = self.rules.find(slots, places, positions)
+        scores = logits  # what is sampled from: `logits` stay as the model gave them
+        stop_ids_to_mask = batch.stop_ids_to_mask(slots, positions)
+        if ruled is not None or stop_ids_to_mask:
+            scores = logits.to(torch.float32, copy=True)  # exact, so other rows sample what they would have
         if ruled is not None:
-            logits = ruled.apply(logits)
-        for row, stop_ids in batch.stop_ids_to_mask(slots, positions):
-            logits[row, self._to_device(stop_ids)] = float("-inf")
+            own_scores = scores[ruled.rows]
+            self.rules.apply(ruled, own_scores)
+            scores[ruled.rows] = own_scores
+        for row, stop_ids in stop_ids_to_mask:
+            scores[row, self._to_device(stop_ids)] = float("-inf")
         token_ids, is_failed = self.ops.sample(
-            logits,
+            scores,
             self._to_device(batch.temperature[slots]),
             self._to_device(batch.top_k[slots]),
             self._to_device(batch.top_p[slots]),
@@ -135,8 +143,8 @@ class ModelRunner:
         sampled = token_ids.cpu().numpy()
         batch.token_ids[slots, positions] = sampled
         if ruled is not None:
-            ruled.record(token_ids)
-        logprobs = None if asking is None else asking.launch(token_ids)
+            self.rules.record(ruled, token_ids[ruled.rows])
+        logprobs = None if asking is None else self.logprobs.launch(asking, logits, token_ids)
         failed = is_failed.cpu().numpy()  # waits for the device
         return sampled, failed, None if logprobs is None else logprobs.result()
 

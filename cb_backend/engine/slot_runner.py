@@ -2,7 +2,8 @@
 
 `execute_model` launches a step and returns at once; the next step may be launched before its result is read, because
 the sampled tokens are already where the next step looks for them. A step too large for a graph is launched kernel by
-kernel. It runs on a CPU as well (eagerly), which is how its logic is tested without a GPU.
+kernel. What only some rows ask for (rules, log-probabilities) is done for these rows after the step, from its logits.
+It runs on a CPU as well (eagerly), which is how its logic is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from cb_backend.engine.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
 from cb_backend.engine.input_batch import InputBatch
-from cb_backend.engine.logits_rules import LogitsRules
-from cb_backend.engine.logprobs import AskingRows, PendingLogprobs
+from cb_backend.engine.logits_rules import LogitsRules, RuledRows
+from cb_backend.engine.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
-from cb_backend.engine.step_graphs import StepGraphs
+from cb_backend.engine.step_graphs import MAX_GRAPH_PROMPTS, StepGraphs
+from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
@@ -78,8 +80,13 @@ class SlotRunner:
         self.padding_slot = num_slots
         self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
-        self.rules = LogitsRules(model.config.vocab_size, max_model_len, self.device)
+        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.logprobs = LogprobsOfStep(self.device, ops)
         self.graphs = StepGraphs()
+        # One for all graphs, which leave their logits here for the rows that need them again.
+        self.logits = torch.empty(
+            num_slots + MAX_GRAPH_PROMPTS, model.config.vocab_size, dtype=model.dtype, device=self.device
+        )
         self._is_cuda = self.device.type == "cuda"
         # Twice the rows: a step's result has columns for the bucket's decode rows and for its prompts.
         self._host_results = [
@@ -111,39 +118,57 @@ class SlotRunner:
         deltas = block_table_deltas(plan)
         num_decode = plan.num_decode_rows
         num_prefill, num_prompts = plan.num_tokens - num_decode, plan.num_rows - num_decode
-        is_special = bool(self.batch.needs_eager_step[plan.slots].any())
-        found = None if is_special else self.graphs.find(num_decode, num_prefill, num_prompts)
-        logprobs = None
+        found = self.graphs.find(num_decode, num_prefill, num_prompts)
         if found is None:
             buffers = self._eager_buffers(StepShape(num_decode, num_prefill, num_prompts), plan, deltas)
-            if is_special:
-                logprobs = self._run_special_step(plan, buffers)
-            else:
-                self.run_step(buffers)
+            logits = self.run_step(buffers)
         else:
             graph, buffers = found
             self._fill(buffers, plan, deltas)
             graph.replay()
-        return self._launched(plan, buffers, logprobs)
+            logits = self.logits[: buffers.shape.num_rows]
+        return self._launched(plan, buffers, self._run_tail(plan, buffers, logits))
 
     @torch.inference_mode()
-    def run_step(self, buffers: StepBuffers) -> None:
-        """A whole step, reading and writing only device memory. What a graph captures."""
-        self._sample(buffers, self._compute_logits(buffers))
+    def run_step(self, buffers: StepBuffers) -> Tensor:
+        """A whole step, reading and writing only device memory. What a graph captures.
 
-    def _run_special_step(self, plan: SchedulerOutput, buffers: StepBuffers) -> PendingLogprobs | None:
-        """A step with rows that ask for more than a graph holds. Its buffers hold just the plan's rows, in order."""
+        Returns the logits [num_rows, vocab_size] as the model gave them (but for stop ids before min_tokens).
+        """
         logits = self._compute_logits(buffers)
-        num_logprobs = np.where(plan.is_sampling, self.batch.num_logprobs[plan.slots], -1)
-        asking = AskingRows.find(logits, num_logprobs, np.arange(plan.num_rows))
-        num_tokens = plan.num_computed_tokens + plan.num_scheduled_tokens
-        ruled = self.rules.find(plan.slots, num_tokens, plan.is_sampling)
-        if ruled is None:
-            self._sample(buffers, logits)
-        else:
-            self._sample(buffers, ruled.apply(logits))
-            ruled.record(buffers.result[0])
-        return None if asking is None else asking.launch(buffers.result[0])
+        self._sample(buffers, logits)
+        return logits
+
+    def _run_tail(self, plan: SchedulerOutput, buffers: StepBuffers, logits: Tensor) -> PendingLogprobs | None:
+        """What rows ask for beyond the step: rules, which have them sample again, and log-probabilities."""
+        batch, rules = self.batch, self.rules
+        is_asking = rules.has_rules[plan.slots] | (batch.num_logprobs[plan.slots] >= 0)
+        rows = np.flatnonzero(is_asking & plan.is_sampling)
+        if not len(rows):
+            return None
+        slots, num_decode = plan.slots[rows], plan.num_decode_rows
+        # Prompts stand behind the bucket's decode rows.
+        places = np.where(rows < num_decode, rows, rows - num_decode + buffers.shape.num_decode)
+        ruled = rules.find(slots, places, plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows])
+        if ruled is not None:
+            self._sample_apart(ruled, buffers, logits)
+        asking = self.logprobs.find(batch.num_logprobs[slots], rows, places)
+        return None if asking is None else self.logprobs.launch(asking, logits, buffers.result[0])
+
+    def _sample_apart(self, ruled: RuledRows, buffers: StepBuffers, logits: Tensor) -> None:
+        """Choose again where rules change the logits: as float32, in which a small bias is not rounded away."""
+        state, ops, rules, result = self.state, self.ops, self.rules, buffers.result
+        positions = buffers.rows.sample_positions[ruled.rows]
+        if ruled.sampling is None:
+            ruled.sampling = SamplingState(*(values[ruled.slots] for values in state.sampling))
+        own_logits = logits[ruled.rows].float()  # [num_ruled_rows, vocab_size] a copy
+        rules.apply(ruled, own_logits)
+        if ruled.has_min_tokens:
+            ops.mask_stop_ids(own_logits, ruled.slots, positions, rules.min_positions, state.stop_ids)
+        token_ids, is_failed = ops.sample(own_logits, *ruled.sampling, positions)
+        ops.commit_tokens(ruled.slots, token_ids, positions, state.last_token, state.num_tokens)
+        result[:, ruled.rows] = torch.stack((token_ids, is_failed.to(torch.int32)))
+        rules.record(ruled, token_ids)
 
     def _compute_logits(self, buffers: StepBuffers) -> Tensor:
         """Everything before sampling. [num_rows, vocab_size]"""
@@ -169,10 +194,11 @@ class SlotRunner:
         hidden = self.model(rows.token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
         if shape.num_prefill:
             hidden = hidden.index_select(0, segments["sample_index"])  # [num_rows, hidden_size]
-        return self.model.compute_logits(hidden)
+        num_rows = hidden.shape[0]
+        return self.model.compute_logits(hidden, self.logits[:num_rows] if num_rows <= len(self.logits) else None)
 
     def _sample(self, buffers: StepBuffers, logits: Tensor) -> None:
-        """Choose the rows' tokens and book them. logits [num_rows, vocab_size] is changed."""
+        """Choose the rows' tokens and book them. Changes stop ids in logits [num_rows, vocab_size]."""
         state, ops, slots, rows = self.state, self.ops, buffers.slots, buffers.rows
         ops.mask_stop_ids(logits, slots, rows.sample_positions, state.min_positions, state.stop_ids)
         token_ids, is_failed = ops.sample(logits, *rows.sampling, rows.sample_positions)

@@ -19,6 +19,7 @@ from cb_backend.engine.step_buffers import StepBuffers, StepShape
 # Prompt tokens a mixed step has a graph for, and how many requests they may come from. Above the last, the device is
 # busy for longer than the host needs to launch the step kernel by kernel.
 _PROMPTS_OF_PREFILL = {32: 4, 128: 4, 256: 8, 512: 8, 1024: 16, 2048: 16}
+MAX_GRAPH_PROMPTS = max(_PROMPTS_OF_PREFILL.values())
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -56,7 +57,7 @@ class StepGraphs:
         self,
         shapes: Iterable[StepShape],
         make: Callable[[StepShape], StepBuffers],
-        step: Callable[[StepBuffers], None],
+        step: Callable[[StepBuffers], object],
         progress: Callable[[str], None],
     ) -> None:
         """Capture `step` for every shape. The step must be runnable on buffers of padding and must not wait."""

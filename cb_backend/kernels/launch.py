@@ -37,6 +37,7 @@ _ROW_POINTERS = frozenset(
     for name in (
         "slots", "seq_lens", "query_start_loc", "cos_sin_rows", "slot_mapping",
         "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "token_ids", "is_failed",
+        "rows", "mark_rows",
     )
 )  # fmt: skip
 

@@ -60,7 +60,7 @@ class LMHead:
         self.ops = ops
         self.weight = weight  # [vocab_size, hidden_size]
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        logits: Tensor = self.ops.linear(hidden, self.weight)
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size], in `out` where given."""
+        logits: Tensor = self.ops.linear(hidden, self.weight, None, out)
         return logits

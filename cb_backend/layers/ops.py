@@ -22,6 +22,8 @@ from cb_backend.kernels import (
     silu_mul,
     slot_state,
     step_rows,
+    token_marks,
+    top_logprobs,
 )
 
 Op = Callable[..., Any]  # each one's signature stands in its module in cb_backend/kernels
@@ -41,6 +43,8 @@ _MODULE_OF_OP = {
     "prepare_rows": step_rows,
     "commit_tokens": step_rows,
     "mask_stop_ids": step_rows,
+    "apply_marks": token_marks,
+    "top_logprobs": top_logprobs,
 }
 _SUFFIX_OF_BACKEND = {"torch": "_torch", "triton": ""}
 
@@ -66,6 +70,9 @@ class Ops:
     prepare_rows: Op
     commit_tokens: Op
     mask_stop_ids: Op
+    # Of the rows that ask for more
+    apply_marks: Op
+    top_logprobs: Op
 
 
 def resolve_ops(backend: str) -> Ops:

@@ -82,6 +82,11 @@ class DecoderForCausalLM:
         self.lm_head = LMHead(torch.empty_like(embedding) if has_own_head else embedding, ops)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and logits."""
+        return self.embed_tokens.weight.dtype
+
+    @property
     def has_own_head(self) -> bool:
         return self.lm_head.weight is not self.embed_tokens.weight
 
@@ -101,9 +106,9 @@ class DecoderForCausalLM:
         assert residual is not None  # a model has layers
         return self.norm.add(hidden, residual)[0]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype; in `out` where given."""
+        return self.lm_head(hidden, out)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model under its checkpoint name; parts of fused weights are views."""

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.logits_rules import LogitsRules
+from cb_backend.engine.logits_rules import LogitsRules, RuledRows
 from cb_backend.errors import InvalidRequestError
+from cb_backend.layers.ops import resolve_ops
 from cb_backend.outputs import JoinedRow
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run, with_slot_runner
@@ -22,18 +23,27 @@ INF = float("inf")
 X = [2.0, -1.0, 0.5, 4.0, -3.0, 0.0]
 
 
+def new_rules(vocab_size: int) -> LogitsRules:
+    return LogitsRules(vocab_size, 100, 8, torch.device("cpu"), resolve_ops("torch"))
+
+
+def find(rules: LogitsRules, slot: int, num_tokens: int) -> RuledRows | None:
+    return rules.find(np.array([slot], np.int32), np.array([0]), np.array([num_tokens], np.int32))
+
+
 def ruled_row(params: SamplingParams, prompt: list[int], output: list[int], logits: list[float] = X) -> list[float]:
     """One row through the rules: prompt known at the join, outputs recorded one by one as a runner does."""
-    rules = LogitsRules(len(logits), 100, torch.device("cpu"))
-    slots, is_sampling = np.array([3], np.int32), np.array([True])
+    rules = new_rules(len(logits))
     rules.join([JoinedRow(3, 1, np.array(prompt, np.int32), len(prompt), (), params, ())])
     for count, token in enumerate(output):
-        found = rules.find(slots, np.array([len(prompt) + count]), is_sampling)
+        found = find(rules, 3, len(prompt) + count)
         assert found is not None
-        found.record(torch.tensor([token], dtype=torch.int32))
-    found = rules.find(slots, np.array([len(prompt) + len(output)]), is_sampling)
+        rules.record(found, torch.tensor([token], dtype=torch.int32))
+    found = find(rules, 3, len(prompt) + len(output))
     assert found is not None
-    return found.apply(torch.tensor([logits]))[0].tolist()
+    row = torch.tensor([logits])
+    rules.apply(found, row)
+    return row[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -80,14 +90,35 @@ def test_k3_a_word_of_two_tokens_bans_the_second_only_after_the_first() -> None:
 
 
 def test_a_slot_forgets_the_rules_of_the_request_before() -> None:
-    rules = LogitsRules(6, 100, torch.device("cpu"))
+    rules = new_rules(6)
     tokens = np.array([1], np.int32)
-    rules.join([JoinedRow(0, 1, tokens, 1, (), SamplingParams(logit_bias={1: 5.0}), ())])
-    slots, is_sampling = np.array([0], np.int32), np.array([True])
-    assert rules.find(slots, np.array([1]), is_sampling) is not None
-    assert rules.find(slots, np.array([1]), np.array([False])) is None
-    rules.join([JoinedRow(0, 2, tokens, 1, (), SamplingParams(), ())])
-    assert rules.find(slots, np.array([1]), is_sampling) is None
+    for params in ({"logit_bias": {1: 5.0}}, {"presence_penalty": 1.0}, {"bad_words_token_ids": ((1,),)}):
+        rules.join([JoinedRow(0, 1, tokens, 1, (), SamplingParams(**params), ())])
+        assert find(rules, 0, 1) is not None
+        rules.join([JoinedRow(0, 2, tokens, 1, (), SamplingParams(), ())])
+        assert find(rules, 0, 1) is None
+    # The next request with rules has its own only, and a row of marks that was another's is clean.
+    rules.join([JoinedRow(0, 3, np.array([2], np.int32), 1, (), SamplingParams(repetition_penalty=2.0), ())])
+    found = find(rules, 0, 1)
+    assert found is not None
+    row = torch.ones(1, 6)
+    rules.apply(found, row)
+    assert row[0].tolist() == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0]
+
+
+def test_as_many_slots_as_there_are_can_have_penalties() -> None:
+    rules = new_rules(6)
+    slots = np.arange(8, dtype=np.int32)
+    for slot in slots.tolist():
+        params = SamplingParams(presence_penalty=0.1 * slot, frequency_penalty=0.01)
+        rules.join([JoinedRow(slot, slot, np.array([0, slot % 6], np.int32), 1, (), params, ())])
+    found = rules.find(slots, np.arange(8), np.full(8, 2, np.int32))
+    assert found is not None
+    rows = torch.zeros(8, 6)
+    rules.apply(found, rows)
+    for slot in slots.tolist():
+        assert rows[slot, slot % 6].item() == pytest.approx(-0.1 * slot - 0.01)
+        assert rows[slot].count_nonzero() == 1
 
 
 # ---- the whole engine --------------------------------------------------------------------------------------------

@@ -7,10 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.logprobs import compute_logprobs
 from cb_backend.errors import InvalidRequestError
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import Run, config, run, with_slot_runner
@@ -87,28 +85,6 @@ def test_f3_warm_prompts_around_block_borders(folder: Path) -> None:
             assert second.top_ids == first.top_ids
             assert second.top == pytest.approx(first.top, abs=1e-4)
     assert engine.stats().num_cached_prompt_tokens > 0
-
-
-def test_f9_equal_logits_have_one_rank_and_stand_by_id() -> None:
-    """Case F9: strictly likelier tokens count, whichever of the equals was sampled."""
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, -1.0, 1.0]] * 4)
-    floats, ints = compute_logprobs(logits, torch.tensor([1, 3, 5, 4], dtype=torch.int32), 4)
-    assert ints[:, 0].tolist() == [1, 1, 3, 6]
-    assert ints[:, 1:].tolist() == [[1, 3, 2, 5]] * 4
-    values = np.exp([2, 2, 1, 1]) / np.exp([0, 2, 1, 2, -1, 1]).sum()
-    assert floats[0, 1:].exp().tolist() == pytest.approx(values.tolist(), rel=1e-5)
-    assert floats[:, 0].tolist() == logits.log_softmax(-1)[range(4), [1, 3, 5, 4]].tolist()
-
-
-def test_many_rows_are_computed_in_parts() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(37, 50, generator=generator)
-    sampled = torch.randint(50, (37,), generator=generator, dtype=torch.int32)
-    floats, ints = compute_logprobs(logits, sampled, 50)
-    expected = logits.log_softmax(-1)
-    assert torch.equal(floats[:, 1:], expected.sort(descending=True).values)
-    assert torch.equal(ints[:, 1:].long(), expected.argsort(descending=True))
-    assert torch.equal(floats[:, 0], expected[range(37), sampled.long()])
 
 
 def test_f8_more_than_the_vocabulary_is_refused_at_the_door(folder: Path) -> None:

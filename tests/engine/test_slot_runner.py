@@ -99,3 +99,37 @@ def test_every_batch_size_has_a_shape_that_holds_it() -> None:
     for shape in step_shapes(300, 1000):
         assert shape.num_decode <= 300
         assert shape.num_prefill <= 1000
+
+
+APART = [
+    SamplingParams(max_tokens=14, temperature=0.0, seed=0, logprobs=3, min_tokens=6, stop_token_ids=(7, 11)),
+    SamplingParams(max_tokens=14, temperature=0.0, seed=0, ignore_eos=True, presence_penalty=1.5, logprobs=0),
+    GREEDY,
+    SamplingParams(max_tokens=14, temperature=0.9, seed=5, ignore_eos=True, logit_bias={7: 3.0}, frequency_penalty=2.0),
+    SamplingParams(max_tokens=14, temperature=0.8, seed=6, ignore_eos=True, repetition_penalty=1.4, min_tokens=9),
+    SamplingParams(
+        max_tokens=14, temperature=0.0, seed=0, bad_words_token_ids=((5,), (3, 4)), allowed_token_ids=(3, 4)
+    ),
+    SamplingParams(max_tokens=9, temperature=0.7, top_k=9, seed=8, logprobs=5, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 4])
+def test_j3_rows_that_ask_for_more_leave_the_step_a_graph(run_ahead: int, tmp_path: Path) -> None:
+    """Case J3 on captured steps: every step is a replay, tokens and figures are those of the reference runner."""
+    folder = write_checkpoint("llama-tied", tmp_path)
+    settings = {"block_size": 4, "max_num_batched_tokens": 12, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
+    reference = create_engine(config(str(folder), **settings, run_ahead=run_ahead))
+    prompts = prompts_for(reference.info.vocab_size)
+    expected = run(reference, prompts, APART)
+    engine, replays = slot_engine(reference, has_graphs=True)
+    got = run(engine, prompts, APART, arrivals=[0, 1, 1, 4, 4, 6, 12])
+    assert sum(replay.num_replays for replay in replays) == engine.stats().step_id
+    assert got.token_ids == expected.token_ids
+    assert got.reasons == expected.reasons
+    assert set(got.logprobs) == {0, 1, 6}
+    for index, figures in expected.logprobs.items():
+        num_top = APART[index].logprobs
+        for mine, theirs in zip(got.logprobs[index], figures, strict=True):
+            assert (mine.rank, mine.top_ids[:num_top]) == (theirs.rank, theirs.top_ids[:num_top])
+            assert mine.sampled == pytest.approx(theirs.sampled, abs=1e-4)

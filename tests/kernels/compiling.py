@@ -33,7 +33,7 @@ POINTERS = {
     torch.bool: "*i1",
 }
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
-MODULES = {"linear_silu_mul": "linear"}  # an op that does not name its module
+MODULES = {"linear_silu_mul": "linear", "apply_marks": "token_marks"}  # an op that does not name its module
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -144,6 +144,16 @@ def _sample(module: Any, vocab_size: int) -> None:
     module.sample(logits, floats, ints.int(), floats, floats, ints, ints)
 
 
+def _top_logprobs(module: Any, vocab_size: int) -> None:
+    rows, logits = torch.zeros(2, dtype=torch.int64), torch.zeros(2, vocab_size, dtype=torch.bfloat16)
+    module.top_logprobs(logits, rows, rows.int(), 5)
+
+
+def _apply_marks(module: Any, vocab_size: int) -> None:
+    rows, marks = torch.zeros(2, dtype=torch.int64), torch.zeros(2, vocab_size, dtype=torch.int32)
+    module.apply_marks(marks.float(), rows, marks, rows, torch.zeros(2, 3))
+
+
 def _linear(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
     x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, out_size))
     with overriding("linear", parameters):
@@ -163,6 +173,8 @@ LAUNCHES = {
     "silu_mul": _silu_mul,
     "qkv_post": _qkv_post,
     "sample": _sample,
+    "top_logprobs": _top_logprobs,
+    "apply_marks": _apply_marks,
     "linear": _linear,
     "linear_silu_mul": _linear_silu_mul,
 }
