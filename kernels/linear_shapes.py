@@ -12,13 +12,18 @@ from roofline import MODELS
 
 Parameters = dict[str, int]
 # Rows that one compiled variant serves, so a row's result is the same in any batch of them; the first stands for all.
-ROW_GROUPS = ((1,), (8, 2, 4, 16), (32,), (64,), (128,))
+ROW_GROUPS = ((1,), (8, 2, 4, 16), (32,), (64, 48), (128, 88), (256, 160, 208))
 SHARED_BYTES = 227 << 10
 
+# (block_n, block_k, num_warps), of one row
+VECTOR_TILES = (
+    (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (4, 512, 2), (16, 256, 4), (2, 1024, 2), (4, 1024, 8), (4, 2048, 8),
+)  # fmt: skip
 # (block_n, block_k, num_warps, num_stages)
-VECTOR_TILES = ((8, 512, 4, 1), (4, 1024, 4, 1), (8, 1024, 8, 1), (8, 512, 4, 4), (4, 512, 2, 1), (16, 256, 4, 1))
 SMALL_TILES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (32, 256, 4, 4), (128, 64, 4, 5))
-LARGE_TILES = ((64, 128, 4, 4), (64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3))
+LARGE_TILES = (
+    (64, 128, 4, 4), (64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (256, 64, 8, 4),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,18 @@ def shapes_of(models: list[str]) -> list[Shape]:
 
 def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Iterator[Parameters]:
     """Launch parameters worth timing: tiles that fit, with splits that give every multiprocessor something to read."""
-    names = ("block_n", "block_k", "num_warps", "num_stages")
     if num_rows == 1:
         for tile in VECTOR_TILES:
-            yield {"vector": 1, **dict(zip(names, tile, strict=True))}
+            yield {"vector": 1, **dict(zip(("block_n", "block_k", "num_warps"), tile, strict=True))}
     block_m = max(16, num_rows)
     weights = shape.weight_rows // shape.n
     for tile in SMALL_TILES if num_rows <= 32 else LARGE_TILES:
         block_n, block_k, num_warps, num_stages = tile
         if weights == 2 and block_n > 64:
             continue  # two sums of 128 columns do not fit into the registers
-        if weights == 2 and num_rows == 128:
+        if weights == 2 and num_rows >= 128:
             num_warps = 8
-        if block_n * block_m * weights > 96 * 32 * num_warps:
+        if block_n * block_m * weights > 128 * 32 * num_warps:
             continue  # its sums would spill
         while 2 * num_stages * block_k * (block_n * weights + block_m) > SHARED_BYTES:
             num_stages -= 1

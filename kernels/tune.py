@@ -53,11 +53,11 @@ class Target:
 
 def targets(is_quick: bool) -> list[Target]:
     """What is tuned. The cases are the shapes a served batch has: few rows, many, long contexts."""
-    decode: tuple[tuple[int, ...], ...] = ((1, 2048), (32, 1024), (256, 768))
-    prefill: tuple[tuple[int, ...], ...] = ((1, 2048, 2048), (1, 512, 4096))
+    decode: tuple[tuple[int, ...], ...] = ((1, 512), (1, 2048), (64, 640), (256, 768))
+    prefill: tuple[tuple[int, ...], ...] = ((1, 4096, 4096), (1, 512, 4096), (8, 1024, 1024))
     if not is_quick:
-        decode += ((1, 512), (8, 2048), (1, 8192))
-        prefill += ((8, 1024, 1024),)
+        decode += ((8, 2048), (1, 8192))
+        prefill += ((1, 2048, 2048), (1, 8192, 8192))
     found = []
     for head_dim, models in ((128, ("qwen3-0.6b", "llama-3.1-8b")), (64, ("llama-3.2-1b",))):
         found.append(

@@ -4,7 +4,7 @@
 
 Every product stands behind a small kernel in a CUDA graph, as in a model, and the small kernel's own time is taken off;
 weights rotate through more memory than an L2 cache holds. Variants are compiled first by several processes. The best
-few of a shape are tried again as dependent launches (they start, and prefetch weights, while the kernel before ends).
+few of a shape are tried again with prefetches of weights, and then on each number of rows that the entry will serve.
 Entries go to `cb_backend/kernels/tuned/<gpu>.json`, all times to `results/linear.csv`; shapes where the library is
 faster get no entry.
 """
@@ -32,7 +32,7 @@ from bench import TOLERANCE, relative_error, time_graph, write_csv
 from linear_shapes import ROW_GROUPS, Parameters, Shape, candidates, shapes_of
 
 from cb_backend.cli.bench_device import conditions, measure_card
-from cb_backend.kernels.launch import num_multiprocessors, overriding
+from cb_backend.kernels.launch import can_overlap, next_power_of_2, num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.rms_norm import rms_norm
 from cb_backend.kernels.silu_mul import silu_mul
@@ -92,7 +92,8 @@ class Bench:
 def variant(shape: Shape, num_rows: int, parameters: Parameters) -> tuple[Any, ...]:
     """What a compilation depends on."""
     is_even = shape.k % parameters["block_k"] == 0
-    return shape.op, max(16, num_rows) if "splits" in parameters else 1, is_even, tuple(sorted(parameters.items()))
+    rows = max(16, next_power_of_2(num_rows)) if "splits" in parameters else 1
+    return shape.op, rows, is_even, tuple(sorted(parameters.items()))
 
 
 def compile_one(job: tuple[Shape, int, Parameters]) -> str:
@@ -133,8 +134,8 @@ def times_of(bench: Bench, tried: list[Parameters]) -> list[float]:
     return times
 
 
-def dependent(parameters: Parameters) -> list[Parameters]:
-    return [parameters | {"dependent": 1} | prefetch for prefetch in ({}, {"prefetch": 256}, {"prefetch": 1024})]
+def prefetching(parameters: Parameters) -> list[Parameters]:
+    return [parameters | {"prefetch": elements} for elements in (256, 1024)]
 
 
 def make_weights(shape: Shape) -> list[Tensor]:
@@ -146,7 +147,7 @@ def make_weights(shape: Shape) -> list[Tensor]:
 def tune_all(shapes: list[Shape], is_quick: bool, bandwidth: float, helpers: int) -> list[dict[str, Any]]:
     """One row of results a shape and number of rows."""
     num_sms = num_multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-    has_dependents = torch.cuda.get_device_capability()[0] >= 9
+    has_prefetches = can_overlap(torch.device("cuda", torch.cuda.current_device()))
     tried = {(s, g[0]): list(candidates(s, g[0], num_sms, is_quick)) for s in shapes for g in ROW_GROUPS}
     with multiprocessing.get_context("spawn").Pool(helpers) as pool:
         compile_all(pool, [(s, m, parameters) for (s, m), many in tried.items() for parameters in many])
@@ -155,7 +156,7 @@ def tune_all(shapes: list[Shape], is_quick: bool, bandwidth: float, helpers: int
             for m in (group[0] for group in ROW_GROUPS):
                 times = times_of(Bench(shape, m, weights), tried[shape, m])
                 best = [tried[shape, m][i] for i in sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]]
-                tried[shape, m] = best + [d for plain in best if has_dependents for d in dependent(plain)]
+                tried[shape, m] = best + [more for found in best if has_prefetches for more in prefetching(found)]
         print("timed the first round", flush=True)
         compile_all(pool, [(s, m, parameters) for (s, m), many in tried.items() for parameters in many])
     results = []
@@ -174,19 +175,22 @@ def group_results(benches: list[Bench], tried: list[Parameters], bandwidth: floa
     rows = []
     for bench, found in sorted(zip(benches, times, strict=True), key=lambda pair: pair[0].num_rows):
         seconds = math.inf if best is None else found[best]
-        plain = min((s for s, p in zip(found, tried, strict=True) if "dependent" not in p), default=math.inf)
-        rows.append(result(bench, seconds, plain, {} if best is None else tried[best], bandwidth))
+        rows.append(result(bench, seconds, {} if best is None else tried[best], bandwidth))
+    # Rows that share an entry stand or fall together.
+    for row in rows:
+        sharing = [other for other in rows if next_power_of_2(other["m"]) == next_power_of_2(row["m"])]
+        ours, library = (math.prod(other[name] for other in sharing) for name in ("ours_us", "library_us"))
+        row["winner"] = "ours" if ours < MARGIN ** len(sharing) * library else "library"
     return rows
 
 
-def result(bench: Bench, seconds: float, plain: float, parameters: Parameters, bandwidth: float) -> dict[str, Any]:
+def result(bench: Bench, seconds: float, parameters: Parameters, bandwidth: float) -> dict[str, Any]:
     shape, library = bench.shape, bench.library_seconds()
     return {
         "op": shape.op, "shape": shape.name, "n": shape.n, "k": shape.k, "m": bench.num_rows,
         "library_us": round(1e6 * library, 2), "ours_us": round(1e6 * seconds, 2),
-        "plain_us": round(1e6 * plain, 2), "floor_us": round(1e6 * shape.num_bytes(bench.num_rows) / bandwidth, 2),
-        "norm_us": round(1e6 * bench.norm_seconds, 2),
-        "winner": "ours" if seconds < MARGIN * library else "library",
+        "floor_us": round(1e6 * shape.num_bytes(bench.num_rows) / bandwidth, 2),
+        "norm_us": round(1e6 * bench.norm_seconds, 2), "winner": "",
         "parameters": " ".join(f"{name}={value}" for name, value in parameters.items()),
     }  # fmt: skip
 
@@ -195,7 +199,7 @@ def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
     """The table of an op: what `launch_parameters` reads."""
     found = []
     for row in rows:
-        if row["op"] == op and row["winner"] == "ours":
+        if row["op"] == op and row["winner"] == "ours" and row["m"] == next_power_of_2(row["m"]):
             use = {name: int(value) for name, _, value in (part.partition("=") for part in row["parameters"].split())}
             found.append({"when": {name: row[name] for name in ("n", "k", "m")}, "use": use})
     return found
@@ -207,11 +211,11 @@ def is_of(entry: dict[str, Any], models: str) -> bool:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    print(f"{'shape':24} {'[n, k]':>15} {'m':>4} {'library':>8} {'ours':>8} {'plain':>8} {'floor':>8}  winner")
+    print(f"{'shape':24} {'[n, k]':>15} {'m':>4} {'library':>8} {'ours':>8} {'floor':>8}  winner")
     for row in rows:
         print(
             f"{row['shape']:24} {row['n']:>8} {row['k']:>6} {row['m']:4} {row['library_us']:8.2f} {row['ours_us']:8.2f}"
-            f" {row['plain_us']:8.2f} {row['floor_us']:8.2f}  {row['winner']:7} {row['parameters']}"
+            f" {row['floor_us']:8.2f}  {row['winner']:7} {row['parameters']}"
         )
 
 

@@ -166,8 +166,9 @@ class SlotRunner:
         if ruled.has_min_tokens:
             ops.mask_stop_ids(own_logits, ruled.slots, positions, rules.min_positions, state.stop_ids)
         token_ids, is_failed = ops.sample(own_logits, *ruled.sampling, positions)
-        ops.commit_tokens(ruled.slots, token_ids, positions, state.last_token, state.num_tokens)
-        result[:, ruled.rows] = torch.stack((token_ids, is_failed.to(torch.int32)))
+        chosen = result.new_empty(2, len(token_ids))
+        ops.commit_tokens(ruled.slots, token_ids, is_failed, positions, state.last_token, state.num_tokens, chosen)
+        result[:, ruled.rows] = chosen
         rules.record(ruled, token_ids)
 
     def _compute_logits(self, buffers: StepBuffers) -> Tensor:
@@ -202,9 +203,9 @@ class SlotRunner:
         state, ops, slots, rows = self.state, self.ops, buffers.slots, buffers.rows
         ops.mask_stop_ids(logits, slots, rows.sample_positions, state.min_positions, state.stop_ids)
         token_ids, is_failed = ops.sample(logits, *rows.sampling, rows.sample_positions)
-        ops.commit_tokens(slots, token_ids, rows.sample_positions, state.last_token, state.num_tokens)
-        buffers.result[0].copy_(token_ids)
-        buffers.result[1].copy_(is_failed)
+        ops.commit_tokens(
+            slots, token_ids, is_failed, rows.sample_positions, state.last_token, state.num_tokens, buffers.result
+        )
 
     # ---- host memory ---------------------------------------------------------------------------------------------
 

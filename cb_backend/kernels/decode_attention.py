@@ -20,7 +20,16 @@ from cb_backend.kernels.decode_plan import (
     plan_decode,
     tile_alignment,
 )
-from cb_backend.kernels.launch import can_overlap, jit, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    let_next_start,
+    needs_twin,
+    next_power_of_2,
+    tl,
+)
 
 _PADDED_TOKENS = 16384  # most (rows x longest context) the twin gathers at once, so that a long row costs no memory
 
@@ -57,11 +66,10 @@ def _decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, rounded up
     MERGED: tl.constexpr,  # partial results read together
-    CAN_OVERLAP: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One split of one row and KV head a program; BLOCK_M >= GROUP query heads are the rows of its tiles."""
-    if CAN_OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(IS_DEPENDENT)
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(plan_ptr):
         return
@@ -75,7 +83,16 @@ def _decode_attention_kernel(
         first = tl.maximum(seq_len - WINDOW, 0)  # first position the row sees
         start += first // ALIGN * ALIGN
     end = tl.minimum(start + tokens, seq_len)
-    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    # NOTE: the block ids of a tile are loaded one iteration ahead. A load that depends on a load of the same
+    # iteration keeps Triton from pipelining: K and V would be single-buffered whatever num_stages says.
+    n = tl.arange(0, BLOCK_N)
+    if ALIGN > 1:
+        block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        block = tl.load(table_ptr + tl.minimum(start + n, end - 1) // BLOCK_SIZE, mask=start < end, other=0)
+    # NOTE: what was read so far is older than the kernel before, and that one let this one start late (see qkv_post).
+    await_previous(IS_DEPENDENT)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     is_head, is_dim = m < GROUP, d < HEAD_DIM
     head = kv_head * GROUP + m
     q_tile_ptr = q_ptr + row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + d[None, :]
@@ -84,12 +101,6 @@ def _decode_attention_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # NOTE: the block ids of a tile are loaded one iteration ahead. A load that depends on a load of the same
-    # iteration keeps Triton from pipelining: K and V would be single-buffered whatever num_stages says.
-    if ALIGN > 1:
-        block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0)
-    else:
-        block = tl.load(table_ptr + tl.minimum(start + n, end - 1) // BLOCK_SIZE, mask=start < end, other=0)
     for tile in range(start, end, BLOCK_N):
         # Positions past the end read the last token again: no mask on the loads, and nothing stale is touched.
         position = tl.minimum(tile + n, end - 1)
@@ -172,9 +183,11 @@ def decode_attention(
     plans: dict[int, Tensor] | None = None,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """`decode_attention_torch` in one launch, and one more for the plan of each window in a step.
+    """`decode_attention_torch` in one launch, and one more where `plans` holds none for this window.
 
-    plans: the step's plans by window; starts empty, filled here, and passed to every layer of the same step.
+    plans: the step's plans by window, from `plan_decode`; one that is missing is put there. The kernel reads a plan
+    that it finds, and slots, lengths and block tables, before the kernel launched last is complete: that one must not
+    have written them.
     """
     if needs_twin(q):
         return decode_attention_torch(q, kv_cache, block_tables, slots, seq_lens, scale, window, out, None, value_scale)
@@ -185,6 +198,7 @@ def decode_attention(
     if num_rows == 0:
         return out
     plan = None if plans is None else plans.get(window)
+    is_dependent = plan is not None and can_overlap(q.device)
     if plan is None:
         plan = plan_decode(seq_lens, num_kv_heads, head_dim, block_size, window)
         if plans is not None:
@@ -202,7 +216,8 @@ def decode_attention(
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,
         BLOCK_G=next_power_of_2(group), MERGED=min(max(4096 // (next_power_of_2(group) * block_d), 1), 16),
-        CAN_OVERLAP=can_overlap(q.device), num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+        IS_DEPENDENT=is_dependent, num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+        **(dependent_options(q.device) if is_dependent else {}),
     )  # fmt: skip
     return out
 

@@ -9,11 +9,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.launch import jit, launch_parameters, next_power_of_2, num_multiprocessors, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    next_power_of_2,
+    num_multiprocessors,
+    tl,
+)
 
 MAX_SPLITS = 64  # of one row
 PLAN_HEADER = 4  # int32 values before a plan's items; the first is the number of items
 PLAN_ITEM = 4  # int32 values an item: row, split, number of splits of the row, tokens a split
+_CHOICES = 8  # lengths of a split that are compared
+_SORTED_ROWS = 512  # above, sorting would cost more than it saves
+
+
+@jit()
+def _num_splits(length, split, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(number of splits of a row, tokens of each): as equal as whole tiles allow, none empty."""
+    num_splits = tl.maximum(tl.minimum((length + split - 1) // split, MAX_SPLITS), 1)
+    tokens = (length + num_splits - 1) // num_splits
+    tokens = tl.maximum((tokens + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
+    return tl.maximum((length + tokens - 1) // tokens, 1), tokens  # a row of padding has one, which writes its zeros
+
+
+@jit()
+def _lengths(seq_lens_ptr, row, num_rows, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """Tokens that each row reads."""
+    length = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    if WINDOW > 0:
+        length -= tl.maximum(length - WINDOW, 0) // ALIGN * ALIGN
+    return length
 
 
 @jit("num_rows", "num_counters", "num_items_bound", "target_items")
@@ -29,24 +58,46 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    CHOICES: tl.constexpr,
     HEADER: tl.constexpr,
     ITEM: tl.constexpr,
     ROWS: tl.constexpr,
+    SORTED: tl.constexpr,  # rows compared at once to sort them; 0: they stay in order
+    IS_DEPENDENT: tl.constexpr,
 ):
-    """One program: cut every row into splits of at most total / target_items tokens, and list them."""
+    """One program: cut every row into splits of equal length and list them, those of long rows first.
+
+    No split is shorter than total / target_items, which bounds their number. Of the lengths up to twice that, the one
+    is taken whose splits, target_items at a time, are through first.
+    """
+    await_previous(IS_DEPENDENT)
     row = tl.arange(0, ROWS)
-    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
-    length = seq_len
-    if WINDOW > 0:
-        length -= tl.maximum(seq_len - WINDOW, 0) // ALIGN * ALIGN
+    is_row = row < num_rows
+    length = _lengths(seq_lens_ptr, row, num_rows, WINDOW, ALIGN)
     total = tl.sum(length.to(tl.int64), axis=0)
-    split = tl.maximum((total + target_items - 1) // target_items, MIN_SPLIT).to(tl.int32)
-    num_splits = tl.minimum((length + split - 1) // split, MAX_SPLITS)
-    num_splits = tl.maximum(num_splits, 1)  # a row of padding has one, which writes its zeros
-    tokens = (length + num_splits - 1) // num_splits
-    tokens = tl.maximum((tokens + BLOCK_N - 1) // BLOCK_N, 1) * BLOCK_N
-    num_splits = tl.where(row < num_rows, tl.maximum((length + tokens - 1) // tokens, 1), 0)
-    first_item = tl.cumsum(num_splits, axis=0) - num_splits
+    least = tl.maximum((total + target_items - 1) // target_items, MIN_SPLIT).to(tl.int32)
+    tiles = (least + BLOCK_N - 1) // BLOCK_N
+    choice = (tiles + tl.arange(0, CHOICES) * ((tiles + CHOICES - 1) // CHOICES)) * BLOCK_N  # [CHOICES]
+    splits_of = tl.maximum((length[:, None] + choice[None, :] - 1) // choice[None, :], 1)
+    num_items = tl.sum(tl.where(is_row[:, None], splits_of, 0), axis=0)
+    rounds = (num_items + target_items - 1) // target_items
+    # A split costs about a tile beside its tokens: it begins with loads that depend on each other.
+    cost = rounds * (tl.minimum(choice, tl.max(length, axis=0)) + BLOCK_N)
+    split = tl.min(tl.where(cost == tl.min(cost, axis=0), choice, 0x7FFFFFFF), axis=0)
+    num_splits, tokens = _num_splits(length, split, MAX_SPLITS, BLOCK_N)
+    num_splits = tl.where(is_row, num_splits, 0)
+    if SORTED > 0:
+        first_item = tl.zeros([ROWS], tl.int32)
+        for start in range(0, num_rows, SORTED):
+            other = start + tl.arange(0, SORTED)
+            other_length = _lengths(seq_lens_ptr, other, num_rows, WINDOW, ALIGN)
+            other_splits, _ = _num_splits(other_length, split, MAX_SPLITS, BLOCK_N)
+            is_equal = other_length[None, :] == length[:, None]
+            is_before = (other_length[None, :] > length[:, None]) | (is_equal & (other[None, :] < row[:, None]))
+            is_before = is_before & (other < num_rows)[None, :]
+            first_item += tl.sum(tl.where(is_before, other_splits[None, :], 0), axis=1)
+    else:
+        first_item = tl.cumsum(num_splits, axis=0) - num_splits
     tl.store(plan_ptr, tl.sum(num_splits, axis=0))
     most = tl.max(num_splits, axis=0)
     for index in range(0, most):
@@ -61,9 +112,7 @@ def _plan_kernel(
         tl.store(plan_ptr + HEADER + num_items_bound * ITEM + counter, 0, mask=counter < num_counters)
 
 
-def plan_decode(
-    seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: int, window: int = 0, out: Tensor | None = None
-) -> Tensor:
+def plan_decode(seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: int, window: int = 0) -> Tensor:
     """The work list of one decode step, int32 on the device: valid for every layer of that step with this window.
 
     seq_lens [num_rows] int32. Holds the counters of the merges as well, so two streams must not share it.
@@ -74,15 +123,24 @@ def plan_decode(
     target = _target_items(num_kv_heads, head_dim, device)
     bound = max_items(num_rows, num_kv_heads, head_dim, device)
     size = PLAN_HEADER + bound * PLAN_ITEM + num_rows * num_kv_heads
-    out = torch.empty(size, dtype=torch.int32, device=device) if out is None else out
+    out = torch.empty(size, dtype=torch.int32, device=device)
+    rows = max(next_power_of_2(num_rows), 16)
     _plan_kernel[(1,)](
         seq_lens, out,
         num_rows, num_rows * num_kv_heads, bound, target,
         WINDOW=window, MIN_SPLIT=parameters["min_split"], BLOCK_N=block_n, ALIGN=tile_alignment(block_n, block_size),
-        MAX_SPLITS=MAX_SPLITS, HEADER=PLAN_HEADER, ITEM=PLAN_ITEM, ROWS=max(next_power_of_2(num_rows), 16),
-        num_warps=4,
+        MAX_SPLITS=MAX_SPLITS, CHOICES=_CHOICES, HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
+        ROWS=rows, SORTED=min(rows, 8192 // rows) if rows <= _SORTED_ROWS else 0,
+        IS_DEPENDENT=can_overlap(device), num_warps=4 if rows <= 64 else 8, **dependent_options(device),
     )  # fmt: skip
     return out
+
+
+def plan_decode_torch(
+    seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: int, window: int = 0
+) -> Tensor | None:
+    """None: the twin of decode attention needs no plan."""
+    return None
 
 
 def decode_parameters(head_dim: int, device: torch.device) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """What the kernels' launchers share: where Triton is, whether it can run here, and the launch parameters of this GPU.
 
-Launch parameters are data: `tuned/<gpu>.json`, then `tuned/default.json`; `kernels/tune.py` writes the first kind.
+Launch parameters are data: `tuned/<gpu>.json` (or a near relative's), then `tuned/default.json`; `kernels/tune.py`
+writes the first kind.
 Nothing is tuned while serving. This module does not know what any kernel computes.
 """
 
@@ -28,6 +29,8 @@ except ImportError:  # a machine without Triton runs the twins
 IS_INTERPRETING = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 TUNED = Path(__file__).parent / "tuned"
+# Whose file a GPU without one of its own uses, by compute capability.
+_RELATIVES = {(9, 0): "nvidia-h100-80gb-hbm3.json"}
 
 
 # One value a row is read at a time through these, so alignment gains nothing; and as parts of larger arrays they may
@@ -74,12 +77,35 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel may let the next one start before it ends (programmatic dependent launch).
+    """Whether kernels of a step are dependent launches: each may start while the one before still runs.
 
-    A kernel that does so loses nothing: one launched the plain way still waits for all of it, and one launched as a
-    dependent waits where it says so, having asked for its weights meanwhile.
+    What holds such a chain together: every kernel of it waits (`await_previous`) before it reads or writes anything but
+    weights, so a kernel that has waited knows all earlier ones to be complete. `CB_BACKEND_DEPENDENT_LAUNCHES=0` in the
+    environment makes every launch a plain one; results are the same, bit for bit.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if device.type != "cuda" or os.environ.get("CB_BACKEND_DEPENDENT_LAUNCHES", "0") == "0":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def dependent_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that calls `await_previous`."""
+    return {"launch_pdl": True} if can_overlap(device) else {}
+
+
+@jit()
+def await_previous(IS_DEPENDENT: tl.constexpr):
+    """Wait until the kernel before is complete and its results can be read."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit()
+def let_next_start(IS_DEPENDENT: tl.constexpr):
+    """Let the next kernel start once every program of this one has come here."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @functools.cache
@@ -107,15 +133,15 @@ def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[
     """The launch parameters of `op`, from the first entry whose `when` agrees with `conditions`.
 
     A file maps an op to a list of {"when": {condition: value}, "shared_bytes": n, "use": {parameter: value}}; an entry
-    that needs more shared memory than a program may have here is passed over. The GPU's own file goes before the
-    default. Raises `KeyError` for an op that no file knows.
+    that needs more shared memory than a program may have here is passed over. The GPU's own file, or else that of a
+    GPU of the same compute capability, goes before the default. Raises `KeyError` for an op that no file knows.
     """
     return _overrides.get(op) or _tuned_parameters(op, device, **conditions)
 
 
 @functools.cache
 def _tuned_parameters(op: str, device: torch.device, **conditions: int) -> dict[str, int]:
-    entries = [*_read(_gpu_file(device)).get(op, []), *_read("default.json").get(op, [])]
+    entries = [entry for name in _tuned_files(device) for entry in _read(name).get(op, [])]
     for entry in entries:
         if entry.get("shared_bytes", 0) > max_shared_bytes(device):
             continue
@@ -130,8 +156,14 @@ def gpu_slug(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-def _gpu_file(device: torch.device) -> str:
-    return f"{gpu_slug(device)}.json" if device.type == "cuda" else "default.json"
+def _tuned_files(device: torch.device) -> tuple[str, ...]:
+    """The files to look into, first one first."""
+    if device.type != "cuda":
+        return ("default.json",)
+    own = f"{gpu_slug(device)}.json"
+    if not (TUNED / own).is_file():
+        own = _RELATIVES.get(torch.cuda.get_device_capability(device), own)
+    return own, "default.json"
 
 
 @functools.cache

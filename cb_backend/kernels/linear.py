@@ -3,7 +3,7 @@
 With few rows a product is one read of the weights, so the kernels are built to keep many bytes in flight on every
 multiprocessor: the weights are the tall operand of the tensor cores, and the sum over the input size is cut into a
 fixed number of splits where the output alone has too few tiles. The last program of a tile adds the splits in their
-order, so there is no second launch and results do not vary. A single row needs no tensor cores: plain multiply-adds.
+order, so there is no second launch and results do not vary. A single row has kernels of its own (`linear_one_row`).
 Which kernel serves a shape, or that the library's product is faster, stands in `tuned/<gpu>.json`.
 Knows matrices, not the projections of a model.
 """
@@ -16,29 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cb_backend.kernels.launch import IS_INTERPRETING, jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    let_next_start,
+    needs_twin,
+    next_power_of_2,
+    tl,
+)
+from cb_backend.kernels.linear_one_row import gated, launch_one_row, prefetch
+from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
 
-MAX_ROWS = 128  # above, a product is no longer a read of the weights
+MAX_ROWS = 256  # above, a product is bound by arithmetic, and the library's is near what the tensor cores give
 _MAX_TILES = 1 << 14  # split tiles of one launch: one counter each
-
-
-@jit()
-def _prefetch(pointers, num_bytes, IS_PREFETCHING: tl.constexpr):
-    """Ask for `num_bytes` (a multiple of 16) at each pointer to come into L2; waits for nothing."""
-    if IS_PREFETCHING:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [pointers.to(tl.uint64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@jit()
-def _gate(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up of fp32 sums, rounded where separate kernels would round."""
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    return activated * up.to(dtype).to(tl.float32)
 
 
 @jit()
@@ -67,8 +61,8 @@ def _linear_kernel(
     IS_GATED: tl.constexpr,  # two weights, out_size rows each: gate, then up
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     SPLITS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,  # launched while the kernel before still runs
-    PREFETCH: tl.constexpr,  # elements of each weight row brought to L2 meanwhile
+    IS_DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr,  # elements of each weight row brought to L2 while waiting
     BLOCK_M: tl.constexpr,  # >= num_rows
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -81,12 +75,12 @@ def _linear_kernel(
     # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.
     weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
     up_shift = out_size.to(tl.int64) * in_size
+    let_next_start(IS_DEPENDENT)
     if IS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
         num_bytes = tl.minimum(PREFETCH, end - start) * 2
-        _prefetch(weight_row_ptr + start, num_bytes, PREFETCH > 0)
-        _prefetch(weight_row_ptr + start + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
-        tl.extra.cuda.gdc_wait()
+        prefetch(weight_row_ptr + start, num_bytes, PREFETCH > 0)
+        prefetch(weight_row_ptr + start + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
+    await_previous(IS_DEPENDENT)
     weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
     x_tile_ptr = x_ptr + tl.minimum(m, num_rows - 1)[:, None] * x_stride + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -129,64 +123,9 @@ def _linear_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
-        acc = _gate(acc, acc_up, out_ptr.dtype.element_ty)
+        acc = gated(acc, acc_up, out_ptr.dtype.element_ty)
     out_tile_ptr = out_ptr + n[:, None] + m[None, :] * out_size
     tl.store(out_tile_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_stored)
-
-
-@jit()
-def _vector_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    out_size,
-    in_size,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,  # tiles in flight; 1: only those in registers
-):
-    """BLOCK_N output columns of the one row a program."""
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
-    up_shift = out_size.to(tl.int64) * in_size
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        num_bytes = tl.minimum(PREFETCH, in_size) * 2
-        _prefetch(weight_row_ptr, num_bytes, PREFETCH > 0)
-        _prefetch(weight_row_ptr + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
-        tl.extra.cuda.gdc_wait()
-    weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for offset in tl.range(0, in_size, BLOCK_K, num_stages=STAGES):
-        is_inside = offset + k < in_size
-        if IS_EVEN:
-            x = tl.load(x_ptr + offset + k).to(tl.float32)[None, :]
-            weight = tl.load(weight_tile_ptr + offset, eviction_policy="evict_first")
-        else:
-            x = tl.load(x_ptr + offset + k, mask=is_inside, other=0.0).to(tl.float32)[None, :]
-            weight = tl.load(
-                weight_tile_ptr + offset, mask=is_inside[None, :], other=0.0, eviction_policy="evict_first"
-            )
-        acc += weight.to(tl.float32) * x
-        if IS_GATED:
-            if IS_EVEN:
-                up = tl.load(weight_tile_ptr + up_shift + offset, eviction_policy="evict_first")
-            else:
-                up = tl.load(weight_tile_ptr + up_shift + offset, mask=is_inside[None, :], other=0.0)
-            acc_up += up.to(tl.float32) * x
-    total = tl.sum(acc, axis=1)  # [BLOCK_N]
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)
-    if IS_GATED:
-        total = _gate(total, tl.sum(acc_up, axis=1), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=n < out_size)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -211,6 +150,43 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def norm_linear(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear_torch`: one launch for a single row, else a norm and a product."""
+    fused = _one_row_parameters("linear", x, residual, weight, weight.shape[0])
+    if fused is None:
+        normed, total = add_rms_norm(x, residual, norm, eps)
+        return linear(normed, weight, bias), total
+    out = x.new_empty(1, weight.shape[0])
+    new_residual = launch_one_row(x, weight, bias, out, fused, is_gated=False, norm=(residual, norm, eps))
+    assert new_residual is not None
+    return out, new_residual
+
+
+def norm_linear_silu_mul(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear_silu_mul_torch`: one launch for a single row, else a norm and a gated product."""
+    out_size = weight.shape[0] // 2
+    fused = _one_row_parameters("linear_silu_mul", x, residual, weight, out_size)
+    if fused is None:
+        normed, total = add_rms_norm(x, residual, norm, eps)
+        return linear_silu_mul(normed, weight), total
+    out = x.new_empty(1, out_size)
+    new_residual = launch_one_row(x, weight, None, out, fused, is_gated=True, norm=(residual, norm, eps))
+    assert new_residual is not None
+    return out, new_residual
+
+
+def _one_row_parameters(op: str, x: Tensor, residual: Tensor, weight: Tensor, out_size: int) -> dict[str, int] | None:
+    """Launch parameters of the kernel for one row; None where another serves these tensors."""
+    if x.shape[0] != 1 or residual.stride(1) != 1:
+        return None
+    parameters = _parameters(op, x, weight, out_size)
+    return parameters if parameters is not None and "vector" in parameters else None
+
+
 def _parameters(op: str, x: Tensor, weight: Tensor, out_size: int) -> dict[str, int] | None:
     """Launch parameters of the table's entry; None where the kernels do not apply."""
     num_rows = x.shape[0]
@@ -229,20 +205,13 @@ def _launch(
         raise ValueError(f"out has strides {out.stride()}; the product is written to a contiguous tensor")
     num_rows, in_size = x.shape
     out_size = out.shape[1]
+    if "vector" in parameters and num_rows == 1:
+        launch_one_row(x, weight, bias, out, parameters, is_gated=is_gated)
+        return
     block_n, block_k = parameters["block_n"], parameters["block_k"]
-    is_dependent = bool(parameters.get("dependent")) and not IS_INTERPRETING
     num_tiles = -(-out_size // block_n)
     # Prefetches are of whole 16 bytes, which rows of an odd size do not begin at.
-    prefetch = parameters.get("prefetch", 0) if in_size % 8 == 0 else 0
-    options = {"num_warps": parameters["num_warps"]} | ({"launch_pdl": True} if is_dependent else {})
-    if "vector" in parameters and num_rows == 1:
-        _vector_kernel[(num_tiles,)](
-            x, weight, bias, out, out_size, in_size,
-            HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0,
-            IS_DEPENDENT=is_dependent, PREFETCH=prefetch,
-            BLOCK_N=block_n, BLOCK_K=block_k, STAGES=parameters["num_stages"], **options,
-        )  # fmt: skip
-        return
+    prefetched = parameters.get("prefetch", 0) if in_size % 8 == 0 else 0
     splits = parameters["splits"]
     split_size = -(-in_size // (splits * block_k)) * block_k
     splits = -(-in_size // split_size)  # none of them empty
@@ -255,9 +224,9 @@ def _launch(
         x, weight, bias, out, partial, counters,
         num_rows, out_size, in_size, split_size, x.stride(0),
         HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0, SPLITS=splits,
-        IS_DEPENDENT=is_dependent, PREFETCH=prefetch,
+        IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched,
         BLOCK_M=max(16, next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=block_k,
-        num_stages=parameters["num_stages"], **options,
+        num_warps=parameters["num_warps"], num_stages=parameters["num_stages"], **dependent_options(x.device),
     )  # fmt: skip
 
 
@@ -289,3 +258,23 @@ def linear_silu_mul_torch(x: Tensor, weight: Tensor) -> Tensor:
     Returns [num_rows, out_size]; products and activation are rounded to x's type, as in separate steps.
     """
     return silu_mul_torch(functional.linear(x, weight))
+
+
+def norm_linear_torch(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(`linear(rms_norm(x + residual))`, x + residual). x, residual [num_rows, in_size]; norm [in_size]; the rest as
+    in `linear_torch`.
+
+    The kernel for one row scales the sum and not the normed row, so it rounds less.
+    """
+    normed, total = add_rms_norm_torch(x, residual, norm, eps)
+    return linear_torch(normed, weight, bias), total
+
+
+def norm_linear_silu_mul_torch(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(`linear_silu_mul(rms_norm(x + residual))`, x + residual), see `norm_linear_torch`."""
+    normed, total = add_rms_norm_torch(x, residual, norm, eps)
+    return linear_silu_mul_torch(normed, weight), total

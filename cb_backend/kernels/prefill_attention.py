@@ -10,9 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    let_next_start,
+    needs_twin,
+    next_power_of_2,
+    tl,
+)
 
 _QUERIES_AT_ONCE = 128  # bounds the twin's score matrix
+_REQUESTS_AT_ONCE = 32
 
 
 @jit()
@@ -56,7 +67,7 @@ def _attend_tiles(
             k = tl.load(cell_ptr)  # [BLOCK_N, BLOCK_D]
         else:
             k = tl.load(cell_ptr, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N], not yet scaled
         if IS_MASKED:
             key_position = (tile + n)[None, :]
             is_seen = key_position <= position[:, None]
@@ -64,9 +75,10 @@ def _attend_tiles(
                 is_seen = is_seen & (key_position > position[:, None] - WINDOW)
             # Finite, so that a row that has seen no key yet does not make NaN of -inf - -inf.
             scores = tl.where(is_seen, scores, -1.0e38)
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        # Scaling and subtraction are one multiply-add an element.
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale_log2e)
         correction = tl.exp2(largest - new_largest)
-        weights = tl.exp2(scores - new_largest[:, None])
+        weights = tl.exp2(scores * scale_log2e - new_largest[:, None])
         denominator = denominator * correction + tl.sum(weights, axis=1)
         if BLOCK_D == HEAD_DIM:
             v = tl.load(cell_ptr + value_stride)
@@ -105,18 +117,22 @@ def _prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REQUESTS: tl.constexpr,  # looked at together when a tile finds its own
+    IS_DEPENDENT: tl.constexpr,
 ):
     """QUERIES tokens of one request and one KV head a program; row r of a tile is token r // GROUP, head r % GROUP."""
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # a prompt's last tile has the most keys: it goes first
     # Request r owns the tiles from query_start_loc[r] // QUERIES + r on: enough for it, whatever its neighbours need.
     # The tiles after the last request's are those of padding.
-    request, above = 0, num_requests
-    while request < above:
-        middle = (request + above + 1) // 2
-        is_before = tl.load(query_start_loc_ptr + middle) // QUERIES + middle <= tile
-        request = tl.where(is_before, middle, request)
-        above = tl.where(is_before, above, middle - 1)
+    request = -1
+    for first in range(0, num_requests + 1, REQUESTS):
+        other = first + tl.arange(0, REQUESTS)
+        is_other = other <= num_requests
+        first_tile = tl.load(query_start_loc_ptr + other, mask=is_other, other=0) // QUERIES + other
+        request += tl.sum((is_other & (first_tile <= tile)).to(tl.int32), axis=0)
     query_start = tl.load(query_start_loc_ptr + request)
     is_request = request < num_requests
     query_end = tl.load(query_start_loc_ptr + request + 1, mask=is_request, other=num_tokens)
@@ -199,13 +215,15 @@ def prefill_attention(
     block_m, block_n = max(parameters["block_m"], next_power_of_2(group)), parameters["block_n"]
     queries = block_m // group
     num_tiles = num_tokens // queries + slots.shape[0] + 1
+    options = {"maxnreg": parameters["max_registers"]} if "max_registers" in parameters else {}
     _prefill_attention_kernel[(num_kv_heads, num_tiles)](
         q, kv_cache, block_tables, slots, query_start_loc, seq_lens, out,
         num_tokens, slots.shape[0], scale * 1.4426950408889634, value_scale,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
         WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ALIGN=block_n if block_size % block_n == 0 else 1,
-        QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, REQUESTS=_REQUESTS_AT_ONCE,
+        IS_DEPENDENT=can_overlap(q.device), **dependent_options(q.device), **options,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
     )  # fmt: skip
     return out

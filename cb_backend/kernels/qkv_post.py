@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.fp8 import FP8_MAX, to_fp8
-from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    let_next_start,
+    needs_twin,
+    next_power_of_2,
+    tl,
+)
 
 
 @jit()
@@ -38,10 +48,15 @@ def _qkv_post_kernel(
     HAS_NORM: tl.constexpr,
     eps: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """HEADS heads of one token a program; the heads of a row are q's, then k's, then v's."""
+    # NOTE: in this order. Decode attention, which comes next, reads the step's plan, lengths and block tables before it
+    # waits: it may start only when the kernels before this one are complete.
+    await_previous(IS_DEPENDENT)
+    let_next_start(IS_DEPENDENT)
     token = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     column = tl.arange(0, BLOCK_D)
@@ -119,7 +134,8 @@ def qkv_post(
         qkv.stride(0), cos_sin.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
         HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, eps=eps, FP8_MAX=FP8_MAX,
-        HEADS=heads, BLOCK_D=next_power_of_2(head_dim), num_warps=parameters["num_warps"],
+        IS_DEPENDENT=can_overlap(qkv.device), HEADS=heads, BLOCK_D=next_power_of_2(head_dim),
+        num_warps=parameters["num_warps"], **dependent_options(qkv.device),
     )  # fmt: skip
     return out
 

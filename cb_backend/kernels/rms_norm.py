@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.launch import can_overlap, jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    let_next_start,
+    needs_twin,
+    next_power_of_2,
+    tl,
+)
 
 
 @jit()
@@ -24,21 +34,21 @@ def _rms_norm_kernel(
     hidden_size: tl.constexpr,
     eps: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    CAN_OVERLAP: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row a program."""
-    if CAN_OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_inside = column < hidden_size
+    weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0)
+    await_previous(IS_DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + column, mask=is_inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(out_residual_ptr + row * hidden_size + column, x, mask=is_inside)
-    weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0)
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / hidden_size + eps)
     normed = (x32 * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
@@ -81,8 +91,8 @@ def _launch(
         x, residual, weight, out, out_residual,
         x.stride(0), 0 if residual is None else residual.stride(0),
         hidden_size=hidden_size, eps=eps, HAS_RESIDUAL=residual is not None,
-        CAN_OVERLAP=can_overlap(x.device), BLOCK=block,
-        **launch_parameters("rms_norm", x.device, block=block),
+        IS_DEPENDENT=can_overlap(x.device), BLOCK=block,
+        **launch_parameters("rms_norm", x.device, block=block), **dependent_options(x.device),
     )  # fmt: skip
 
 

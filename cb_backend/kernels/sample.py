@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.gumbel import gumbel_noise_torch
-from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    let_next_start,
+    needs_twin,
+    next_power_of_2,
+    tl,
+)
 from cb_backend.kernels.sample_filters import choose_filtered, score_of, weight_of
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
@@ -41,6 +51,7 @@ def _tile_kernel(
     num_tiles,
     HAS_FILTERS: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -48,6 +59,8 @@ def _tile_kernel(
 
     For a row that filters also the largest logit of each of the tile's PARTS parts, and the tile's weight.
     """
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
     row, tile = tl.program_id(0), tl.program_id(1)
     token_ids = tile * TILE + tl.arange(0, TILE)
     is_inside = token_ids < vocab_size
@@ -97,12 +110,15 @@ def _choose_kernel(
     num_tiles,
     HAS_FILTERS: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """One row a program: the best of its tiles' best tokens, of equal ones the first; then the row's filters."""
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0)
     tile, part = tl.arange(0, TILES), tl.arange(0, PARTS)
     is_tile = tile < num_tiles
@@ -165,6 +181,7 @@ def sample(
     values = torch.empty(num_rows, _LISTED, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, _LISTED, dtype=torch.int32, device=logits.device)
     constants = {"HAS_FILTERS": has_filters, "GREEDY_BELOW": GREEDY_BELOW, "TILE": tile, "PARTS": _PARTS}
+    constants |= {"IS_DEPENDENT": can_overlap(logits.device), **dependent_options(logits.device)}
     row_values = (logits, temperature, top_k, top_p, min_p, seeds, positions)
     _tile_kernel[(num_rows, num_tiles)](
         *row_values, best_score, best_id, part_max, tile_mass, logits.stride(0), vocab_size, num_tiles,

@@ -8,12 +8,25 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    let_next_start,
+    needs_twin,
+    tl,
+)
 
 
 @jit()
-def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, intermediate_size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, out_ptr, row_stride, intermediate_size, IS_DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
+):
     """BLOCK columns of one row a program."""
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < intermediate_size
@@ -37,8 +50,10 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     parameters = launch_parameters("silu_mul", gate_up.device)
     block = parameters["block"]
     _silu_mul_kernel[(num_tokens, -(-intermediate_size // block))](
-        gate_up, out, gate_up.stride(0), intermediate_size, BLOCK=block, num_warps=parameters["num_warps"]
-    )
+        gate_up, out, gate_up.stride(0), intermediate_size,
+        IS_DEPENDENT=can_overlap(out.device), BLOCK=block,
+        num_warps=parameters["num_warps"], **dependent_options(out.device),
+    )  # fmt: skip
     return out
 
 

@@ -13,7 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.launch import jit, next_power_of_2, tl
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    tl,
+)
 from cb_backend.kernels.slot_state import SamplingState, SlotState
 
 
@@ -56,8 +64,11 @@ def _prepare_rows_kernel(
     num_decode,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
@@ -89,7 +100,8 @@ def prepare_rows(slots: Tensor, num_decode: int, state: SlotState, block_size: i
         out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, *out.sampling,
         out.sample_positions,
         num_rows, num_decode, state.block_tables.stride(0),
-        BLOCK_SIZE=block_size, BLOCK=128, num_warps=4,
+        BLOCK_SIZE=block_size, IS_DEPENDENT=can_overlap(slots.device), BLOCK=128,
+        num_warps=4, **dependent_options(slots.device),
     )  # fmt: skip
 
 
@@ -112,33 +124,65 @@ def prepare_rows_torch(slots: Tensor, num_decode: int, state: SlotState, block_s
 
 @jit("num_rows")
 def _commit_tokens_kernel(
-    slots_ptr, sampled_ptr, sample_positions_ptr, last_token_ptr, num_tokens_ptr, num_rows, BLOCK: tl.constexpr
+    slots_ptr,
+    sampled_ptr,
+    is_failed_ptr,
+    sample_positions_ptr,
+    last_token_ptr,
+    num_tokens_ptr,
+    result_ptr,
+    num_rows,
+    IS_DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(sample_positions_ptr + row, mask=row < num_rows, other=0)
+    is_row = row < num_rows
+    token_id = tl.load(sampled_ptr + row, mask=is_row, other=0)
+    tl.store(result_ptr + row, token_id, mask=is_row)
+    is_failed = tl.load(is_failed_ptr + row, mask=is_row, other=0)
+    tl.store(result_ptr + num_rows + row, is_failed.to(tl.int32), mask=is_row)
+    position = tl.load(sample_positions_ptr + row, mask=is_row, other=0)
     keep = position > 0
     slot = tl.load(slots_ptr + row, mask=keep, other=0)
-    tl.store(last_token_ptr + slot, tl.load(sampled_ptr + row, mask=keep, other=0), mask=keep)
+    tl.store(last_token_ptr + slot, token_id, mask=keep)
     tl.store(num_tokens_ptr + slot, (position + 1).to(tl.int32), mask=keep)
 
 
 def commit_tokens(
-    slots: Tensor, sampled: Tensor, sample_positions: Tensor, last_token: Tensor, num_tokens: Tensor
+    slots: Tensor,
+    sampled: Tensor,
+    is_failed: Tensor,
+    sample_positions: Tensor,
+    last_token: Tensor,
+    num_tokens: Tensor,
+    result: Tensor,
 ) -> None:
-    """`commit_tokens_torch` in one launch."""
+    """`commit_tokens_torch` in one launch. `result` is contiguous."""
     num_rows = slots.shape[0]
     _commit_tokens_kernel[(-(-num_rows // 128),)](
-        slots, sampled, sample_positions, last_token, num_tokens, num_rows, BLOCK=128, num_warps=4
-    )
+        slots, sampled, is_failed, sample_positions, last_token, num_tokens, result, num_rows,
+        IS_DEPENDENT=can_overlap(slots.device), BLOCK=128, num_warps=4, **dependent_options(slots.device),
+    )  # fmt: skip
 
 
 def commit_tokens_torch(
-    slots: Tensor, sampled: Tensor, sample_positions: Tensor, last_token: Tensor, num_tokens: Tensor
+    slots: Tensor,
+    sampled: Tensor,
+    is_failed: Tensor,
+    sample_positions: Tensor,
+    last_token: Tensor,
+    num_tokens: Tensor,
+    result: Tensor,
 ) -> None:
     """Make the sampled tokens the last tokens of their slots, in place. Rows of padding (position 0) change nothing.
 
-    slots, sampled: int32 [B]; sample_positions: int64 [B]; last_token, num_tokens: int32 [num_slots].
+    slots, sampled: int32 [B]; is_failed: bool [B]; sample_positions: int64 [B]; last_token, num_tokens: int32
+    [num_slots]; result: int32 [2, B], what the host reads: gets `sampled` and `is_failed`.
     """
+    result[0].copy_(sampled)
+    result[1].copy_(is_failed)
     keep = sample_positions > 0
     index = slots.long()[keep]
     last_token[index] = sampled[keep]
@@ -154,8 +198,11 @@ def _mask_stop_ids_kernel(
     stop_ids_ptr,
     logits_stride,
     num_stop_ids,
+    IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if tl.load(sample_positions_ptr + row) < tl.load(min_positions_ptr + slot):
@@ -169,16 +216,10 @@ def mask_stop_ids(
 ) -> None:
     """`mask_stop_ids_torch` in one launch."""
     _mask_stop_ids_kernel[(slots.shape[0],)](
-        logits,
-        slots,
-        sample_positions,
-        min_positions,
-        stop_ids,
-        logits.stride(0),
-        stop_ids.shape[1],
-        BLOCK=next_power_of_2(stop_ids.shape[1]),
-        num_warps=1,
-    )
+        logits, slots, sample_positions, min_positions, stop_ids, logits.stride(0), stop_ids.shape[1],
+        IS_DEPENDENT=can_overlap(logits.device), BLOCK=next_power_of_2(stop_ids.shape[1]),
+        num_warps=1, **dependent_options(logits.device),
+    )  # fmt: skip
 
 
 def mask_stop_ids_torch(

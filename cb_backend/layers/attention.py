@@ -1,7 +1,8 @@
-"""Attention over the paged KV cache: project, rotate and store, attend, project back.
+"""Attention over the paged KV cache: rotate and store, attend, project back.
 
-All tokens of a step go through the projections together; the decode rows and the prefill rows among them are attended
-by the kernel made for each. The layer does not know requests: who a token belongs to is in `AttentionMetadata`.
+All tokens of a step go through the projections together (the first one by the caller, who has the norm before it); the
+decode rows and the prefill rows among them are attended by the kernel made for each. The layer does not know requests:
+who a token belongs to is in `AttentionMetadata`.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ class Attention:
                 RMSNorm(head_dim, qk_norm_eps, ops, dtype=dtype, device=device) for _ in range(2)
             )
 
-    def __call__(self, hidden: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> the same; writes the tokens' keys and values into `kv_cache`.
+    def __call__(self, qkv: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        """What `qkv_proj` gave, [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> [num_tokens, hidden_size].
 
-        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim] of this layer.
+        Writes the tokens' keys and values into this layer's kv_cache: [num_blocks, 2, num_kv_heads, block_size,
+        head_dim].
         """
         q = self.ops.qkv_post(
-            self.qkv_proj(hidden),
+            qkv,
             metadata.cos_sin,
             metadata.cos_sin_rows,
             metadata.slot_mapping,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.ops import Ops
 
 
@@ -32,6 +33,10 @@ class Linear:
         """[num_tokens, in_size] -> [num_tokens, out_size]."""
         product: Tensor = self.ops.linear(x, self.weight, self.bias)
         return product
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the product of norm(x + residual), x + residual); x and residual [num_tokens, in_size]."""
+        return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         start = 0

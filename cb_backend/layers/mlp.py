@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.layers.linear import Linear
+from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.ops import Ops
 
 
@@ -31,11 +32,15 @@ class MLP:
         )
         self.ops = ops
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        if self.gate_up_proj.bias is None:
-            return self.down_proj(self.ops.linear_silu_mul(hidden, self.gate_up_proj.weight))
-        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(hidden)))
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the block's output for norm(x + residual), x + residual), each [num_tokens, hidden_size]."""
+        gate_up_proj = self.gate_up_proj
+        if gate_up_proj.bias is None:
+            activated, residual = self.ops.norm_linear_silu_mul(x, residual, norm.weight, norm.eps, gate_up_proj.weight)
+        else:
+            gate_up, residual = gate_up_proj.after(norm, x, residual)
+            activated = self.ops.silu_mul(gate_up)
+        return self.down_proj(activated), residual
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.gate_up_proj.checkpoint_tensors(prefix)

@@ -14,6 +14,7 @@ from typing import Any
 from cb_backend.errors import ConfigError
 from cb_backend.kernels import (
     decode_attention,
+    decode_plan,
     linear,
     prefill_attention,
     qkv_post,
@@ -34,7 +35,10 @@ _MODULE_OF_OP = {
     "silu_mul": silu_mul,
     "linear": linear,
     "linear_silu_mul": linear,
+    "norm_linear": linear,
+    "norm_linear_silu_mul": linear,
     "qkv_post": qkv_post,
+    "plan_decode": decode_plan,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
     "sample": sample,
@@ -60,7 +64,10 @@ class Ops:
     silu_mul: Op
     linear: Op
     linear_silu_mul: Op
+    norm_linear: Op
+    norm_linear_silu_mul: Op
     qkv_post: Op
+    plan_decode: Op
     decode_attention: Op
     prefill_attention: Op
     # Of the step around it

@@ -21,7 +21,7 @@ from cb_backend.models.model_config import ModelConfig
 
 
 class DecoderLayer:
-    """norm, attention, add; norm, MLP, add. The additions are fused into the norm that follows."""
+    """norm, attention, add; norm, MLP, add. The additions are fused into the norm that follows, it into the product."""
 
     def __init__(self, config: ModelConfig, window: int, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
         self.self_attn = Attention(
@@ -54,12 +54,11 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """The block's output, not yet added, and the residual stream it belongs to; each [num_tokens, hidden_size]."""
         if residual is None:  # the first layer
-            hidden, residual = self.input_layernorm(hidden), hidden
+            qkv, residual = self.self_attn.qkv_proj(self.input_layernorm(hidden)), hidden
         else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, metadata, kv_cache)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+            qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual)
+        hidden = self.self_attn(qkv, metadata, kv_cache)
+        return self.mlp.after(self.post_attention_layernorm, hidden, residual)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")
@@ -75,6 +74,7 @@ class DecoderForCausalLM:
         self, config: ModelConfig, ops: Ops, *, has_own_head: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.config = config
+        self.ops = ops
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(config, window, ops, dtype=dtype, device=device) for window in config.windows]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype=dtype, device=device)
@@ -100,11 +100,22 @@ class DecoderForCausalLM:
         kv_caches: one [num_blocks, 2, num_kv_heads, block_size, head_dim] a layer; the tokens' keys and values are
         written at `metadata.slot_mapping`.
         """
+        if metadata.num_decode_rows:
+            self._plan_decode(metadata, kv_caches[0])
         hidden, residual = self.embed_tokens(token_ids), None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden, residual = layer(hidden, residual, metadata, kv_cache)
         assert residual is not None  # a model has layers
         return self.norm.add(hidden, residual)[0]
+
+    def _plan_decode(self, metadata: AttentionMetadata, kv_cache: Tensor) -> None:
+        """Make the step's plans before any layer: the first layer's attention must find its plan complete."""
+        for window in dict.fromkeys(self.config.windows):
+            plan = self.ops.plan_decode(
+                metadata.decode_seq_lens, self.config.num_kv_heads, self.config.head_dim, kv_cache.shape[3], window
+            )
+            if plan is not None:
+                metadata.decode_plans[window] = plan
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype; in `out` where given."""

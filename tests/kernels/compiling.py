@@ -32,8 +32,9 @@ POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
-MODULES = {"linear_silu_mul": "linear", "apply_marks": "token_marks"}  # an op that does not name its module
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
+# Ops that do not name their module.
+MODULES = {"linear_silu_mul": "linear", "norm_linear": "linear", "apply_marks": "token_marks"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -72,8 +73,17 @@ class Recorder:
         return ASTSource(self.kernel, signature, constants, attrs), options
 
 
-def record(op: str, kernel: str, call: dict[str, Any]) -> Recorder:
-    """Call `cb_backend.kernels.<op>`'s launcher on small tensors of the case's shapes; return what it launched."""
+def record(op: str, kernel: str, call: dict[str, Any], arch: int) -> Recorder:
+    """Call `cb_backend.kernels.<op>`'s launcher on small tensors of the case's shapes; return what it launched.
+
+    Launches are dependent ones where the architecture has them.
+    """
+    can_overlap = arch >= 90
+    stand_ins = {
+        "needs_twin": lambda tensor: False,
+        "can_overlap": lambda device: can_overlap,
+        "dependent_options": lambda device: {"launch_pdl": True} if can_overlap else {},
+    }
     launched = importlib.import_module(f"cb_backend.kernels.{MODULES.get(op, op)}")
     recorders: dict[str, Recorder] = {}
     originals: list[tuple[Any, str, Any]] = []
@@ -82,9 +92,10 @@ def record(op: str, kernel: str, call: dict[str, Any]) -> Recorder:
             if name.endswith("_kernel") and hasattr(value, "arg_names"):
                 originals.append((module, name, value))
                 setattr(module, name, recorders.setdefault(name, Recorder(value)))
-        if hasattr(module, "needs_twin"):
-            originals.append((module, "needs_twin", module.needs_twin))
-            module.needs_twin = lambda tensor: False  # type: ignore[attr-defined]
+        for name, stand_in in stand_ins.items():
+            if hasattr(module, name):
+                originals.append((module, name, getattr(module, name)))
+                setattr(module, name, stand_in)
     try:
         LAUNCHES[op](launched, **call)
     finally:
@@ -108,7 +119,11 @@ def _attention(
 
 
 def _decode(module: Any, window: int = 0, **shapes: Any) -> None:
-    module.decode_attention(**_attention(**shapes), window=window)
+    arguments = _attention(**shapes)
+    heads, block_size, head_dim = arguments["kv_cache"].shape[2:]
+    # As in a step: the plan is there before the first layer.
+    plans = {window: module.plan_decode(arguments["seq_lens"], heads, head_dim, block_size, window)}
+    module.decode_attention(**arguments, window=window, plans=plans)
 
 
 def _prefill(module: Any, window: int = 0, **shapes: Any) -> None:
@@ -160,6 +175,12 @@ def _linear(module: Any, parameters: dict[str, int], num_rows: int, out_size: in
         module.linear(x, weight)
 
 
+def _norm_linear(module: Any, parameters: dict[str, int], out_size: int, in_size: int) -> None:
+    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (1, out_size))
+    with overriding("linear", parameters):
+        module.norm_linear(x, x, x[0], 1e-6, weight)
+
+
 def _linear_silu_mul(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
     x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, 2 * out_size))
     with overriding("linear_silu_mul", parameters):
@@ -176,13 +197,15 @@ LAUNCHES = {
     "top_logprobs": _top_logprobs,
     "apply_marks": _apply_marks,
     "linear": _linear,
+    "norm_linear": _norm_linear,
     "linear_silu_mul": _linear_silu_mul,
 }
 
 
 def compile_case(case: dict[str, Any]) -> dict[str, Any]:
     """What the compiler made of one case: its resources, and signs of what was meant in the intermediate code."""
-    source, options = record(case["op"], case["kernel"], case["call"]).source(case.get("overrides", {}))
+    recorder = record(case["op"], case["kernel"], case["call"], case["arch"])
+    source, options = recorder.source(case.get("overrides", {}))
     options.update(case.get("options", {}))
     compiled = triton.compile(source, target=GPUTarget("cuda", case["arch"], 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -192,6 +215,7 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
             [str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    before_wait, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
     stages = [int(size) for size in re.findall(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x", compiled.asm["ttgir"])]
     return {
         "registers": int(numbers["REG"]),
@@ -202,6 +226,9 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "has_tensor_core": "mma.sync" in compiled.asm["ptx"] or "wgmma" in compiled.asm["ptx"]
         or "tcgen05.mma" in compiled.asm["ptx"],
         "has_async_copy": "cp.async" in compiled.asm["ptx"],
+        "waits": bool(wait),
+        "loads_before_wait": len(re.findall(r"ld\.global|cp\.async\.c", before_wait)) if wait else 0,
+        "stores_before_wait": len(re.findall(r"st\.global|atom\.|red\.global", before_wait)) if wait else 0,
     }  # fmt: skip
 
 

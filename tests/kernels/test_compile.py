@@ -50,7 +50,6 @@ CASES = {
     "decode, 2 stages": decode(90, 128, 2),
     "decode, 3 stages": decode(90, 128, 3),
     "decode, 4 stages": decode(90, 128, 4),
-    "decode, overlapping": {**decode(90, 128), "overrides": {"CAN_OVERLAP": True}},
     "decode, sm_80": decode(80, 64),
     "decode, sm_100": decode(100, 128, block_size=64),
     "prefill": prefill(90, 128),
@@ -78,12 +77,14 @@ CASES = {
     "linear, 3 stages": tiled(8, block_k=128, num_stages=3),
     "linear, 4 stages": tiled(8, block_k=128, num_stages=4),
     "linear, 64 rows": tiled(64, num_stages=4),
-    "linear, 128 rows": tiled(128, block_n=128, num_warps=8, num_stages=4, dependent=1, prefetch=256),
+    "linear, 128 rows": tiled(128, block_n=128, num_warps=8, num_stages=4, prefetch=256),
     "linear_silu_mul": tiled(16, "linear_silu_mul", num_stages=5),
     "linear_silu_mul, 128 rows": tiled(128, "linear_silu_mul", num_warps=8, num_stages=4),
-    "vector": product("linear", "_vector_kernel", 1, vector=1, block_n=8, block_k=512, num_stages=1),
-    "vector, gated": product("linear_silu_mul", "_vector_kernel", 1, vector=1, block_n=4, block_k=1024, num_stages=1,
-                             dependent=1, prefetch=256),
+    "one row": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512),
+    "one row, gated": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024, prefetch=256),
+    "one row, norm": case("norm_linear", "_one_row_kernel", 90,
+                          {"parameters": {"vector": 1, "block_n": 4, "block_k": 1024, "num_warps": 4},
+                           "out_size": 4096, "in_size": 2048}),
 }  # fmt: skip
 
 
@@ -158,3 +159,18 @@ def test_products_use_warp_group_products_on_hopper(name: str, compiled: dict[st
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("decode", "prefill"))])
 def test_attention_uses_tensor_cores(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[name]["has_tensor_core"]
+
+
+PLAIN = ("top_logprobs", "apply_marks")  # launched the plain way, after a step
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, given in CASES.items() if given["arch"] >= 90 and not name.startswith(PLAIN)]
+)
+def test_a_dependent_launch_waits_before_it_touches_results(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    """A kernel that did not wait would break the order of all that follow it (`launch.can_overlap`)."""
+    report = compiled[name]
+    assert report["waits"]
+    assert report["stores_before_wait"] == 0
+    reads_early = ("one row", "rms_norm", "decode")  # weights; the plan and the slots' state
+    assert (report["loads_before_wait"] > 0) == name.startswith(reads_early)

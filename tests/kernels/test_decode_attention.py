@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cb_backend.kernels import decode_attention as module
+from cb_backend.kernels import decode_plan
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
 from cb_backend.kernels.decode_plan import PLAN_HEADER, PLAN_ITEM, max_items, plan_decode
 
@@ -119,8 +120,11 @@ def test_twin(shapes: Shapes, padded_tokens: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("seq_lens", "window", "block_size"),
-    [((0,), 0, 16), ((1, 7000, 0, 300), 0, 16), ((5, 900), 130, 64), ((64,) * 40, 0, 16), ((100_000,), 0, 64)],
-)
+    [
+        ((0,), 0, 16), ((1, 7000, 0, 300), 0, 16), ((5, 900), 130, 64), ((64,) * 40, 0, 16), ((100_000,), 0, 64),
+        (tuple(range(0, 3000, 30)), 0, 16), ((7,) * 513, 0, 16),
+    ],
+)  # fmt: skip
 def test_plan_covers_every_token_once(
     seq_lens: tuple[int, ...], window: int, block_size: int, device: torch.device
 ) -> None:
@@ -140,3 +144,29 @@ def test_plan_covers_every_token_once(
         num_splits, tokens = divmod(covered[row][0], 1_000_000)
         assert covered[row] == [covered[row][0]] * num_splits
         assert (num_splits - 1) * tokens < max(length - first, 1) <= num_splits * tokens
+
+
+def test_plan_begins_with_the_longest_rows(device: torch.device) -> None:
+    """The last programs to start are short ones, so that no long row keeps a card waiting at the end."""
+    torch.manual_seed(0)
+    lengths = torch.randint(0, 3000, (100,), dtype=torch.int32)
+    plan = plan_decode(lengths.to(device), 2, 128, 16).tolist()
+    rows = [plan[PLAN_HEADER + item * PLAN_ITEM] for item in range(plan[0])]
+    in_order = [int(lengths[row]) for row in rows]
+    assert in_order == sorted(in_order, reverse=True)
+    assert sorted(set(rows)) == list(range(100))
+
+
+@pytest.mark.parametrize(("num_rows", "length", "most_items"), [(32, 512, 32), (64, 640, 64), (1, 2048, 32)])
+def test_plan_does_not_cut_rows_that_fill_the_card(
+    num_rows: int, length: int, most_items: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card for 264 programs, 8 KV heads: rows are cut only while that gives idle multiprocessors work."""
+    monkeypatch.setattr(decode_plan, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        decode_plan, "decode_parameters", lambda head_dim, device: {"block_n": 64, "ctas_per_sm": 2, "min_split": 64}
+    )
+    lengths = torch.full((num_rows,), length, dtype=torch.int32, device=device)
+    plan = plan_decode(lengths, 8, 128, 16).tolist()
+    assert plan[0] <= most_items
+    assert plan[0] * 8 > 132

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in place of `tuned`, and nothing remembered."""
     monkeypatch.setattr(launch, "TUNED", tmp_path)
-    monkeypatch.setattr(launch, "_gpu_file", lambda device: "some-gpu.json")
+    monkeypatch.setattr(launch, "_tuned_files", lambda device: ("some-gpu.json", "default.json"))
     for cached in (launch._read, launch._tuned_parameters):
         cached.cache_clear()
     yield tmp_path

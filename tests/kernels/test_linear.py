@@ -10,12 +10,21 @@ from torch import Tensor
 
 from cb_backend.kernels import linear as module
 from cb_backend.kernels.launch import overriding
-from cb_backend.kernels.linear import linear, linear_silu_mul, linear_silu_mul_torch, linear_torch
+from cb_backend.kernels.linear import (
+    linear,
+    linear_silu_mul,
+    linear_silu_mul_torch,
+    linear_torch,
+    norm_linear,
+    norm_linear_silu_mul,
+    norm_linear_silu_mul_torch,
+    norm_linear_torch,
+)
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The interpreter multiplies the bits of bf16 as integers in tensor-core products.
 TILED = {"block_n": 32, "block_k": 32, "splits": 1, "num_warps": 4, "num_stages": 2}
-VECTOR = {"vector": 1, "block_n": 8, "block_k": 64, "num_warps": 4, "num_stages": 1}
+VECTOR = {"vector": 1, "block_n": 8, "block_k": 64, "num_warps": 4}
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 
 
@@ -64,14 +73,13 @@ def test_tiled_kernel(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("out_size", "in_size"), [(16, 128), (21, 200), (8, 64)])
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_vector_kernel(
-    out_size: int, in_size: int, num_stages: int, dtype: torch.dtype, device: torch.device, launches: list[int]
+@pytest.mark.parametrize(("out_size", "in_size"), [(16, 128), (21, 200), (8, 64), (9, 40)])
+def test_kernel_for_one_row(
+    out_size: int, in_size: int, dtype: torch.dtype, device: torch.device, launches: list[int]
 ) -> None:
     x, weight, bias = inputs(1, out_size, in_size, dtype)
     wanted = x.double() @ weight.double().T + bias.double()
-    with overriding("linear", {**VECTOR, "num_stages": num_stages}):
+    with overriding("linear", VECTOR):
         found = linear(x.to(device), weight.to(device), bias.to(device))
     torch.testing.assert_close(found.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert launches == [1]
@@ -95,6 +103,40 @@ def test_gated_kernel(
     assert launches == [num_rows]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_rows", "out_size", "in_size"), [(1, 16, 128), (1, 21, 200), (1, 8, 40), (3, 16, 128)])
+@pytest.mark.parametrize("suffix", ["", "_torch"])
+def test_product_behind_a_norm(
+    suffix: str, num_rows: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device,
+    launches: list[int], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One launch for one row, a norm and a product for more; the sum that goes on is rounded as a norm rounds it."""
+    one_row: list[int] = []
+    launch_one_row = module.launch_one_row
+    monkeypatch.setattr(
+        module, "launch_one_row", lambda x, *rest, **kwargs: one_row.append(1) or launch_one_row(x, *rest, **kwargs)
+    )
+    functions = {"": (norm_linear, norm_linear_silu_mul), "_torch": (norm_linear_torch, norm_linear_silu_mul_torch)}
+    plain, gated = functions[suffix]
+    x, weight, bias = inputs(num_rows, 2 * out_size, in_size, dtype)
+    residual, norm = torch.randn(num_rows, in_size).to(dtype), torch.rand(in_size).to(dtype) + 0.5
+    total = (x + residual).double()
+    normed = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    product = normed @ weight.double().T
+    gate, up = product.chunk(2, dim=1)
+    on = [tensor.to(device) for tensor in (x, residual, norm)]
+    tolerances = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    parameters = VECTOR if num_rows == 1 else {"library": 1}
+    with overriding("linear", parameters), overriding("linear_silu_mul", parameters):
+        found, new_residual = plain(*on, 1e-5, weight.to(device), bias.to(device))
+        activated, _ = gated(*on, 1e-5, weight.to(device))
+    torch.testing.assert_close(found.cpu().double(), product + bias.double(), **tolerances)
+    torch.testing.assert_close(activated.cpu().double(), gate / (1 + (-gate).exp()) * up, **tolerances)
+    # The interpreter cuts fp32 to bf16 where a GPU rounds.
+    torch.testing.assert_close(new_residual.cpu(), x + residual, atol=0, rtol=0 if dtype == torch.float16 else 2**-7)
+    assert len(one_row) == (2 if num_rows == 1 and not suffix else 0)
+
+
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float32])
 def test_twins(dtype: torch.dtype) -> None:
     x, weight, bias = inputs(5, 26, 40, dtype)
@@ -107,7 +149,7 @@ def test_twins(dtype: torch.dtype) -> None:
     torch.testing.assert_close(linear_silu_mul_torch(x, weight).double(), gated, **tolerances)
 
 
-@pytest.mark.parametrize(("num_rows", "dtype"), [(0, torch.float16), (129, torch.float16), (4, torch.float32)], ids=str)
+@pytest.mark.parametrize(("num_rows", "dtype"), [(0, torch.float16), (257, torch.float16), (4, torch.float32)], ids=str)
 def test_other_rows_and_types_are_the_librarys(
     num_rows: int, dtype: torch.dtype, device: torch.device, launches: list[int]
 ) -> None:
@@ -136,7 +178,7 @@ def test_replays_of_a_graph_agree(num_rows: int, splits: int, device: torch.devi
     second = torch.randn(512, 1024, device=device).div_(32).to(torch.bfloat16)
     parameters = {**TILED, "block_n": 64, "block_k": 64, "splits": splits, "num_stages": 4}
     if torch.cuda.get_device_capability(device)[0] >= 9:
-        parameters |= {"dependent": 1, "prefetch": 256}
+        parameters |= {"prefetch": 256}
     with overriding("linear", parameters):
         linear(linear(x, weight), second)
         graph = torch.cuda.CUDAGraph()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from cb_backend.kernels import prefill_attention as module
 from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
 
 from .paged import Paged, Shapes, attend, make_paged
@@ -87,6 +88,12 @@ def check(case: Case, function: object, device: torch.device, seed: int = 0) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel(case: Case, device: torch.device) -> None:
     check(case, prefill_attention, device)
+
+
+def test_a_tile_finds_its_request_among_many(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests than are looked at together."""
+    monkeypatch.setattr(module, "_REQUESTS_AT_ONCE", 2)
+    check(max(CASES, key=lambda case: len(case.query_lens)), prefill_attention, device)
 
 
 @pytest.mark.parametrize("case", CASES)

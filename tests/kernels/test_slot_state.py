@@ -107,7 +107,11 @@ def test_commit_moves_only_live_rows(suffix: str) -> None:
     slots = torch.tensor([2, 0, PADDING, PADDING], dtype=torch.int32)
     sampled = torch.tensor([11, 12, 13, 14], dtype=torch.int32)
     positions = torch.tensor([7, 3, 0, 0])
-    getattr(step_rows, "commit_tokens" + suffix)(slots, sampled, positions, last_token, num_tokens)
+    is_failed = torch.tensor([False, True, False, False])
+    result = torch.full((2, 4), -7, dtype=torch.int32)
+    commit = getattr(step_rows, "commit_tokens" + suffix)
+    commit(slots, sampled, is_failed, positions, last_token, num_tokens, result)
+    assert result.tolist() == [[11, 12, 13, 14], [0, 1, 0, 0]]
     assert last_token.tolist() == [12, 5, 11, 5, 5, 5, 5, 5, 5]
     assert num_tokens.tolist() == [4, 3, 8, 3, 3, 3, 3, 3, 0]
 

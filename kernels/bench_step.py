@@ -1,0 +1,215 @@
+"""Time whole decode steps on this GPU: the captured graph that serves them, without the host.
+
+    python kernels/bench_step.py [--models llama-3.2-1b] [--rows 1,64,256] [--context 640] [--ragged]
+    python kernels/bench_step.py --rows 1 --profile      # and what the step's kernels take
+    python kernels/bench_step.py --rows 1,256 --check    # dependent launches against plain ones: times, and every bit
+
+Weights are random, every row has the same context or (`--ragged`) one of 1/8 to 15/8 of it. The floor is that of
+`cb_backend.cli.roofline` at the bandwidth and rate measured in the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from roofline import HAS_QK_NORM, MODELS
+
+from cb_backend.cli.bench_device import conditions, measure_card
+from cb_backend.cli.roofline import decode_seconds
+from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.engine.step_buffers import StepBuffers, StepShape
+from cb_backend.kernels import launch
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.rope_config import RopeConfig
+from cb_backend.layers.rotary import RotaryTables
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.weights import fill_dummy
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
+REPLAYS = 15
+ROOM = 128  # tokens a row may grow by
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+
+
+def make_model(name: str) -> DecoderForCausalLM:
+    shape = MODELS[name]
+    config = ModelConfig(
+        model_type="llama",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(rope_type="default", theta=500000.0, max_position_embeddings=MAX_MODEL_LEN),
+        windows=(0,) * shape.num_layers,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=name != "llama-3.1-8b",
+        has_qk_norm=name in HAS_QK_NORM,
+    )
+    ops = resolve_ops("triton")
+    model = DecoderForCausalLM(config, ops, has_own_head=not config.tie_word_embeddings, dtype=DTYPE, device=DEVICE)
+    fill_dummy(model.checkpoint_tensors(), 0)
+    return model
+
+
+def make_runner(model: DecoderForCausalLM, lengths: list[int]) -> SlotRunner:
+    """A runner whose slots hold requests of these lengths, sampling at temperature 0.6."""
+    config = model.config
+    per_row = [-(-(length + ROOM) // BLOCK_SIZE) for length in lengths]
+    storage = KVCacheStorage(
+        config.num_layers, sum(per_row) + 1, config.num_kv_heads, BLOCK_SIZE, config.head_dim, DTYPE, DEVICE
+    )
+    storage.data.normal_(std=0.5)
+    rotary = RotaryTables(config.rope, config.head_dim, MAX_MODEL_LEN, DEVICE)
+    runner = SlotRunner(model, resolve_ops("triton"), rotary, storage, len(lengths), MAX_MODEL_LEN)
+    blocks = (torch.randperm(sum(per_row), device=DEVICE) + 1).int()
+    for slot, own in enumerate(blocks.split(per_row)):
+        runner.state.block_tables[slot, : len(own)] = own
+    seat(runner, lengths)
+    return runner
+
+
+def seat(runner: SlotRunner, lengths: list[int]) -> None:
+    """(Back) to these lengths."""
+    state, rows = runner.state, slice(0, len(lengths))
+    state.num_tokens[rows] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    state.last_token[rows] = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE) + 100
+    state.sampling.temperature[rows] = 0.6
+    state.sampling.seeds[rows] = torch.arange(len(lengths), device=DEVICE)
+
+
+@torch.inference_mode()
+def capture(runner: SlotRunner, num_rows: int) -> tuple[torch.cuda.CUDAGraph, StepBuffers]:
+    buffers = runner.new_buffers(StepShape(num_rows))
+    buffers.slots.copy_(torch.arange(num_rows, dtype=torch.int32, device=DEVICE))
+    runner.run_step(buffers)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.run_step(buffers)
+    return graph, buffers
+
+
+def time_step(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of a replay: median of single ones, the device idle before each."""
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def use_dependent_launches(is_on: bool) -> None:
+    os.environ["CB_BACKEND_DEPENDENT_LAUNCHES"] = "1" if is_on else "0"
+    launch.can_overlap.cache_clear()
+    launch.dependent_options.cache_clear()
+
+
+@torch.inference_mode()
+def check(runner: SlotRunner, lengths: list[int]) -> str:
+    """Three steps with and without dependent launches, from the same state: times, and whether all bits agree."""
+    before = runner.storage.data.clone()
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    seconds = []
+    for is_on in (False, True):
+        use_dependent_launches(is_on)
+        graph, buffers = capture(runner, len(lengths))
+        runner.storage.data.copy_(before)
+        seat(runner, lengths)
+        tokens = []
+        for _ in range(3):
+            graph.replay()
+            tokens.append(buffers.result.clone())
+        torch.cuda.synchronize()
+        seen.append((torch.stack(tokens), runner.storage.data.clone(), runner.state.num_tokens.clone()))
+        seconds.append(time_step(graph))
+        seat(runner, lengths)
+    is_equal = [torch.equal(plain, overlapped) for plain, overlapped in zip(*seen, strict=True)]
+    verdict = "bits equal" if all(is_equal) else f"DIFFERENT (tokens, cache, lengths equal: {is_equal})"
+    return f"plain {1e3 * seconds[0]:.3f} ms, dependent {1e3 * seconds[1]:.3f} ms, {verdict}"
+
+
+def profile(graph: torch.cuda.CUDAGraph) -> None:
+    """Kernels of one replay by their time. Dependent ones overlap, so the sum may exceed the step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+    for event in events[:18]:
+        print(
+            f"    {event.device_time_total / 3:9.1f} us {event.count // 3:5} x"
+            f" {event.device_time_total / max(event.count, 1):8.2f}  {event.key[:70]}",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rows", default="1,64,256")
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--ragged", action="store_true", help="contexts of 1/8 to 15/8 of --context")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: steps are timed on a GPU", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    card = measure_card("cuda", "bfloat16")
+    if card is None:
+        print("no memory left on the GPU to measure its limits", file=sys.stderr)
+        return 2
+    for name in arguments.models.split(","):
+        model = make_model(name)
+        for num_rows in map(int, arguments.rows.split(",")):
+            lengths = [arguments.context] * num_rows
+            if arguments.ragged:
+                shares = torch.linspace(1 / 8, 15 / 8, num_rows)[torch.randperm(num_rows)]
+                lengths = [max(1, int(arguments.context * share)) for share in shares.tolist()]
+            runner = make_runner(model, lengths)
+            floor = decode_seconds(MODELS[name], card, num_rows, sum(lengths))
+            kind = "ragged" if arguments.ragged else "equal"
+            start = f"{name:14} rows {num_rows:4} context {arguments.context} {kind}"
+            if arguments.check:
+                print(start, check(runner, lengths), flush=True)
+            else:
+                graph, _ = capture(runner, num_rows)
+                seat(runner, lengths)
+                seconds = time_step(graph)
+                print(f"{start} {1e3 * seconds:8.3f} ms, floor {1e3 * floor:.3f}, {floor / seconds:.1%}", flush=True)
+                if arguments.profile:
+                    profile(graph)
+                del graph
+            runner.close()
+            del runner
+            torch.cuda.empty_cache()
+        del model
+        torch.cuda.empty_cache()
+    print(" ".join(f"{key}={value}" for key, value in conditions("cuda").items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
