@@ -116,6 +116,32 @@ class StepLogprobs(msgspec.Struct, frozen=True):
         )
 
 
+class ChunkLogprobs(msgspec.Struct, frozen=True):
+    """`outputs.PromptLogprobs` on its way: arrays over n tokens of one prompt."""
+
+    first: int
+    given: bytes  # float32 [n]
+    ranks: bytes  # int32 [n]
+    top_ids: bytes  # int32 [n, k]
+    top_logprobs: bytes  # float32 [n, k]
+
+    @staticmethod
+    def pack(
+        first: int,
+        given: NDArray[np.float32],
+        ranks: NDArray[np.int32],
+        top_ids: NDArray[np.int32],
+        top_logprobs: NDArray[np.float32],
+    ) -> ChunkLogprobs:
+        return ChunkLogprobs(
+            first,
+            given.astype("<f4", copy=False).tobytes(),
+            ranks.astype("<i4", copy=False).tobytes(),
+            top_ids.astype("<i4", copy=False).tobytes(),
+            top_logprobs.astype("<f4", copy=False).tobytes(),
+        )
+
+
 class StepOutput(msgspec.Struct, tag=True, frozen=True):
     """What one step (or several, when the engine coalesces) produced for one front end: see `outputs.EngineOutput`."""
 
@@ -125,6 +151,7 @@ class StepOutput(msgspec.Struct, tag=True, frozen=True):
     finish_reasons: bytes  # uint8 [num_entries]
     num_cached_tokens: dict[int, int] = {}
     logprobs: StepLogprobs | None = None
+    prompt_logprobs: dict[int, ChunkLogprobs] = {}  # by request_id, before or beside its first token
     scheduled_at: dict[int, float] = {}  # request_id -> time.monotonic() of its first step, beside its first token
 
 
@@ -238,10 +265,10 @@ def token_ids_from_bytes(data: bytes) -> NDArray[np.int32]:
 
 
 class TokenLogprob(NamedTuple):
-    """What the model thought where one token was chosen."""
+    """What the model thought where one token stands: chosen, or given in a prompt."""
 
-    logprob: float  # of the chosen token
-    rank: int  # of the chosen token, from 1
+    logprob: float  # of this token
+    rank: int  # of this token, from 1
     top_ids: list[int]  # likeliest first
     top_logprobs: list[float]
 
@@ -249,10 +276,19 @@ class TokenLogprob(NamedTuple):
 def unpack_logprobs(packed: StepLogprobs) -> dict[int, TokenLogprob]:
     """By entry."""
     entries = np.frombuffer(packed.entries, "<i4").tolist()
+    return dict(zip(entries, _token_logprobs(packed.sampled, packed), strict=True))
+
+
+def unpack_chunk(packed: ChunkLogprobs) -> list[TokenLogprob]:
+    """Of one token after the other, from position `first` on."""
+    return _token_logprobs(packed.given, packed)
+
+
+def _token_logprobs(own: bytes, packed: StepLogprobs | ChunkLogprobs) -> list[TokenLogprob]:
+    values = np.frombuffer(own, "<f4").tolist()
     columns = (
-        np.frombuffer(packed.sampled, "<f4").tolist(),
         np.frombuffer(packed.ranks, "<i4").tolist(),
-        np.frombuffer(packed.top_ids, "<i4").reshape(len(entries), -1).tolist(),
-        np.frombuffer(packed.top_logprobs, "<f4").reshape(len(entries), -1).tolist(),
+        np.frombuffer(packed.top_ids, "<i4").reshape(len(values), -1).tolist(),
+        np.frombuffer(packed.top_logprobs, "<f4").reshape(len(values), -1).tolist(),
     )
-    return {entry: TokenLogprob(*values) for entry, *values in zip(entries, *columns, strict=True)}
+    return [TokenLogprob(*figures) for figures in zip(values, *columns, strict=True)]

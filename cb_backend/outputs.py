@@ -91,6 +91,17 @@ class TokenLogprobs:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of some tokens of a prompt, each given the tokens before it; the first has none."""
+
+    first: int  # position of the first of the n tokens in the prompt, >= 1; a prompt computed anew begins at 1 again
+    given: NDArray[np.float32]  # [n] of the prompt's token
+    ranks: NDArray[np.int32]  # [n] of the prompt's token, as in `TokenLogprobs`
+    top_ids: NDArray[np.int32]  # [n, k]
+    top_logprobs: NDArray[np.float32]  # [n, k]
+
+
 def rows_after(keep: NDArray[np.bool_], first: int = 0) -> NDArray[np.intp]:
     """New number of each row when only those of `keep` stay and the first of them becomes `first`; -1 = gone."""
     return np.where(keep, np.cumsum(keep) - 1 + first, -1)
@@ -104,6 +115,7 @@ class ModelRunnerOutput:
     sampled_token_ids: NDArray[np.int32]  # [num_rows], NO_TOKEN where the row did not sample
     is_failed: NDArray[np.bool_]  # [num_rows] the row's numbers were not finite; only that request ends
     logprobs: TokenLogprobs | None = None  # None: no row asks
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # of the step's chunks, by row
 
 
 class PendingOutput(Protocol):
@@ -140,3 +152,4 @@ class EngineOutput:
     finish_reasons: NDArray[np.uint8]  # [num_entries] FinishReason; 0 = goes on
     num_cached_tokens: dict[int, int] = field(default_factory=dict)  # request_id -> prompt tokens from the prefix cache
     logprobs: TokenLogprobs | None = None  # of the entries whose requests ask
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by request_id; it may have no entry

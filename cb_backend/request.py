@@ -83,5 +83,11 @@ class Request:
     queue_key: QueueKey = (0, 0.0, 0)  # place in the queue; set at the arrival
 
     @property
+    def may_read_cache(self) -> bool:
+        """Whether cached prefixes can be taken over: what comes from the cache has no logits, so not while the prompt's
+        log-probabilities are still to be computed. With the first output token they all are."""
+        return self.params.prompt_logprobs is None or len(self.token_ids) > self.num_prompt_tokens
+
+    @property
     def front_end_id(self) -> int:
         return self.request_id >> 40

@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 17  # figures of one prompt: tokens * (prompt_logprobs + 1); about 80 bytes each on the wire
 MAX_N = 64
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_REPETITION_PENALTY = 100.0
@@ -38,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling and stopping rules of one request. Immutable; travels to the engine as it is."""
 
     n: int = 1  # answers to one prompt; each is an engine request of its own, with n = 1 and seed + its index
+    best_of: int | None = None  # answers that are made, of which the n with the highest cumulative logprob are given
     max_tokens: int = 16  # most tokens to generate, >= 1
     min_tokens: int = 0  # stop ids cannot be sampled, stop strings do not count, before this many tokens
     temperature: float = 1.0  # 0 (anything below GREEDY_TEMPERATURE) = greedy, ties to the lowest id
@@ -59,17 +61,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[str, ...] = ()  # must not come out
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # their token sequences; filled in by the front end
     logprobs: int | None = None  # so many likely tokens beside each chosen one; 0 = the chosen one only; None = off
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second on
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def num_answers(self) -> int:
+        """Answers to make: best_of, or n."""
+        return self.n if self.best_of is None else self.best_of
+
     def of_answer(self, index: int) -> SamplingParams:
-        """The parameters of one of the n answers. The first is what n = 1 would give."""
-        if self.n == 1:
+        """The parameters of one answer. The first is what n = 1 would give; only it looks at the prompt."""
+        if self.num_answers == 1:
             return self
         seed = None if self.seed is None else (self.seed + index) % (MAX_SEED + 1)
-        return msgspec.structs.replace(self, n=1, seed=seed)
+        prompt_logprobs = None if index else self.prompt_logprobs
+        return msgspec.structs.replace(self, n=1, best_of=None, seed=seed, prompt_logprobs=prompt_logprobs)
 
     @property
     def has_logits_rules(self) -> bool:
@@ -85,7 +94,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first value that is out of range."""
-        _check_int("n", self.n, 1, MAX_N)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.min_tokens > self.max_tokens:
@@ -93,11 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens}); lower min_tokens"
             )
         _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        if self.n > 1 and self.is_greedy:
-            raise InvalidRequestError(
-                f"n is {self.n}, but at temperature {self.temperature:g} all answers are the same; set n to 1 or raise"
-                " the temperature"
-            )
+        self._check_answers()
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p must be above 0 and at most 1, got 0; for greedy use temperature=0")
@@ -107,10 +111,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
         self._check_stops(vocab_size)
         self._check_logits_rules(vocab_size)
+
+    def check_prompt(self, num_prompt_tokens: int) -> None:
+        """Raise `InvalidRequestError` if so long a prompt has more figures than one answer may carry."""
+        num_figures = 0 if self.prompt_logprobs is None else num_prompt_tokens * (self.prompt_logprobs + 1)
+        if num_figures > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"prompt_logprobs={self.prompt_logprobs} of a prompt of {num_prompt_tokens} tokens are {num_figures}"
+                f" figures; at most {MAX_PROMPT_LOGPROBS} are allowed, so lower it or shorten the prompt"
+            )
+
+    def _check_answers(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise InvalidRequestError(f"best_of ({self.best_of}) is less than n ({self.n}); raise it or lower n")
+        if self.num_answers > 1 and self.is_greedy:
+            name = "n" if self.best_of is None else "best_of"
+            raise InvalidRequestError(
+                f"{name} is {self.num_answers}, but at temperature {self.temperature:g} all answers are the same; set"
+                f" {name} to 1 or raise the temperature"
+            )
 
     def _check_logits_rules(self, vocab_size: int) -> None:
         _check_float("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)

@@ -193,9 +193,10 @@ class EngineProcess:
         self._step_id += 1
         owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
         first_tokens = self.engine.log.first_tokens
+        asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
         for front_end in self.link.front_ends.values():
             mask = owners == front_end.front_end_id
-            if not mask.any():
+            if front_end.front_end_id not in asking and not mask.any():
                 continue
             message = step_output(self._step_id, front_end.front_end_id, mask, output, first_tokens)
             self.link.send(front_end.identity, message)

@@ -36,6 +36,7 @@ class InputBatch:
         self.seeds = np.zeros(num_slots, np.int64)  # bit pattern of the unsigned seed
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens to report; -1 = none, 0 = the sampled
+        self.num_prompt_logprobs = np.full(num_slots, -1, np.int32)  # the same for tokens of the prompt
         self.stop_token_ids: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_slots
 
     def apply(self, plan: SchedulerOutput) -> None:
@@ -57,6 +58,9 @@ class InputBatch:
         self.seeds[slot] = np.uint64(params.seed or 0).astype(np.int64)
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        # With the first output token, all of the prompt's were told: one that is computed again after it tells none.
+        is_prompt_told = params.prompt_logprobs is None or len(row.token_ids) > row.num_prompt_tokens
+        self.num_prompt_logprobs[slot] = -1 if is_prompt_told else params.prompt_logprobs
         self.stop_token_ids[slot] = np.asarray(row.stop_token_ids, np.int64)
 
     def _append_blocks(self, new: NewBlocks) -> None:

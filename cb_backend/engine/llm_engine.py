@@ -83,8 +83,11 @@ class LLMEngine:
             bad = lowest if lowest < 0 else highest
             raise InvalidRequestError(f"token id {bad} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
         params.check(self.info.vocab_size)
-        if params.n != 1:
-            raise InvalidRequestError(f"n is {params.n}; the engine gives one answer a request, send n requests")
+        params.check_prompt(len(prompt_token_ids))
+        if params.num_answers != 1:
+            raise InvalidRequestError(
+                f"n or best_of is {params.num_answers}; the engine gives one answer a request, send so many requests"
+            )
         scheduling = scheduling or SchedulingParams()
         scheduling.check()
         eos = () if params.ignore_eos else self.info.eos_token_ids

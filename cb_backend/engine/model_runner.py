@@ -14,6 +14,7 @@ from torch import Tensor
 from cb_backend.engine.input_batch import InputBatch
 from cb_backend.engine.logits_rules import LogitsRules
 from cb_backend.engine.logprobs import LogprobsOfStep
+from cb_backend.engine.prompt_logprobs import asking_chunks, launch_prompt_logprobs
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
@@ -74,12 +75,15 @@ class ModelRunner:
         sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
         is_failed = np.zeros(plan.num_rows, np.bool_)
         logprobs = None
+        chunks = asking_chunks(plan, self.batch)
+        of_prompts = launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch) if chunks else None
         rows = np.flatnonzero(plan.is_sampling)
         if len(rows):
             last_tokens = np.cumsum(plan.num_scheduled_tokens)[rows] - 1
             last_hidden = hidden[self._to_device(last_tokens)]
             sampled[rows], is_failed[rows], logprobs = self._sample(plan, rows, last_hidden)
-        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs))
+        prompt_logprobs = {} if of_prompts is None else of_prompts.result()
+        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs, prompt_logprobs))
 
     def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, AttentionMetadata]:
         """The step's input tokens [num_tokens] and where everything is."""

@@ -2,7 +2,8 @@
 
 `execute_model` launches a step and returns at once; the next step may be launched before its result is read, because
 the sampled tokens are already where the next step looks for them. A step too large for a graph is launched kernel by
-kernel. What only some rows ask for (rules, log-probabilities) is done for these rows after the step, from its logits.
+kernel, and so is one with a prompt whose own log-probabilities are asked for. What else only some rows ask for (rules,
+log-probabilities) is done for these rows after the step, from its logits.
 It runs on a CPU as well (eagerly), which is how its logic is tested without a GPU.
 """
 
@@ -19,6 +20,7 @@ from cb_backend.engine.device_state import block_table_deltas, copy_to, joined_s
 from cb_backend.engine.input_batch import InputBatch
 from cb_backend.engine.logits_rules import LogitsRules, RuledRows
 from cb_backend.engine.logprobs import LogprobsOfStep, PendingLogprobs
+from cb_backend.engine.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
 from cb_backend.engine.step_graphs import MAX_GRAPH_PROMPTS, StepGraphs
 from cb_backend.kernels.slot_state import SamplingState
@@ -42,6 +44,7 @@ class LaunchedStep:
     host_result: Tensor  # int32 [2, columns], pinned
     done: torch.cuda.Event | None
     logprobs: PendingLogprobs | None
+    prompt_logprobs: PendingPromptLogprobs | None
 
     def result(self) -> ModelRunnerOutput:
         if self.done is not None:
@@ -49,13 +52,15 @@ class LaunchedStep:
         plan, num_decode = self.plan, self.plan.num_decode_rows
         values = self.host_result.numpy()
         logprobs = None if self.logprobs is None else self.logprobs.result()
+        of_prompts = {} if self.prompt_logprobs is None else self.prompt_logprobs.result()
         if num_decode == plan.num_rows:
             tokens, failed = values[:, :num_decode].copy()
             return ModelRunnerOutput(plan.step_id, tokens, failed.astype(np.bool_), logprobs)
         prompts = values[:, self.first_prompt : self.first_prompt + plan.num_rows - num_decode]
         tokens, failed = np.concatenate((values[:, :num_decode], prompts), axis=1)
         is_failed = (failed != 0) & plan.is_sampling
-        return ModelRunnerOutput(plan.step_id, np.where(plan.is_sampling, tokens, NO_TOKEN), is_failed, logprobs)
+        tokens = np.where(plan.is_sampling, tokens, NO_TOKEN)
+        return ModelRunnerOutput(plan.step_id, tokens, is_failed, logprobs, of_prompts)
 
 
 class SlotRunner:
@@ -118,24 +123,34 @@ class SlotRunner:
         deltas = block_table_deltas(plan)
         num_decode = plan.num_decode_rows
         num_prefill, num_prompts = plan.num_tokens - num_decode, plan.num_rows - num_decode
-        found = self.graphs.find(num_decode, num_prefill, num_prompts)
+        chunks = asking_chunks(plan, self.batch) if num_prompts else []
+        found = None if chunks else self.graphs.find(num_decode, num_prefill, num_prompts)
+        of_prompts = None
         if found is None:
             buffers = self._eager_buffers(StepShape(num_decode, num_prefill, num_prompts), plan, deltas)
-            logits = self.run_step(buffers)
+            hidden = self._compute_hidden(buffers)
+            if chunks:
+                of_prompts = launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch)
+            logits = self._finish_step(buffers, hidden)
         else:
             graph, buffers = found
             self._fill(buffers, plan, deltas)
             graph.replay()
             logits = self.logits[: buffers.shape.num_rows]
-        return self._launched(plan, buffers, self._run_tail(plan, buffers, logits))
+        return self._launched(plan, buffers, self._run_tail(plan, buffers, logits), of_prompts)
 
     @torch.inference_mode()
-    def run_step(self, buffers: StepBuffers) -> Tensor:
-        """A whole step, reading and writing only device memory. What a graph captures.
+    def run_step(self, buffers: StepBuffers) -> None:
+        """A whole step, reading and writing only device memory. What a graph captures."""
+        self._finish_step(buffers, self._compute_hidden(buffers))
 
-        Returns the logits [num_rows, vocab_size] as the model gave them (but for stop ids before min_tokens).
-        """
-        logits = self._compute_logits(buffers)
+    def _finish_step(self, buffers: StepBuffers, hidden: Tensor) -> Tensor:
+        """From hidden states to booked tokens. Returns the logits [num_rows, vocab_size] as the model gave them, but
+        for stop ids before min_tokens."""
+        if buffers.shape.num_prefill:
+            hidden = hidden.index_select(0, buffers.segments["sample_index"])  # [num_rows, hidden_size]
+        num_rows = hidden.shape[0]
+        logits = self.model.compute_logits(hidden, self.logits[:num_rows] if num_rows <= len(self.logits) else None)
         self._sample(buffers, logits)
         return logits
 
@@ -171,8 +186,8 @@ class SlotRunner:
         result[:, ruled.rows] = chosen
         rules.record(ruled, token_ids)
 
-    def _compute_logits(self, buffers: StepBuffers) -> Tensor:
-        """Everything before sampling. [num_rows, vocab_size]"""
+    def _compute_hidden(self, buffers: StepBuffers) -> Tensor:
+        """The layers. [num_tokens, hidden_size]"""
         shape, rows, segments = buffers.shape, buffers.rows, buffers.segments
         state, ops, slots = self.state, self.ops, buffers.slots
         ops.apply_deltas(state.block_tables, buffers.deltas)
@@ -192,11 +207,7 @@ class SlotRunner:
             prefill_seq_lens=segments.get("prompt_seq_lens", nothing),
             max_query_len=shape.num_prefill,
         )
-        hidden = self.model(rows.token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
-        if shape.num_prefill:
-            hidden = hidden.index_select(0, segments["sample_index"])  # [num_rows, hidden_size]
-        num_rows = hidden.shape[0]
-        return self.model.compute_logits(hidden, self.logits[:num_rows] if num_rows <= len(self.logits) else None)
+        return self.model(rows.token_ids, metadata, self.storage.layers)
 
     def _sample(self, buffers: StepBuffers, logits: Tensor) -> None:
         """Choose the rows' tokens and book them. Changes stop ids in logits [num_rows, vocab_size]."""
@@ -251,7 +262,13 @@ class SlotRunner:
             self._host_steps[shape] = ring
         return ring[step_id % RING]
 
-    def _launched(self, plan: SchedulerOutput, buffers: StepBuffers, logprobs: PendingLogprobs | None) -> LaunchedStep:
+    def _launched(
+        self,
+        plan: SchedulerOutput,
+        buffers: StepBuffers,
+        logprobs: PendingLogprobs | None,
+        of_prompts: PendingPromptLogprobs | None,
+    ) -> LaunchedStep:
         # One contiguous copy: a strided one would make torch wait for the device.
         result, index = buffers.result, plan.step_id % RING
         host_result = self._host_results[index]
@@ -262,4 +279,4 @@ class SlotRunner:
         done = self._events[index] if self._events else None
         if done is not None:
             done.record()
-        return LaunchedStep(plan, buffers.shape.num_decode, host_result, done, logprobs)
+        return LaunchedStep(plan, buffers.shape.num_decode, host_result, done, logprobs, of_prompts)

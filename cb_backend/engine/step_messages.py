@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.messages import REQUEST_ID_BITS, StepLogprobs, StepOutput
+from cb_backend.messages import REQUEST_ID_BITS, ChunkLogprobs, StepLogprobs, StepOutput
 from cb_backend.outputs import EngineOutput, TokenLogprobs, rows_after
 
 T = TypeVar("T")
@@ -25,6 +25,10 @@ def step_output(
         finish_reasons=output.finish_reasons[pick].astype(np.uint8, copy=False).tobytes(),
         num_cached_tokens=_of(front_end_id, output.num_cached_tokens),
         scheduled_at=_of(front_end_id, scheduled_at),
+        prompt_logprobs={
+            rid: ChunkLogprobs.pack(part.first, part.given, part.ranks, part.top_ids, part.top_logprobs)
+            for rid, part in _of(front_end_id, output.prompt_logprobs).items()
+        },
         logprobs=None if output.logprobs is None else _pack(output.logprobs.moved(rows_after(mask))),
     )
 

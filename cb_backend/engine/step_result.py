@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cb_backend.engine.in_flight import InFlightSteps, LaunchedStep
 from cb_backend.engine.slot_table import Rows, SlotTable
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, rows_after
+from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, PromptLogprobs, rows_after
 from cb_backend.request import FinishReason, Request, RequestStatus
 
 _OUTPUT_LEARNING_RATE = 0.05
@@ -76,6 +76,7 @@ class StepResults:
         if len(output.sampled_token_ids) != num_rows:
             raise ValueError(f"step {step.step_id} had {num_rows} rows, its result has {len(output.sampled_token_ids)}")
         failed = self._fail_rows(step, output.is_failed) if output.is_failed.any() else None
+        prompt_logprobs = self._prompt_logprobs_to_tell(rows, output)
         num_computed, token_ids = step.num_computed_after, output.sampled_token_ids
         has_prefill = step.num_decode_rows < num_rows
         keep = step.is_sampling if has_prefill else None
@@ -95,7 +96,7 @@ class StepResults:
         if logprobs is not None:
             is_kept = np.ones(num_rows, np.bool_) if keep is None else keep
             logprobs = logprobs.moved(rows_after(is_kept, 0 if failed is None else len(failed.request_ids)))
-        result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached, logprobs)
+        result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached, logprobs, prompt_logprobs)
         return result if failed is None else _joined(failed, result)
 
     def fail(self, step_id: int) -> EngineOutput:
@@ -130,6 +131,15 @@ class StepResults:
         requests = [self._table.request_at(slot) for slot in rows.slots[is_first].tolist()]
         return {request.request_id: request.num_cached_tokens for request in requests}
 
+    def _prompt_logprobs_to_tell(self, rows: Rows, output: ModelRunnerOutput) -> dict[int, PromptLogprobs]:
+        """By request id; what was computed for a request that has left its slot since is dropped."""
+        epoch = self._table.epoch
+        return {
+            int(rows.request_ids[row]): figures
+            for row, figures in output.prompt_logprobs.items()
+            if epoch[rows.slots[row]] == rows.epochs[row]
+        }
+
     def _end(self, rows: Rows, reasons: NDArray[np.uint8]) -> None:
         if reasons.any():
             for row in np.flatnonzero(reasons).tolist():
@@ -147,4 +157,5 @@ def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:
         np.concatenate([first.finish_reasons, second.finish_reasons]),
         second.num_cached_tokens,
         second.logprobs,
+        second.prompt_logprobs,
     )

@@ -25,10 +25,10 @@ def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, chat: Chat
         if not token_ids:
             raise InvalidRequestError("the chat template made an empty prompt of the messages; send some text")
     else:
-        most_tokens = max_model_len if limit is None else max_model_len * _MAX_TRUNCATION
-        token_ids = tokenizer.encode(generate.text, most_tokens)
+        token_ids = tokenizer.encode(generate.text, max_model_len, 1 if limit is None else _MAX_TRUNCATION)
     if limit is not None:
         token_ids = _truncated(token_ids, max_model_len - 1 if limit == -1 else limit, tokenizer.bos_token_id)
+    generate.params.check_prompt(len(token_ids))
     if len(token_ids) >= max_model_len:
         raise InvalidRequestError(
             f"the prompt has {len(token_ids)} tokens; at most {max_model_len - 1} fit beside one output token"

@@ -87,12 +87,19 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
             "'exclude_input_in_output' is false, but only a prompt in 'text_input' can be repeated; leave it out"
         )
     params, scheduling = parse_params(_sampling_text(inputs, parameters), vocab_size)
+    if is_stream and params.num_answers > params.n:
+        raise InvalidRequestError(
+            f"best_of ({params.best_of}) is greater than n ({params.n}), so answers are chosen when all have ended and"
+            " cannot be streamed; leave out best_of or stream"
+        )
     return GenerateRequest(
         text="" if text_bytes is None else _decode_utf8("text_input", text_bytes),
         params=msgspec.structs.replace(
             params,
             logprobs=_logprobs_to_compute(
-                params, bool(flags["return_logprobs"]), bool(flags["return_cumulative_logprob"])
+                params,
+                bool(flags["return_logprobs"]),
+                bool(flags["return_cumulative_logprob"]) or params.num_answers > params.n,
             ),
         ),
         scheduling=scheduling,

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from cb_backend.errors import ErrorCode
-from cb_backend.messages import StepOutput, TokenLogprob, unpack_logprobs
+from cb_backend.messages import ChunkLogprobs, StepOutput, TokenLogprob, unpack_logprobs
 from cb_backend.outputs import NO_TOKEN
 
 NOT_DELIVERED = "an answer of the engine could not be used; the server's log says why"
@@ -30,6 +30,10 @@ class RequestSink(Protocol):
 
         `logprobs` has one entry a token if the request asks for them.
         """
+
+    def on_prompt_logprobs(self, chunk: ChunkLogprobs) -> None:
+        """Figures of the prompt's next tokens, all of them before the first output token. From the first on again if
+        the prompt has to be computed anew."""
 
     def on_scheduled(self, scheduled_at: float) -> None:
         """When (`time.monotonic`) the request's first step was launched; comes just before its first token."""
@@ -49,6 +53,9 @@ def deliver(output: StepOutput, sinks: dict[int, RequestSink], abandon: Callable
     for request_id, scheduled_at in output.scheduled_at.items():
         if (waiting := sinks.get(request_id)) is not None:
             waiting.on_scheduled(scheduled_at)
+    for request_id, chunk in output.prompt_logprobs.items():
+        if (asking := sinks.get(request_id)) is not None:
+            asking.on_prompt_logprobs(chunk)
     entries = enumerate(zip(request_ids, token_ids, output.finish_reasons, strict=True))
     for entry, (request_id, token_id, reason) in entries:
         sink = sinks.pop(request_id, None) if reason else sinks.get(request_id)

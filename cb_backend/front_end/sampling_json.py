@@ -191,6 +191,7 @@ def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "n": _read_int,
+    "best_of": _read_int,
     "max_tokens": _read_int,
     "min_tokens": _read_int,
     "temperature": _read_float,
@@ -205,6 +206,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "skip_special_tokens": _read_bool,
     "truncate_prompt_tokens": _read_int,
     "logprobs": _read_int,
+    "prompt_logprobs": _read_int,
     "presence_penalty": _read_float,
     "frequency_penalty": _read_float,
     "repetition_penalty": _read_float,
@@ -228,11 +230,9 @@ LORA_NOT_ENABLED = "LoRA feature is not enabled."  # clients of vllm_backend com
 
 # Accepted at the value that changes nothing (null always is one); any other value is refused by name.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
     "flat_logprobs": (False,),
     "logprob_token_ids": (),
     "logits_processors": ([],),

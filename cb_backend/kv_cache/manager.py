@@ -75,10 +75,11 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
         """Cached blocks that begin the request's tokens, and how many tokens they hold. Changes no block.
 
-        Never all tokens: at least the last is computed again, because its logits are needed. Valid until the pool
-        changes; pass the blocks to `allocate_slots` before anything else.
+        None for a request that must compute its whole prompt. Never all tokens: at least the last is computed again,
+        because its logits are needed. Valid until the pool changes; pass the blocks to `allocate_slots` before
+        anything else.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or not request.may_read_cache:
             return [], 0
         block_ids: list[int] = []
         parent: CachedBlock | bytes = request.cache_salt
@@ -158,7 +159,7 @@ class KVCacheManager:
 
         Enough: `MIN_COMING_BLOCKS` blocks right after those that are found, and a quarter of what is missing.
         """
-        if not self._coming:
+        if not self._coming or not request.may_read_cache:
             return False
         _, num_computed = self.get_computed_blocks(request)
         first, num_coming = num_computed // self.block_size, 0

@@ -25,7 +25,7 @@ from cb_backend.config import engine_folder, load_engine_config
 from cb_backend.errors import CbError, ConfigError, ErrorCode, UnavailableError
 from cb_backend.front_end.bad_words import with_bad_word_ids
 from cb_backend.front_end.chat import Chat
-from cb_backend.front_end.logprobs import OutputLogprobs
+from cb_backend.front_end.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.output_text import OutputText
 from cb_backend.front_end.prompt import prompt_token_ids
 from cb_backend.front_end.protocol import GenerateRequest, parse_request
@@ -147,14 +147,21 @@ class TritonPythonModel:
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
         params = with_bad_word_ids(generate.params, self._tokenizer)
         prompt = token_ids_to_bytes(token_ids)
-        request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.n - 1))]
+        request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.num_answers - 1))]
         answers = [self._new_answer(live, request_id, generate, token_ids) for request_id in request_ids]
         requests = [
             AddRequest(rid, prompt, params.of_answer(index), generate.scheduling)
             for index, rid in enumerate(request_ids)
         ]
         others = list(zip(answers[1:], requests[1:], strict=True))
-        live.begin(generate, answers, len(token_ids), (lambda: self._start_others(live, others)) if others else None)
+        asks_prompt = params.prompt_logprobs is not None
+        live.begin(
+            generate,
+            answers,
+            len(token_ids),
+            (lambda: self._start_others(live, others)) if others else None,
+            PromptFigures(self._tokenizer, token_ids, params.prompt_logprobs or 0) if asks_prompt else None,
+        )
         self._start(live, answers[0], requests[0])
 
     def _new_answer(

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.logprobs import NOT_ASKED_FOR, OutputLogprobs
+from cb_backend.front_end.logprobs import NOT_ASKED_FOR, OutputLogprobs, PromptFigures
 from cb_backend.front_end.output_text import OutputText, TextDelta
 from cb_backend.front_end.protocol import GenerateRequest
-from cb_backend.messages import TokenLogprob
+from cb_backend.messages import ChunkLogprobs, TokenLogprob
 from cb_backend.request import FinishReason
 
 
@@ -61,6 +61,10 @@ class LiveAnswer:
     ) -> None:
         self.live.take_tokens(self, token_ids, finish_reason, logprobs)
 
+    def on_prompt_logprobs(self, chunk: ChunkLogprobs) -> None:
+        if self.live.prompt_figures is not None:
+            self.live.prompt_figures.push(chunk)
+
     def on_scheduled(self, scheduled_at: float) -> None:
         self.live.scheduled_at = self.live.scheduled_at or scheduled_at
 
@@ -94,6 +98,10 @@ class LiveAnswer:
     def take_ids(self) -> list[int]:
         ids, self.unsent_ids = self.unsent_ids, []
         return ids
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return 0.0 if self.logprobs is None else self.logprobs.cumulative
 
     @property
     def stop_reason(self) -> str:
@@ -132,6 +140,7 @@ class LiveRequest:
         self.generate: GenerateRequest | None = None
         self.answers: Sequence[LiveAnswer] = ()
         self.num_input_tokens = 0
+        self.prompt_figures: PromptFigures | None = None  # to be sent with the first response
         self.start_others: Callable[[], None] | None = None
         self._is_every_token_news = True
 
@@ -141,6 +150,7 @@ class LiveRequest:
         answers: Sequence[LiveAnswer],
         num_input_tokens: int,
         start_others: Callable[[], None] | None = None,
+        prompt_figures: PromptFigures | None = None,
     ) -> None:
         """Complete the request with what was found in it; before it goes to the engine.
 
@@ -149,7 +159,17 @@ class LiveRequest:
         """
         self.generate, self.answers, self.num_input_tokens = generate, answers, num_input_tokens
         self.start_others = start_others
+        self.prompt_figures = prompt_figures
         self._is_every_token_news = generate.is_stream or bool(generate.params.stop)
+
+    @property
+    def given_answers(self) -> Sequence[LiveAnswer]:
+        """The answers that the client gets: all, or, once they have ended, the n best of `best_of`, best first."""
+        assert self.generate is not None
+        n = self.generate.params.n
+        if len(self.answers) <= n:
+            return self.answers
+        return sorted(self.answers, key=lambda answer: answer.cumulative_logprob, reverse=True)[:n]
 
     @property
     def request_ids(self) -> list[int]:

@@ -33,6 +33,7 @@ OUTPUTS: tuple[tuple[str, str, list[int]], ...] = (
     ("num_output_tokens", "TYPE_UINT32", [-1]),
     ("stop_reason", "TYPE_STRING", [-1]),
     ("output_ids", "TYPE_INT32", [-1]),
+    ("prompt_logprobs", "TYPE_STRING", [1]),
 )
 
 

@@ -132,16 +132,19 @@ class Responder:
 
     def _send_data(self, live: LiveRequest, generate: GenerateRequest, is_final: bool, counts: Counter[str]) -> None:
         """One response with what every answer has to say; each output has an element an answer."""
-        answers = live.answers
+        answers = live.given_answers
         prefix = generate.text if generate.is_input_prepended else ""
         tensors = [_text_tensor("text_output", [prefix + answer.take_text() for answer in answers])]
         if generate.return_finish_reason:
             tensors.append(_text_tensor("finish_reason", [_FINISH_NAME[answer.finish_reason] for answer in answers]))
         if generate.return_cumulative_logprob:
-            sums = [answer.logprobs.cumulative if answer.logprobs is not None else 0.0 for answer in answers]
+            sums = [answer.cumulative_logprob for answer in answers]
             tensors.append(pb_utils.Tensor("cumulative_logprob", np.array(sums, dtype=np.float32)))
         if generate.return_logprobs:
             tensors.append(_text_tensor("logprobs", [answer.take_logprobs() for answer in answers]))
+        if live.prompt_figures is not None:
+            tensors.append(_text_tensor("prompt_logprobs", [live.prompt_figures.take_json()]))
+            live.prompt_figures = None
         if generate.return_stop_reason:
             tensors.append(_text_tensor("stop_reason", [answer.stop_reason for answer in answers]))
         if generate.return_output_ids:

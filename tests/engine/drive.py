@@ -35,6 +35,7 @@ class Run:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # of the requests that ask, one a token
+    prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # from the prompt's second token on
     num_steps: int = 0
 
 
@@ -71,6 +72,7 @@ def run(
         entries = zip(
             output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True
         )
+        take_prompt_logprobs(output, out.prompt_logprobs)
         figures = logprobs_by_entry(output)
         for entry, (index, token_id, reason) in enumerate(entries):
             assert index not in out.reasons, "an output after the end"
@@ -89,6 +91,17 @@ def logprobs_by_entry(output: EngineOutput) -> dict[int, Logprob]:
         return {}
     columns = (logprobs.rows, logprobs.sampled, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
     return {row: Logprob(*figures) for row, *figures in zip(*(column.tolist() for column in columns), strict=True)}
+
+
+def take_prompt_logprobs(output: EngineOutput, taken: dict[int, list[Logprob]]) -> None:
+    """Add a step's figures to those of the prompts they belong to, which they must continue or begin anew."""
+    for index, part in output.prompt_logprobs.items():
+        known = taken.setdefault(index, [])
+        if part.first == 1:
+            known.clear()
+        assert part.first == len(known) + 1, "figures of a prompt have a gap"
+        columns = (part.given, part.ranks, part.top_ids, part.top_logprobs)
+        known += [Logprob(*figures) for figures in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def with_slot_runner(settings: EngineConfig) -> LLMEngine:

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from cb_backend.front_end.logprobs import OutputLogprobs
+from cb_backend.front_end.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.output_text import OutputText
-from cb_backend.messages import StepLogprobs, TokenLogprob, unpack_logprobs
+from cb_backend.messages import ChunkLogprobs, StepLogprobs, TokenLogprob, unpack_logprobs
 from cb_backend.outputs import TokenLogprobs, rows_after
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
@@ -117,3 +117,35 @@ def test_figures_cross_the_process_border() -> None:
         0: TokenLogprob(-0.5, 1, [7, 8], [-0.5, -1.5]),
         2: TokenLogprob(-2.0, 3, [11, 12], [-0.125, -8.0]),
     }
+
+
+def chunk(first: int, given: list[float], ranks: list[int], top: list[list[tuple[int, float]]]) -> ChunkLogprobs:
+    ids = np.array([[token for token, _ in row] for row in top], np.int32)
+    values = np.array([[value for _, value in row] for row in top], np.float32)
+    return ChunkLogprobs.pack(first, np.array(given, np.float32), np.array(ranks, np.int32), ids, values)
+
+
+def test_f1_a_prompts_figures_in_vllms_form(byte_level: ByteLevelKit) -> None:
+    """Case F1: the first is null; the given token comes first, then the likeliest; chunks in a row make one list."""
+    hello, world, x = byte_level.ids("Hello", " world", "x")
+    figures = PromptFigures(byte_level.tokenizer, [hello, world, x], 1)
+    figures.push(chunk(1, [-2.0], [3], [[(x, -0.25), (hello, -0.5)]]))
+    figures.push(chunk(2, [-0.125], [1], [[(x, -0.125), (hello, -4.0)]]))  # the step computed one more than asked for
+    assert json.loads(figures.take_json()) == [
+        None,
+        {
+            str(world): {"logprob": -2.0, "rank": 3, "decoded_token": " world"},
+            str(x): {"logprob": -0.25, "rank": 1, "decoded_token": "x"},
+        },
+        {str(x): {"logprob": -0.125, "rank": 1, "decoded_token": "x"}},
+    ]
+
+
+def test_a_prompt_computed_anew_is_told_once(byte_level: ByteLevelKit) -> None:
+    figures = PromptFigures(byte_level.tokenizer, byte_level.ids("x", "ok", "x"), 0)
+    none: list[list[tuple[int, float]]] = [[]]
+    figures.push(chunk(1, [-2.0], [3], none))
+    figures.push(chunk(1, [-3.0, -4.0], [1, 2], none * 2))
+    told = json.loads(figures.take_json())
+    assert [next(iter(entry.values()))["logprob"] for entry in told[1:]] == [-3.0, -4.0]
+    assert json.loads(PromptFigures(byte_level.tokenizer, [5], 4).take_json()) == [None]

@@ -43,3 +43,18 @@ def test_truncation_keeps_the_end_and_the_bos(byte_level: ByteLevelKit) -> None:
     assert (len(fitted), fitted[0], fitted[-1]) == (99, bos, z)
     with pytest.raises(InvalidRequestError, match="the prompt has 150 tokens; at most 99 fit"):
         ids_of(byte_level, "y" * 500, '{"truncate_prompt_tokens": 150}')
+
+
+def test_the_limit_for_truncation_is_told_as_it_is(byte_level: ByteLevelKit) -> None:
+    """The model's length by its own name, and how much longer a text may be that will be cut."""
+    longest = byte_level.tokenizer.max_token_bytes
+    for parameters, times, what in (
+        ("", 1, f"max_model_len=100 tokens (the longest token has {longest} bytes); shorten"),
+        ('{"truncate_prompt_tokens": 9}', 16, "16 times max_model_len=100 tokens"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            ids_of(byte_level, "y" * 10**6, parameters)
+        limit = int(str(caught.value).split("at most ")[1].split()[0])
+        assert limit % (100 * longest * times) == 0
+        assert what in str(caught.value)
+        assert "1600" not in str(caught.value)

@@ -298,7 +298,6 @@ def test_min_tokens_above_max_tokens() -> None:
 
 
 NEUTRAL = {
-    "best_of": "1", "prompt_logprobs": None,
     "structured_outputs": None, "guided_json": None, "lora_name": "",
     "spaces_between_special_tokens": True, "detokenize": True,
     "length_penalty": 1, "early_stopping": False, "use_beam_search": "false", "flat_logprobs": False,
@@ -306,7 +305,6 @@ NEUTRAL = {
     "guided_choice": [], "guided_grammar": "", "thinking_token_budget": None, "extra_args": {},
 }  # fmt: skip
 EFFECTIVE = {
-    "best_of": 3, "prompt_logprobs": 0,
     "structured_outputs": '{"json": {}}', "guided_json": {"type": "object"},
     "spaces_between_special_tokens": "false", "detokenize": 0,
 }  # fmt: skip
@@ -478,7 +476,7 @@ def test_b9_long_stop_strings() -> None:
         ({"n": 10**6}, "n must be between 1 and 64, got 1000000"),
         ({"n": 65}, "n must be between 1 and 64, got 65"),
         ({"n": 0}, "n must be between 1 and 64, got 0"),
-        ({"best_of": 10**9}, "best_of is not supported yet"),
+        ({"best_of": 10**9}, "best_of must be between 1 and 64, got 1000000000"),
         ({"n": 10**30}, "n must be between 1 and 64"),
     ],
 )

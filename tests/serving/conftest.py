@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,21 @@ from tests.serving import fake_server
 
 fake_server.install()
 
+from cb_backend.errors import ErrorCode  # noqa: E402
+from tests.serving.response_bench import Bench  # noqa: E402
+
 
 @pytest.fixture(autouse=True)
 def _no_violations() -> Iterator[None]:
     fake_server.violations.clear()
     yield
     assert fake_server.violations == []
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.responder.end_all(ErrorCode.UNAVAILABLE, "the test is over")
+    bench.responder.close()
+    assert bench.responder.num_live == 0

@@ -31,6 +31,7 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
         "num_output_tokens": ("TYPE_UINT32", [-1]),
         "stop_reason": ("TYPE_STRING", [-1]),  # ours
         "output_ids": ("TYPE_INT32", [-1]),  # ours
+        "prompt_logprobs": ("TYPE_STRING", [1]),  # ours
     }
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert config["max_batch_size"] == 0

@@ -5,73 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.output_text import OutputText
-from cb_backend.front_end.protocol import GenerateRequest
-from cb_backend.front_end.tokenizer import Tokenizer
 from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
-from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.serving.cancellation import CancellationPoller
-from cb_backend.serving.live_request import LiveAnswer, LiveRequest
-from cb_backend.serving.responder import Responder
-from tests.fakes.counting_runner import write_byte_tokenizer
+from cb_backend.serving.live_request import LiveRequest
 from tests.serving.fake_server import ResponseSender, TritonError, text_of
+from tests.serving.response_bench import Bench
 
 LENGTH = int(FinishReason.LENGTH)
-
-
-class Bench:
-    """A responder without an engine: the test plays the engine client."""
-
-    def __init__(self, folder: Path) -> None:
-        write_byte_tokenizer(folder)
-        self.tokenizer = Tokenizer(folder)
-        self.cancelled: list[int] = []
-        self.responder = Responder(2, self.cancelled.extend)
-        self.next_id = 0
-
-    def open(
-        self,
-        send_s: float = 0.0,
-        is_stream: bool = True,
-        start_others: Callable[[], None] | None = None,
-        **params: object,
-    ) -> tuple[LiveRequest, ResponseSender]:
-        sender = ResponseSender(send_s)
-        self.next_id += 1
-        live = self.responder.open(self.next_id, sender)
-        generate = GenerateRequest(
-            scheduling=SchedulingParams(),
-            text="prompt ",
-            params=SamplingParams(max_tokens=1000, **params),
-            is_stream=is_stream,
-            is_input_prepended=not is_stream,
-            return_finish_reason=True,
-            return_num_input_tokens=True,
-            return_num_output_tokens=True,
-        )
-        answers = [
-            LiveAnswer(live, 1000 * index + self.next_id, OutputText(self.tokenizer, generate.params), None)
-            for index in range(generate.params.n)
-        ]
-        live.begin(generate, answers, 7, start_others)
-        return live, sender
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.responder.end_all(ErrorCode.UNAVAILABLE, "the test is over")
-    bench.responder.close()
-    assert bench.responder.num_live == 0
 
 
 def test_a_response_per_token_while_keeping_up(bench: Bench) -> None:

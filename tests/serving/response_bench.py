@@ -1,0 +1,65 @@
+"""A responder without an engine: the test plays the engine client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cb_backend.front_end.logprobs import OutputLogprobs, PromptFigures
+from cb_backend.front_end.output_text import OutputText
+from cb_backend.front_end.protocol import GenerateRequest
+from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.serving.live_request import LiveAnswer, LiveRequest
+from cb_backend.serving.responder import Responder
+from tests.fakes.counting_runner import write_byte_tokenizer
+from tests.serving.fake_server import ResponseSender
+
+PROMPT_IDS = list(b"prompt ")
+
+
+class Bench:
+    """Opens requests on it; `cancelled` are the ids that it ended at the engine."""
+
+    def __init__(self, folder: Path) -> None:
+        write_byte_tokenizer(folder)
+        self.tokenizer = Tokenizer(folder)
+        self.cancelled: list[int] = []
+        self.responder = Responder(2, self.cancelled.extend)
+        self.next_id = 0
+
+    def open(
+        self,
+        send_s: float = 0.0,
+        is_stream: bool = True,
+        start_others: Callable[[], None] | None = None,
+        **params: object,
+    ) -> tuple[LiveRequest, ResponseSender]:
+        sender = ResponseSender(send_s)
+        self.next_id += 1
+        live = self.responder.open(self.next_id, sender)
+        generate = GenerateRequest(
+            scheduling=SchedulingParams(),
+            text="prompt ",
+            params=SamplingParams(**{"max_tokens": 1000, **params}),
+            is_stream=is_stream,
+            is_input_prepended=not is_stream,
+            return_finish_reason=True,
+            return_num_input_tokens=True,
+            return_num_output_tokens=True,
+            return_cumulative_logprob=True,
+        )
+        answers = [
+            LiveAnswer(
+                live, 1000 * index + self.next_id, OutputText(self.tokenizer, generate.params), self._figures(generate)
+            )
+            for index in range(generate.params.num_answers)
+        ]
+        asks_prompt = generate.params.prompt_logprobs
+        prompt = None if asks_prompt is None else PromptFigures(self.tokenizer, PROMPT_IDS, asks_prompt)
+        live.begin(generate, answers, len(PROMPT_IDS), start_others, prompt)
+        return live, sender
+
+    def _figures(self, generate: GenerateRequest) -> OutputLogprobs | None:
+        return None if generate.params.logprobs is None else OutputLogprobs(self.tokenizer, None)
