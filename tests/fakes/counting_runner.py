@@ -92,7 +92,7 @@ def create_runner(config: EngineConfig) -> tuple[CountingRunner, ModelInfo]:
 def write_byte_tokenizer(folder: Path) -> None:
     """A tokenizer whose ids 0 to 255 are the bytes, and a `</s>`."""
     folder.mkdir(parents=True, exist_ok=True)
-    characters = _byte_characters()
+    characters = byte_characters()
     tokenizer = Tokenizer(BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,7 +103,7 @@ def write_byte_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character that stands for each byte in byte-level tokenizers (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = {byte: chr(byte) for byte in printable}

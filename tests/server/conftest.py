@@ -64,11 +64,14 @@ class RunningServer:
             if "cb_backend.engine.engine_process" in _command_line(process.pid)
         ]
 
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        with urllib.request.urlopen(f"http://{self.process.metrics_address}/metrics", timeout=10) as response:
+            return str(response.read().decode())
+
     def gauge(self, family: str, label: str) -> float | None:
         """A value of /metrics; None if it is not there."""
-        with urllib.request.urlopen(f"http://{self.process.metrics_address}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        match = re.search(rf'^{family}{{[^}}]*="{label}"[^}}]*}} (\S+)$', text, re.MULTILINE)
+        match = re.search(rf'^{family}{{[^}}]*="{label}"[^}}]*}} (\S+)$', self.metrics(), re.MULTILINE)
         return float(match.group(1)) if match else None
 
     def num_used_blocks(self) -> float | None:
