@@ -47,6 +47,20 @@ def test_l3_the_final_response_waits_for_the_last_answer(wire: Wire, transport: 
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("transport", ["grpc_single", "http_generate"])
+def test_l3_the_best_two_of_four(wire: Wire, transport: str) -> None:
+    """Case L3: answers that end at once and later ones, ranked by their cumulative log-probability."""
+    prompt = script({"</s>": 3.0, "x": 4.0}, "y")
+    singles = [wire.ask(transport, "scripted", {**FOUR, "n": 1, "seed": 3 + i}, text_input=prompt) for i in range(4)]
+    ranked = sorted(((single.last("cumulative_logprob"), single.text()) for single in singles), reverse=True)
+    reply = wire.ask(transport, "scripted", {**FOUR, "n": 2, "best_of": 4}, text_input=prompt)
+    assert [reply.last("cumulative_logprob", i) for i in range(2)] == pytest.approx(
+        [s for s, _ in ranked[:2]], abs=1e-4
+    )
+    assert [reply.text(i) for i in range(2)] == [text for _, text in ranked[:2]]
+
+
+@pytest.mark.server
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_l4_the_prompt_counts_once_and_is_cached_for_the_others(wire: Wire, floor: Floor, transport: str) -> None:
     prompt = [200 + TRANSPORTS.index(transport), *range(4 * BLOCK_SIZE)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +53,25 @@ test_logprobs = over_transports(
         Case("f5_texts", script("a b", "DEF", " stop"), {"logprobs": 1, "max_tokens": 3}, check=texts_are_the_text),
     ]
 )
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_f1_prompt_logprobs_of_a_cached_prompt(wire: Wire, transport: str) -> None:
+    """Case F1: 117 tokens twice; the list is complete both times, its first entry empty."""
+    prompt = [10 + TRANSPORTS.index(transport), *range(100, 216)]
+    sampling = {**GREEDY, "max_tokens": 2, "prompt_logprobs": 1}
+    told = []
+    for _ in range(2):
+        reply = wire.ask(transport, "llm", sampling, input_ids=prompt)
+        assert reply.error is None
+        told.append(json.loads(reply.responses[0]["prompt_logprobs"][0]))
+        assert [entry is None for entry in told[-1]] == [True] + [False] * 116
+        assert [next(iter(entry)) for entry in told[-1][1:]] == [str(token) for token in prompt[1:]]
+    for first, second in zip(told[0][1:], told[1][1:], strict=True):
+        assert {key: figure["logprob"] for key, figure in second.items()} == pytest.approx(
+            {key: figure["logprob"] for key, figure in first.items()}, abs=1e-3
+        )
 
 
 @pytest.mark.server
