@@ -1,4 +1,4 @@
-"""Line charts as inline SVG text, for a report that is one file and needs no library to be drawn or read."""
+"""Line charts as inline SVG text and the page around them: a report is one file and needs no library to be read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ LEGEND_ROW, LEGEND_GAP = 18, 10
 # Eight colours that stay apart for colour-blind readers (Okabe and Ito's set, the yellow darkened for white paper).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e69f00", "#444444")
 LOG_FROM_RATIO = 30.0  # an x axis that spans more than this is drawn in powers of ten
+STYLE = """
+:root{color-scheme:light}
+body{font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;color:#1b1b1b;background:#fff;
+max-width:1180px;margin:28px auto;padding:0 20px}
+h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 8px}.dim{color:#555}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{padding:4px 14px;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
+th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid #999}
+.good{color:#00704e}.bad{color:#b03a00}
+.warn{background:#fff4e0;border-left:4px solid #d98200;padding:8px 14px;margin:8px 0}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(480px,1fr));gap:18px}
+svg{width:100%;height:auto;border:1px solid #e2e2e2;border-radius:6px;background:#fff}
+svg text{font:13px system-ui,"DejaVu Sans",sans-serif;fill:#222}svg .title{font-weight:600;font-size:15px}
+svg .mid{text-anchor:middle}svg .end{text-anchor:end}svg .grid{stroke:#e6e6e6}
+code{background:#f3f3f3;padding:2px 5px;border-radius:3px;overflow-wrap:anywhere}li{margin:3px 0}
+"""
 
 
 @dataclass(frozen=True)
@@ -138,4 +154,14 @@ def _legend_entry(index: int, line: Line) -> str:
     return (
         f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" stroke="{line.colour}" stroke-width="2"{dash}/>'
         f'<text x="{x + 28}" y="{y}">{escape(label)}</text>'
+    )
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """One self-contained HTML page with the title as its heading; `body` are elements, ready to be put in."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
+        + "\n".join([f"<h1>{escape(title)}</h1>", *body])
+        + "</body></html>\n"
     )

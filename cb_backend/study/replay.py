@@ -99,10 +99,9 @@ def replay(
     """
     runner = AnswerLengths(engine, traffic)
     wall = time.perf_counter()
-    with no_collections():
-        start = clock()
-        requests = _requests(engine, traffic, runner.stop_id)
-        outputs, idle, notes = drive(engine, requests, traffic.arrivals, start, clock, sleep, progress)
+    start = clock()
+    requests = _requests(engine, traffic, runner.stop_id)
+    outputs, idle, notes = drive(engine, requests, traffic.arrivals, start, clock, sleep, progress)
     seconds = (outputs[-1][0] if outputs else clock()) - start
     stats = engine.stats()
     return Replay(

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cb_backend.charts import COLOURS, Line, line_chart
+from cb_backend.charts import COLOURS, Line, line_chart, page
 
 from . import summary
 
@@ -51,22 +51,6 @@ _ROWS: list[tuple[str, tuple[str, ...], str, int]] = [
     ("client loop lag p99", ("client", "loop_lag_p99_ms"), "ms", 0),
     ("busiest client process", ("client", "busiest_process_cpu_share"), "% of a core", 0),
 ]
-_STYLE = """
-:root{color-scheme:light}
-body{font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;color:#1b1b1b;background:#fff;
-max-width:1180px;margin:28px auto;padding:0 20px}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 8px}.dim{color:#555}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{padding:4px 14px;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
-th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid #999}
-.good{color:#00704e}.bad{color:#b03a00}
-.warn{background:#fff4e0;border-left:4px solid #d98200;padding:8px 14px;margin:8px 0}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(480px,1fr));gap:18px}
-svg{width:100%;height:auto;border:1px solid #e2e2e2;border-radius:6px;background:#fff}
-svg text{font:13px system-ui,"DejaVu Sans",sans-serif;fill:#222}svg .title{font-weight:600;font-size:15px}
-svg .mid{text-anchor:middle}svg .end{text-anchor:end}svg .grid{stroke:#e6e6e6}
-code{background:#f3f3f3;padding:2px 5px;border-radius:3px;overflow-wrap:anywhere}li{margin:3px 0}
-"""
 
 
 @dataclass(frozen=True)
@@ -149,7 +133,7 @@ def text_table(results: Sequence[dict[str, Any]]) -> str:
 def html_report(results: Sequence[dict[str, Any]]) -> str:
     """One self-contained page."""
     title = " against ".join(result["label"] for result in results)
-    body = [f"<h1>Load test: {escape(title)}</h1>", *(_origin(result) for result in results)]
+    body = [_origin(result) for result in results]
     for column in _columns(results):
         warnings = column.run["warnings"]
         body += [f'<p class="warn"><b>{escape(column.label)}</b>: {escape(text)}</p>' for text in warnings]
@@ -162,12 +146,7 @@ def html_report(results: Sequence[dict[str, Any]]) -> str:
         "</div>",
     ]
     body += [*_errors(results), *_counters(results), "<h2>Definitions</h2>", _definitions()]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Load test: {escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
-        + "\n".join(body)
-        + "</body></html>\n"
-    )
+    return page(f"Load test: {title}", body)
 
 
 def _origin(result: dict[str, Any]) -> str:

@@ -10,12 +10,13 @@ import numpy as np
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.messages import ModelInfo
+from cb_backend.outputs import SchedulerOutput
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import Line, StepTimes
 from cb_backend.study.traffic import Traffic, traffic_of
 from cb_backend.traffic.workload import PlannedRequest
-from tests.fakes.runners import ScriptedRunner
+from tests.fakes.runners import FakePending, ScriptedRunner
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 4
@@ -66,6 +67,15 @@ def simulate(load: Traffic, times: StepTimes | None = None, **arguments: Any) ->
     return replay(simulated_engine(config(**arguments), times or step_times(), clock), load, clock, clock.sleep)
 
 
+class RepeatingRunner(ScriptedRunner):
+    """One replay after the other: step ids start again with each."""
+
+    def execute_model(self, plan: SchedulerOutput) -> FakePending:
+        if plan.step_id == 1:
+            self.num_steps = 0
+        return super().execute_model(plan)
+
+
 def scripted_engine(num_blocks: int, is_delayed: bool = False, **arguments: Any) -> LLMEngine:
     """The engine over a runner that samples made-up tokens at once: nothing of the simulator is in it."""
     info = ModelInfo(
@@ -80,7 +90,7 @@ def scripted_engine(num_blocks: int, is_delayed: bool = False, **arguments: Any)
         dtype="float32",
         device="cpu",
     )
-    runner = ScriptedRunner(BLOCK_SIZE, lambda request, n: (request + n) % (VOCAB_SIZE - 1), is_delayed)
+    runner = RepeatingRunner(BLOCK_SIZE, lambda request, n: (request + n) % (VOCAB_SIZE - 1), is_delayed)
     return LLMEngine(config(**arguments), runner, info)
 
 

@@ -1,0 +1,198 @@
+"""`cb-backend study`: what in-flight batching gains on your own traffic, and the settings to run it with.
+
+It takes a sample of the requests of a trace, runs them in static batches and in flight with the same cache, tries
+values of `max_num_seqs` and `max_num_batched_tokens`, and recommends the pair that does most within the latency target
+with preemption under 2 %. With `--simulate` a short calibration is run and everything else is the simulator's, in
+seconds; the recommended setting is then run for real and held against its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cb_backend.cli import bench_device
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.study_session import Session
+from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.study.bench import Setting
+from cb_backend.study.replay import Progress
+from cb_backend.study.report import html_report, text_report
+from cb_backend.study.sample import Sample, sample_lengths, sample_trace
+from cb_backend.study.step_times import StepTimes
+from cb_backend.study.sweep import Target
+
+HELP = "what in-flight batching gains on your own traffic, and which settings to run it with"
+GRIDS = {  # by device: values of max_num_seqs and of max_num_batched_tokens
+    "cuda": ((32, 64, 128, 256, 512), (512, 2048, 8192)),
+    "cpu": ((2, 4, 8, 16, 32), (128, 512, 2048)),
+}
+TELL_EVERY_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument("--trace", type=Path, help="Azure CSV, Mooncake JSON lines, or a CSV with columns of lengths")
+    traffic.add_argument("--num-requests", type=int, default=1000, help="how many of its requests (%(default)s)")
+    traffic.add_argument("--input-column", default="", help="CSV column of prompt lengths")
+    traffic.add_argument("--output-column", default="", help="CSV column of answer lengths")
+    forms = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
+    traffic.add_argument("--input-len", metavar="LENGTH", help=f"prompt tokens without --trace: {forms}")
+    traffic.add_argument("--output-len", metavar="LENGTH", help="answer tokens without --trace: the same forms")
+    traffic.add_argument("--max-input-len", type=int, help="cut longer prompts to this")
+    traffic.add_argument("--max-output-len", type=int, help="cut longer answers to this")
+    traffic.add_argument("--max-tokens", type=int, help="what clients allow; default: as much as the longest answer")
+    traffic.add_argument(
+        "--rate", type=float, help="requests/s; default: the trace's own, else 80%% of what is possible"
+    )
+    traffic.add_argument("--seed", type=int, default=0)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", help="folder, GGUF file or hub id")
+    engine.add_argument("--model-json", type=Path, metavar="FILE", help="engine arguments of a deployment")
+    engine.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="further keys of model.json")
+    engine.add_argument("--max-num-seqs", type=_ints, metavar="N[,N]", help="values to try")
+    engine.add_argument("--max-num-batched-tokens", type=_ints, metavar="N[,N]", help="values to try")
+    goal = parser.add_argument_group("goal")
+    goal.add_argument("--target-ttft-ms", type=float, help="most milliseconds to the first token, 99th percentile")
+    goal.add_argument("--target-itl-ms", type=float, help="most milliseconds between tokens, 99th percentile")
+    how = parser.add_argument_group("how")
+    how.add_argument("--simulate", action="store_true", help="try the settings in the simulator")
+    how.add_argument("--times", type=Path, metavar="FILE", help="step times saved before, instead of a calibration")
+    how.add_argument("--save-times", type=Path, metavar="FILE", help="keep the step times that were measured")
+    how.add_argument("--no-confirm", action="store_true", help="do not run the recommended setting again")
+    how.add_argument(
+        "--max-run-s", type=float, default=60.0, help="most seconds a real run may take: it gets fewer requests"
+    )
+    how.add_argument("--html", type=Path, metavar="FILE", help="write the report here")
+    how.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+
+
+def _ints(text: str) -> list[int]:
+    return sorted({int(part) for part in text.split(",")})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Study and report; returns the exit code. Raises `CliError` and `CbError` for what cannot be done."""
+    check(args)
+    begin = time.monotonic()
+    times = StepTimes.load(args.times) if args.times is not None else None
+    sample = _sample(args)
+    device = times.device if times is not None and args.model is None else _device(args)
+    seqs, budgets = _grid(args, device)
+    config = _config(args, times, Setting(max(seqs), max(*budgets, *seqs)))
+    session = Session(
+        config=config,
+        sample=sample,
+        seqs=seqs,
+        budgets=budgets,
+        target=Target(args.target_ttft_ms, args.target_itl_ms),
+        rate=args.rate,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        max_run_s=args.max_run_s,
+        is_simulated=args.simulate,
+        is_confirmed=not args.no_confirm,
+        times=times,
+        say=Teller(begin),
+        note=lambda text: print(f"{time.monotonic() - begin:7.1f} s  {text}", file=sys.stderr, flush=True),
+        conditions=bench_device.conditions,
+    )
+    study = session.run()
+    if args.save_times is not None and session.times is not None:
+        session.times.save(args.save_times)
+    study.command = shlex.join(["cb-backend", *sys.argv[1:]]) if sys.argv[1:2] == ["study"] else ""
+    print(text_report(study))
+    if args.html is not None:
+        args.html.write_text(html_report(study), encoding="utf-8")
+    if args.json is not None:
+        args.json.write_text(json.dumps(study.to_json(), indent=1) + "\n", encoding="utf-8")
+    print(f"\n{time.monotonic() - begin:.1f} s" + (f", report in {args.html}" if args.html is not None else ""))
+    return 0
+
+
+class Teller:
+    """Says which replay runs, and now and then how far it is. To stderr: stdout is the report."""
+
+    def __init__(self, begin: float) -> None:
+        self._begin = begin
+        self._last = begin
+
+    def __call__(self, name: str) -> Progress:
+        self._last = time.monotonic()
+        print(f"{self._last - self._begin:7.1f} s  {name}", file=sys.stderr, flush=True)
+        return self._tell
+
+    def _tell(self, num_ended: int, num_requests: int) -> None:
+        now = time.monotonic()
+        if now - self._last >= TELL_EVERY_S:
+            self._last = now
+            print(f"{now - self._begin:7.1f} s    {num_ended} of {num_requests} requests", file=sys.stderr, flush=True)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `CliError` for what argparse cannot judge."""
+    if (args.trace is None) == (args.input_len is None or args.output_len is None):
+        raise CliError("give --trace FILE, or both --input-len and --output-len")
+    for name in ("num_requests", "max_input_len", "max_output_len", "max_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < (2 if name == "num_requests" else 1):
+            raise CliError(f"--{name.replace('_', '-')} is {value}; it is too small")
+    for name in ("rate", "target_ttft_ms", "target_itl_ms", "max_run_s"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise CliError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if getattr(args, name) is not None and min(getattr(args, name)) < 1:
+            raise CliError(f"--{name.replace('_', '-')} must be at least 1")
+    if not isinstance(args.engine_args, dict):
+        raise CliError("--engine-args must be a JSON object")
+    is_without_engine = args.simulate and args.times is not None and args.no_confirm
+    if args.model is None and args.model_json is None and not is_without_engine:
+        raise CliError("name a --model (or --model-json); only --simulate --times FILE --no-confirm goes without one")
+
+
+def _sample(args: argparse.Namespace) -> Sample:
+    cut = {"max_input_len": args.max_input_len, "max_output_len": args.max_output_len, "seed": args.seed}
+    if args.trace is None:
+        return sample_lengths(args.input_len, args.output_len, args.num_requests, **cut)
+    return sample_trace(args.trace, args.num_requests, args.input_column, args.output_column, **cut)
+
+
+def _device(args: argparse.Namespace) -> str:
+    from cb_backend.engine.runner_factory import resolve_device  # brings torch in
+
+    return resolve_device(str(_arguments(args).get("device", "auto"))).type
+
+
+def _grid(args: argparse.Namespace, device: str) -> tuple[list[int], list[int]]:
+    seqs, budgets = GRIDS["cuda" if device == "cuda" else "cpu"]
+    return args.max_num_seqs or list(seqs), args.max_num_batched_tokens or list(budgets)
+
+
+def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if args.model_json is not None:
+        try:
+            arguments = json.loads(args.model_json.read_text())
+        except (OSError, ValueError) as error:
+            raise CliError(f"--model-json {args.model_json}: {error}") from None
+        if not isinstance(arguments, dict):
+            raise CliError(f"--model-json {args.model_json} must hold a JSON object")
+    arguments.update(args.engine_args)
+    return arguments if args.model is None else {**arguments, "model": args.model}
+
+
+def _config(args: argparse.Namespace, times: StepTimes | None, largest: Setting) -> EngineConfig:
+    """The engine's arguments, made for the largest setting."""
+    measured = {} if times is None else {"model": times.model, "block_size": times.block_size}
+    settings = {
+        "max_num_seqs": largest.max_num_seqs,
+        "max_num_batched_tokens": largest.max_num_batched_tokens,
+        "scheduling_policy": "fcfs",
+    }
+    return engine_config_from_dict({**measured, **_arguments(args), **settings})

@@ -1,0 +1,195 @@
+"""The order of a study: load, calibrate, try, choose, compare, confirm. The parts are `cb_backend.study`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.errors import ConfigError
+from cb_backend.study.advice import Study, advise, checks
+from cb_backend.study.bench import Bench, RealBench, Setting, SimulatedBench, calibrate, first, fitted
+from cb_backend.study.figures import figures, prompt_time_share
+from cb_backend.study.replay import Replay
+from cb_backend.study.sample import Sample
+from cb_backend.study.step_times import StepTimes
+from cb_backend.study.sweep import Say, Target, choose, compare, highest_rate, run_trial, sweep
+from cb_backend.study.traffic import Traffic
+
+SHARE_OF_CAPACITY = 0.8  # the load of interest where neither the user nor the trace gives one
+MIN_REQUESTS = 8
+
+
+@dataclass(slots=True)
+class Session:
+    """What was asked for. `run` does it; `times` are then those that were used."""
+
+    config: EngineConfig
+    sample: Sample
+    seqs: Sequence[int]
+    budgets: Sequence[int]
+    target: Target
+    rate: float | None
+    max_tokens: int | None
+    seed: int
+    max_run_s: float
+    is_simulated: bool
+    is_confirmed: bool
+    times: StepTimes | None
+    say: Say
+    note: Callable[[str], None]
+    conditions: Callable[[str], dict[str, Any]]  # of a device: card, versions, commit
+    _engine: LLMEngine | None = field(default=None, init=False)
+
+    def run(self) -> Study:
+        """Raises `ConfigError` and the engine's own errors."""
+        if self.times is None or self.is_confirmed or not self.is_simulated:
+            self.note(f"loading {self.config.model}")
+            self._engine = create_engine(self.config)
+        try:
+            return self._study()
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+
+    def _study(self) -> Study:
+        traffic, warnings = self._traffic()
+        times = self.times = self._step_times(traffic)
+        simulator = SimulatedBench(self._simulator_config(times), times)
+        base = Setting(max(self.seqs), max(*self.budgets, max(self.seqs)))
+        rate = self._rate(simulator, traffic, base)
+        bench: Bench = simulator
+        if not self.is_simulated:
+            assert self._engine is not None
+            bench = RealBench(self._engine)
+            traffic, shortened = self._short_enough(simulator, traffic, base, rate)
+            warnings += shortened
+        study = Study(
+            traffic_name=self.sample.name,
+            traffic=traffic,
+            conditions=_shown(times),
+            cache=f"{simulator.config.num_gpu_blocks_override:,} KV blocks of {times.block_size} tokens",
+            target=self.target,
+            rate=rate,
+            is_simulated=self.is_simulated,
+            warnings=warnings,
+        )
+        base_budget = sorted(self.budgets)[len(self.budgets) // 2]
+        study.trials = sweep(bench, traffic, rate, self.seqs, self.budgets, base_budget, self.target, self.say)
+        study.choice = choose(study.trials, self.target)
+        setting = study.recommended.setting
+        study.comparison = compare(bench, traffic, rate, setting, self.say)
+        study.highest_rate = highest_rate(simulator, traffic, study.recommended, self.target, self.say)
+        saturated = simulator.run(traffic.at_once(), setting, progress=self.say(f"{setting}, share of prompts"))
+        study.prompt_share = prompt_time_share(saturated, times)
+        if self._engine is not None and self.is_confirmed:
+            self._confirm(study, simulator)
+        study.warnings += advise(study) + _beyond(setting, times)
+        return study
+
+    def _traffic(self) -> tuple[Traffic, list[str]]:
+        times, engine = self.times, self._engine
+        if engine is not None:
+            vocab_size, longest = engine.info.vocab_size, engine.info.max_model_len
+            longest = min(longest, engine.info.num_blocks * engine.info.block_size)
+        else:
+            assert times is not None
+            vocab_size = times.vocab_size
+            num_blocks = self.config.num_gpu_blocks_override or times.num_blocks
+            longest = min(self.config.max_model_len or times.max_model_len, num_blocks * times.block_size)
+        traffic, num_dropped = self.sample.traffic(vocab_size, longest, self.max_tokens, self.seed)
+        if not num_dropped:
+            return traffic, []
+        return traffic, [f"{num_dropped} requests were left out: they are longer than the {longest} tokens that fit"]
+
+    def _step_times(self, traffic: Traffic) -> StepTimes:
+        """Those that were given, or measured now."""
+        if self.times is not None:
+            if self._engine is not None and self.times.device != self._engine.info.device:
+                raise ConfigError(
+                    f"the step times are of a {self.times.device} device, the engine runs on"
+                    f" {self._engine.info.device}; leave --times out to measure it"
+                )
+            return self.times
+        assert self._engine is not None
+        self.note("calibrating: how long steps take")
+        settings = [Setting(max(self.seqs), max(budget, max(self.seqs))) for budget in self.budgets]
+        replays = calibrate(RealBench(self._engine), traffic, settings)
+        times = self._fit(replays)
+        self.note(f"{times.num_steps} steps measured, median error of the fit {times.relative_error:.1%}")
+        return times
+
+    def _fit(self, replays: list[Replay]) -> StepTimes:
+        assert self._engine is not None
+        found = self.conditions(self._engine.info.device)
+        return fitted(self._engine, replays, {name: str(value) for name, value in found.items()})
+
+    def _simulator_config(self, times: StepTimes) -> EngineConfig:
+        num_blocks = self.config.num_gpu_blocks_override or times.num_blocks
+        return replace(
+            self.config,
+            num_gpu_blocks_override=num_blocks if self._engine is None else self._engine.info.num_blocks,
+            max_model_len=self.config.max_model_len or times.max_model_len,
+            block_size=times.block_size,
+            run_ahead=times.run_ahead if self.config.run_ahead is None else self.config.run_ahead,
+        )
+
+    def _rate(self, simulator: SimulatedBench, traffic: Traffic, base: Setting) -> float:
+        if self.rate is not None or self.sample.rate is not None:
+            return self.rate or self.sample.rate or 0.0
+        most = figures(simulator.run(traffic.at_once(), base, progress=self.say("how much is possible")))
+        return SHARE_OF_CAPACITY * most.requests_per_s
+
+    def _short_enough(
+        self, simulator: SimulatedBench, traffic: Traffic, setting: Setting, rate: float
+    ) -> tuple[Traffic, list[str]]:
+        """The first requests of the traffic, so few that a real run takes `max_run_s` by the simulator's word."""
+        count = min(len(traffic), max(int(self.max_run_s * rate), MIN_REQUESTS))
+        while count > MIN_REQUESTS:
+            load = first(traffic, count)
+            longest = max(simulator.run(part, setting).seconds for part in (load.at_once(), load.at_rate(rate)))
+            if longest <= self.max_run_s:
+                break
+            count = max(int(count * 0.95 * self.max_run_s / longest), MIN_REQUESTS)
+        if count == len(traffic):
+            return traffic, []
+        text = f"real runs took the first {count} of {len(traffic)} requests, to end in {self.max_run_s:g} s"
+        return first(traffic, count), [f"{text} (--max-run-s)"]
+
+    def _confirm(self, study: Study, simulator: SimulatedBench) -> None:
+        """Run the recommended setting for real and hold it against what was said of it."""
+        assert self._engine is not None
+        trial, traffic = study.recommended, study.traffic
+        predicted = (trial.saturated, trial.loaded)
+        if self.is_simulated:
+            traffic, shortened = self._short_enough(simulator, traffic, trial.setting, study.rate)
+            study.warnings += shortened
+            if shortened:
+                short = run_trial(simulator, traffic, study.rate, trial.setting, self.say)
+                predicted = (short.saturated, short.loaded)
+        self.note("confirming the recommended setting on the engine")
+        measured = run_trial(RealBench(self._engine), traffic, study.rate, trial.setting, self.say)
+        study.checks = checks(predicted, (measured.saturated, measured.loaded))
+
+
+def _shown(times: StepTimes) -> dict[str, str]:
+    names = ("card", "driver", "torch", "commit")
+    return {
+        "model": f"{times.model} ({times.dtype})",
+        **{name: times.conditions.get(name, "") for name in names},
+        "fit": f"{times.num_steps} steps, median error {times.relative_error:.1%}",
+    }
+
+
+def _beyond(setting: Setting, times: StepTimes) -> list[str]:
+    is_beyond = (
+        setting.max_num_seqs > times.max_num_seqs or setting.max_num_batched_tokens > times.max_num_batched_tokens
+    )
+    if not is_beyond:
+        return []
+    return [
+        f"the step times were measured up to {times.max_num_seqs} requests and {times.max_num_batched_tokens} tokens a"
+        f" step; what is said of {setting} goes beyond them"
+    ]

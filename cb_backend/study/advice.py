@@ -1,0 +1,161 @@
+"""What a study found, as data, and what is to be said about it in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cb_backend.study.figures import Figures
+from cb_backend.study.sweep import Choice, Comparison, Target, Trial
+from cb_backend.study.traffic import Traffic
+
+PROMPT_DOMINATED = 0.5  # share of the steps' time that goes to prompts
+UNIFORM_CV = 0.25  # standard deviation of the answers' lengths over their mean
+SMALL_GAIN = 1.5
+CACHE_FULL = 0.95
+# (name, path into the figures, unit): what a prediction is held against.
+CHECKED = (
+    ("output tokens/s, all at once", 0, "output_tokens_per_s", ""),
+    ("output tokens/s, at the load", 1, "output_tokens_per_s", ""),
+    ("TTFT p50, ms", 1, "ttft_ms", "p50"),
+    ("TTFT p99, ms", 1, "ttft_ms", "p99"),
+    ("inter-token p50, ms", 1, "itl_ms", "p50"),
+    ("inter-token p99, ms", 1, "itl_ms", "p99"),
+    ("E2E p99, ms", 1, "e2e_ms", "p99"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One figure, predicted and measured."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+@dataclass(slots=True)
+class Study:
+    """Everything a report shows. Filled step by step."""
+
+    traffic_name: str
+    traffic: Traffic
+    conditions: dict[str, str]
+    cache: str
+    target: Target
+    rate: float
+    is_simulated: bool
+    command: str = ""
+    warnings: list[str] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    choice: Choice | None = None
+    comparison: Comparison | None = None
+    highest_rate: float = 0.0
+    prompt_share: float = 0.0
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def recommended(self) -> Trial:
+        assert self.choice is not None
+        return self.choice.trial
+
+    def model_json(self) -> dict[str, int]:
+        """What to paste into `1/model.json`."""
+        setting = self.recommended.setting
+        return {"max_num_seqs": setting.max_num_seqs, "max_num_batched_tokens": setting.max_num_batched_tokens}
+
+    def to_json(self) -> dict[str, Any]:
+        assert self.choice is not None
+        assert self.comparison is not None
+        both = {name: getattr(self.comparison, name) for name in ("continuous", "static", "static_known")}
+        return {
+            "traffic": self.traffic_name,
+            "requests": len(self.traffic),
+            "conditions": self.conditions,
+            "cache": self.cache,
+            "command": self.command,
+            "is_simulated": self.is_simulated,
+            "target": {"ttft_ms": self.target.ttft_ms, "itl_ms": self.target.itl_ms},
+            "rate": self.rate,
+            "recommended": self.model_json(),
+            "broken": self.choice.broken,
+            "highest_rate": self.highest_rate,
+            "gain": round(self.comparison.gain, 3),
+            "gain_over_known": round(self.comparison.gain_over_known, 3),
+            "prompt_share": round(self.prompt_share, 3),
+            "comparison": {
+                name: {"at_once": pair[0].to_json(), "at_load": pair[1].to_json()} for name, pair in both.items()
+            },
+            "trials": [
+                {
+                    "max_num_seqs": trial.setting.max_num_seqs,
+                    "max_num_batched_tokens": trial.setting.max_num_batched_tokens,
+                    "at_once": trial.saturated.to_json(),
+                    "at_load": trial.loaded.to_json(),
+                }
+                for trial in self.trials
+            ],
+            "checks": [
+                {"name": c.name, "predicted": c.predicted, "measured": c.measured, "error": round(c.error, 4)}
+                for c in self.checks
+            ],
+            "warnings": self.warnings,
+        }
+
+
+def advise(study: Study) -> list[str]:
+    """What the user should know before believing in the gain or the setting."""
+    comparison, trial = study.comparison, study.recommended
+    assert comparison is not None
+    found = []
+    if study.prompt_share > PROMPT_DOMINATED:
+        found.append(
+            f"prompts take {study.prompt_share:.0%} of the time: traffic like this is prefill-dominated, and batching"
+            " answers better saves little of it; shared prefixes (enable_prefix_caching) and shorter prompts do more"
+        )
+    lengths = np.array(study.traffic.output_lens, np.float64)
+    variation = float(lengths.std() / lengths.mean())
+    if variation < UNIFORM_CV:
+        found.append(
+            f"answers are of nearly the same length (standard deviation {variation:.0%} of the mean): static batches"
+            " lose little by waiting for their longest"
+        )
+    if comparison.gain < SMALL_GAIN:
+        found.append(f"the gain over static batches is small: {comparison.gain:.2f} times the tokens/s")
+    if study.rate > trial.saturated.requests_per_s:
+        found.append(
+            f"the load of {study.rate:.3g} requests/s is more than the engine does at best"
+            f" ({trial.saturated.requests_per_s:.3g}): the queue grows for as long as it lasts"
+        )
+    if trial.saturated.kv_peak > CACHE_FULL:
+        found.append(
+            f"the KV cache fills up ({trial.saturated.kv_peak:.0%}) and limits the batch; more cache, not more"
+            " max_num_seqs, would raise the tokens/s"
+        )
+    return found
+
+
+def checks(predicted: tuple[Figures, Figures], measured: tuple[Figures, Figures]) -> list[Check]:
+    """Predictions held against measurements; each pair is (all at once, at the load)."""
+    return [
+        Check(name, _value(predicted[which], attribute, key), _value(measured[which], attribute, key))
+        for name, which, attribute, key in CHECKED
+        if _value(measured[which], attribute, key)
+    ]
+
+
+def _value(found: Figures, attribute: str, key: str) -> float:
+    value = getattr(found, attribute)
+    return float(value.get(key, 0.0)) if key else float(value)
+
+
+def percentiles(values: Sequence[int]) -> str:
+    """`p50 120, p90 400, p99 900` of some lengths."""
+    return ", ".join(f"p{p} {np.percentile(values, p):,.0f}" for p in (50, 90, 99))

@@ -1,0 +1,204 @@
+"""A study in words and pictures: the text on the terminal, and one self-contained HTML page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+
+from cb_backend.charts import COLOURS, Line, line_chart, page
+from cb_backend.study.advice import Study, percentiles
+from cb_backend.study.figures import Figures
+from cb_backend.study.sweep import Comparison, Trial
+
+Table = list[list[str]]
+
+
+def text_report(study: Study) -> str:
+    """Tables and the recommendation, for a terminal."""
+    parts = [
+        *heading(study),
+        "",
+        "Static batches against in-flight batching, the same setting and cache:",
+        aligned(comparison_table(study, 0)),
+        "",
+        aligned(comparison_table(study, 1)),
+        "",
+        "Settings tried:",
+        aligned(trial_table(study)),
+    ]
+    if study.checks:
+        name = "simulated" if study.is_simulated else "swept"
+        parts += ["", f"The recommended setting, {name} and run again to confirm it:", aligned(check_table(study))]
+    parts += ["", *recommendation(study), *(f"warning: {text}" for text in study.warnings)]
+    return "\n".join(parts)
+
+
+def html_report(study: Study) -> str:
+    words = recommendation(study)
+    body = [
+        *(f'<p class="dim">{escape(line)}</p>' for line in heading(study)),
+        "<h2>Recommended</h2>",
+        *(f"<p>{escape(line)}</p>" for line in words[:-1]),
+        f"<p>In <code>1/model.json</code>: <code>{escape(words[-1].strip())}</code></p>",
+        *(f'<p class="warn">{escape(text)}</p>' for text in study.warnings),
+        "<h2>Static batches against in-flight batching</h2>",
+        html_table(comparison_table(study, 0)),
+        "<br>",
+        html_table(comparison_table(study, 1)),
+        '<div class="plots">',
+        *comparison_charts(study),
+        "</div>",
+        "<h2>Settings tried</h2>",
+        html_table(trial_table(study)),
+        '<div class="plots">',
+        *trial_charts(study),
+        "</div>",
+    ]
+    if study.checks:
+        body += ["<h2>Prediction and measurement</h2>", html_table(check_table(study))]
+    body += [f"<h2>Command</h2><p><code>{escape(study.command)}</code></p>"] if study.command else []
+    return page(f"Study: {study.traffic_name}", body)
+
+
+def heading(study: Study) -> list[str]:
+    traffic = study.traffic
+    kind = "simulated with the step times of" if study.is_simulated else "run on"
+    return [
+        f"{study.traffic_name}: {len(traffic)} requests; prompt tokens {percentiles(traffic.prompt_lens)}; answer"
+        f" tokens {percentiles(traffic.output_lens)}; clients allow up to {max(traffic.max_tokens):,}",
+        f"{kind} {', '.join(f'{name} {value}' for name, value in study.conditions.items() if value)}",
+        f"{study.cache}; load of interest {study.rate:.3g} requests/s; {study.target}",
+    ]
+
+
+def recommendation(study: Study) -> list[str]:
+    """Sentences; the last one is the line for model.json."""
+    assert study.choice is not None
+    trial = study.recommended
+    lines = [f"not kept: {text}" for text in study.choice.broken]
+    lines.append(
+        f"Recommended: {trial.setting}. {trial.saturated.output_tokens_per_s:,.0f} output tokens/s with all requests"
+        f" at once; at {study.rate:.3g} requests/s TTFT p99 {trial.loaded.ttft_ms['p99']:,.0f} ms and inter-token p99"
+        f" {trial.loaded.itl_ms.get('p99', 0.0):,.1f} ms; {trial.preemption_rate:.1%} of the requests preempted."
+    )
+    if study.highest_rate > 0:
+        lines.append(f"It holds the target up to about {study.highest_rate:.3g} requests/s ({study.target}).")
+    return [*lines, f"  {json.dumps(study.model_json())}"]
+
+
+def comparison_table(study: Study, which: int) -> Table:
+    """Static and in flight side by side: all requests at once (0), or at the load (1)."""
+    assert study.comparison is not None
+    sides = _sides(study.comparison)
+    columns = [pair[which] for pair in sides.values()]
+    rows = [[name, *(show(found) for found in columns)] for name, show in _FIGURES]
+    gains = [f"{columns[0].output_tokens_per_s / found.output_tokens_per_s:.2f}x" for found in columns]
+    return [[_when(study)[which], *sides], *rows, ["in flight does so many times the tokens/s", *gains]]
+
+
+def _when(study: Study) -> tuple[str, str]:
+    return "all requests at once", f"at {study.rate:.3g} requests/s"
+
+
+def _sides(comparison: Comparison) -> dict[str, tuple[Figures, Figures]]:
+    return {
+        "in flight": comparison.continuous,
+        "static": comparison.static,
+        "static, lengths known": comparison.static_known,
+    }
+
+
+_FIGURES: list[tuple[str, Callable[[Figures], str]]] = [
+    ("output tokens/s", lambda f: f"{f.output_tokens_per_s:,.1f}"),
+    ("E2E p50, ms", lambda f: f"{f.e2e_ms['p50']:,.0f}"),
+    ("E2E p99, ms", lambda f: f"{f.e2e_ms['p99']:,.0f}"),
+    ("TTFT p50, ms", lambda f: f"{f.ttft_ms['p50']:,.0f}"),
+    ("TTFT p99, ms", lambda f: f"{f.ttft_ms['p99']:,.0f}"),
+    ("inter-token p99, ms", lambda f: f"{f.itl_ms.get('p99', 0.0):,.1f}"),
+    ("slots busy", lambda f: f"{f.slots_busy:.0%}"),
+    ("requests in a step", lambda f: f"{f.mean_rows:.1f}"),
+    ("KV blocks in use, mean", lambda f: f"{f.kv_mean:.0%}"),
+    ("preemptions a request", lambda f: f"{f.preemption_rate:.3f}"),
+]
+
+
+def trial_table(study: Study) -> Table:
+    header = ["max_num_seqs", "max_num_batched_tokens", "tokens/s at once", "TTFT p99, ms", "inter-token p99, ms"]
+    header += ["E2E p99, ms", "slots busy", "preempted", "target"]
+    rows = []
+    for trial in study.trials:
+        loaded, setting = trial.loaded, trial.setting
+        mark = "chosen" if trial == study.recommended else "met" if study.target.is_met(loaded) else "missed"
+        rows.append(
+            [
+                str(setting.max_num_seqs),
+                str(setting.max_num_batched_tokens),
+                f"{trial.saturated.output_tokens_per_s:,.1f}",
+                f"{loaded.ttft_ms['p99']:,.0f}",
+                f"{loaded.itl_ms.get('p99', 0.0):,.1f}",
+                f"{loaded.e2e_ms['p99']:,.0f}",
+                f"{trial.saturated.slots_busy:.0%}",
+                f"{trial.preemption_rate:.1%}",
+                mark,
+            ]
+        )
+    return [header, *rows]
+
+
+def check_table(study: Study) -> Table:
+    rows = [[c.name, f"{c.predicted:,.1f}", f"{c.measured:,.1f}", f"{c.error:+.1%}"] for c in study.checks]
+    return [["", "predicted", "measured", "error"], *rows]
+
+
+def comparison_charts(study: Study) -> list[str]:
+    """Percentiles of the time to the last token, and of the time to the first, for the three ways."""
+    assert study.comparison is not None
+    ranks = ("p50", "p90", "p99")
+    charts = []
+    for which, when in enumerate(_when(study)):
+        for name, label in (("e2e_ms", "E2E"), ("ttft_ms", "TTFT")):
+            lines = [
+                Line(side, [50, 90, 99], [getattr(pair[which], name)[rank] for rank in ranks], colour, has_markers=True)
+                for (side, pair), colour in zip(_sides(study.comparison).items(), COLOURS, strict=False)
+            ]
+            charts.append(line_chart(f"{label}, {when}", "percentile", "ms", lines))
+    return charts
+
+
+def trial_charts(study: Study) -> list[str]:
+    """Each figure over max_num_seqs, a curve a token budget."""
+    budgets = sorted({trial.setting.max_num_batched_tokens for trial in study.trials})
+    figures: list[tuple[str, str, Callable[[Trial], float]]] = [
+        ("Output tokens/s, all at once", "tokens/s", lambda trial: trial.saturated.output_tokens_per_s),
+        (f"TTFT p99 at {study.rate:.3g} requests/s", "ms", lambda trial: trial.loaded.ttft_ms["p99"]),
+        (f"Inter-token p99 at {study.rate:.3g} requests/s", "ms", lambda trial: trial.loaded.itl_ms.get("p99", 0.0)),
+        ("Preempted requests", "%", lambda trial: 100 * trial.preemption_rate),
+    ]
+    return [
+        line_chart(title, "max_num_seqs", label, list(_curves(study.trials, budgets, value)), may_be_log=True)
+        for title, label, value in figures
+    ]
+
+
+def _curves(trials: Sequence[Trial], budgets: Sequence[int], value: Callable[[Trial], float]) -> Iterable[Line]:
+    for index, budget in enumerate(budgets):
+        own = [trial for trial in trials if trial.setting.max_num_batched_tokens == budget]
+        xs = [float(trial.setting.max_num_seqs) for trial in own]
+        colour = COLOURS[index % len(COLOURS)]
+        yield Line(f"budget {budget} tokens", xs, [value(trial) for trial in own], colour, has_markers=True)
+
+
+def aligned(table: Table) -> str:
+    """Plain text: the first column to the left, the others to the right."""
+    widths = [max(len(row[index]) for row in table) for index in range(len(table[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    )
+
+
+def html_table(table: Table) -> str:
+    header = "".join(f"<th>{escape(cell)}</th>" for cell in table[0])
+    rows = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table[1:]]
+    return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

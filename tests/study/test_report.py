@@ -1,0 +1,82 @@
+"""What the reports of a study say: pytest tests/study/test_report.py"""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+from cb_backend.study.advice import Check
+from cb_backend.study.bench import Setting
+from cb_backend.study.report import html_report, text_report
+from cb_backend.study.sweep import Target, choose, compare, run_trial
+from tests.study.made_up import traffic
+from tests.study.test_sweep import a_study, bench, say
+
+
+def reported() -> tuple[str, str, dict[str, object]]:
+    study = a_study(traffic([4] * 16, [2, 2, 2, 60] * 4, [0.01 * i for i in range(16)]), target=Target(500, 50))
+    study.trials = [
+        run_trial(bench(), study.traffic, study.rate, Setting(*pair), say)
+        for pair in ((2, 8), (2, 64), (4, 8), (4, 64))
+    ]
+    study.choice = choose(study.trials, study.target)
+    study.comparison = compare(bench(), study.traffic, study.rate, study.recommended.setting, say)
+    study.highest_rate = 12.5
+    study.checks = [Check("TTFT p99, ms", 110.0, 100.0)]
+    study.warnings = ["beware of <this>"]
+    study.command = "cb-backend study --trace a.csv"
+    return text_report(study), html_report(study), study.to_json()
+
+
+def svg_texts(page: str) -> list[list[str]]:
+    """The texts of each picture; raises where a picture is not well-formed."""
+    pictures = [part.split("</svg>")[0] + "</svg>" for part in page.split("<svg")[1:]]
+    return [list(ElementTree.fromstring("<svg" + picture).itertext()) for picture in pictures]
+
+
+def test_the_text_says_what_was_found_and_what_to_do() -> None:
+    text, _, figures = reported()
+    gain = figures["gain"]
+    assert "made up: 16 requests; prompt tokens p50 4, p90 4, p99 4; answer tokens p50 2, p90 60, p99 60" in text
+    assert "simulated with the step times of card none" in text
+    assert "TTFT p99 at most 500 ms and inter-token time p99 at most 50 ms" in text
+    assert f"{gain:.2f}x" in text
+    assert "Recommended: 4 seqs, 8 tokens." in text or "Recommended: 4 seqs, 64 tokens." in text
+    assert "holds the target up to about 12.5 requests/s" in text
+    assert "TTFT p99, ms      110.0     100.0  +10.0%" in text
+    assert "warning: beware of <this>" in text
+    snippet = next(line for line in text.splitlines() if line.startswith('  {"max_num_seqs"'))
+    assert json.loads(snippet) == figures["recommended"]
+
+
+def test_the_page_has_the_same_and_its_pictures_are_drawn() -> None:
+    _, page, figures = reported()
+    assert "beware of &lt;this&gt;" in page
+    assert "<this>" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
+    assert "cb-backend study --trace a.csv" in page
+    pictures = svg_texts(page)
+    titles = [texts[0] for texts in pictures]
+    assert titles == [
+        "E2E, all requests at once",
+        "TTFT, all requests at once",
+        "E2E, at 5 requests/s",
+        "TTFT, at 5 requests/s",
+        "Output tokens/s, all at once",
+        "TTFT p99 at 5 requests/s",
+        "Inter-token p99 at 5 requests/s",
+        "Preempted requests",
+    ]
+    assert {"in flight", "static", "static, lengths known"} <= set(pictures[0])
+    assert {"budget 8 tokens", "budget 64 tokens"} <= set(pictures[4])
+    assert json.dumps(figures["recommended"]).replace('"', "&quot;") in page
+
+
+def test_the_figures_are_all_in_the_json() -> None:
+    _, _, figures = reported()
+    again = json.loads(json.dumps(figures))
+    assert [(one["max_num_seqs"], one["max_num_batched_tokens"]) for one in again["trials"]] == [
+        (2, 8), (2, 64), (4, 8), (4, 64)
+    ]  # fmt: skip
+    assert again["comparison"]["static"]["at_once"]["output_tokens_per_s"] > 0
+    assert again["checks"] == [{"name": "TTFT p99, ms", "predicted": 110.0, "measured": 100.0, "error": 0.1}]
