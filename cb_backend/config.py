@@ -39,6 +39,7 @@ class EngineConfig:
     model: str  # local folder, GGUF file, or hub id
     tokenizer: str | None = None  # another folder or hub id for the tokenizer; None: the model's
     dtype: str = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
+    quantization: str | None = None  # fp8: the layers' matrices, quantised at start-up; None: as the checkpoint is
     max_model_len: int | None = None  # tokens of prompt + output; None: the checkpoint's
     load_format: str = "auto"  # auto | dummy (random weights, for benchmarks)
     seed: int = 0  # of dummy weights
@@ -80,6 +81,10 @@ class EngineConfig:
         _require(bool(self.model), "model is empty; name a checkpoint folder, a GGUF file or a hub id")
         _require(self.dtype in DTYPES.values(), f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
+        _require(
+            self.quantization in (None, "fp8"),
+            f"quantization is {self.quantization!r}; use 'fp8', or remove it to serve the checkpoint as it is",
+        )
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("attention_backend", self.attention_backend, ("auto", "triton", "torch"))
@@ -130,7 +135,6 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "enable_lora": (False,),
-    "quantization": (None,),
     "tokenizer_mode": ("auto",),
     "distributed_executor_backend": (None, "mp", "uni"),
 }

@@ -82,6 +82,7 @@ class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dtype: str
     device: str
     kv_cache_dtype: str = "auto"  # auto: as dtype
+    quantization: str | None = None  # of the weights: fp8 | None
     num_host_blocks: int = 0  # for blocks of preempted requests
 
 

@@ -20,6 +20,7 @@ import roofline
 from roofline import HAS_QK_NORM, MODELS, Work
 
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
+from cb_backend.kernels.fp8 import FP8
 from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
 from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
@@ -65,14 +66,21 @@ def cases_of(op: str, models: list[str], is_quick: bool) -> Iterator[Case]:
         "silu_mul": _row_cases,
         "qkv_post": _row_cases,
         "decode_attention": _decode_cases,
+        "decode_attention_fp8": _decode_cases,
         "prefill_attention": _prefill_cases,
+        "prefill_attention_fp8": _prefill_cases,
         "sample": _sample_cases,
     }[op]
     for model in models:
         yield from make(op, model, is_quick)
 
 
-OPS = ("rms_norm", "silu_mul", "qkv_post", "decode_attention", "prefill_attention", "sample")
+# With _fp8: over an fp8 cache.
+OPS = (
+    "rms_norm", "silu_mul", "qkv_post", "decode_attention", "decode_attention_fp8", "prefill_attention",
+    "prefill_attention_fp8", "sample",
+)  # fmt: skip
+VALUE_SCALE = 0.25  # of an fp8 cache; another than 1 shows in the comparison with the twin
 
 
 def _row_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
@@ -127,12 +135,18 @@ def _make_qkv_post(model: str, tokens: int) -> Launch:
     )
 
 
-def _paged(model: str, num_rows: int, context: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cache_dtype(op: str) -> torch.dtype:
+    return FP8 if op.endswith("_fp8") else DTYPE
+
+
+def _paged(
+    model: str, num_rows: int, context: int, block_size: int, kv_dtype: torch.dtype = DTYPE
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """kv_cache, block_tables (shuffled), slots and seq_lens of rows of equal length."""
     shape = MODELS[model]
     per_row = -(-context // block_size)
     num_blocks = num_rows * per_row + 1
-    kv_cache = _randn(num_blocks, 2, shape.num_kv_heads, block_size, shape.head_dim)
+    kv_cache = _randn(num_blocks, 2, shape.num_kv_heads, block_size, shape.head_dim).to(kv_dtype)
     tables = (torch.randperm(num_blocks - 1, device=DEVICE) + 1).int().view(num_rows, per_row)
     slots = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     return kv_cache, tables, slots, torch.full((num_rows,), context, dtype=torch.int32, device=DEVICE)
@@ -145,21 +159,22 @@ def _decode_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
             for context in (512, 2048, 8192):
                 yield Case(
                     op=op, model=model, label=f"rows {num_rows} context {context} block {block_size}",
-                    work=roofline.decode_attention(shape, num_rows, context),
-                    make=lambda n=num_rows, c=context, b=block_size: make_decode(model, n, c, b),
+                    work=roofline.decode_attention(shape, num_rows, context, _cache_dtype(op).itemsize),
+                    make=lambda n=num_rows, c=context, b=block_size: make_decode(model, n, c, b, _cache_dtype(op)),
                     variant=f"block {block_size}",
                     peer=("decode", model, num_rows, context),
                 )  # fmt: skip
 
 
-def make_decode(model: str, num_rows: int, context: int, block_size: int) -> Launch:
+def make_decode(model: str, num_rows: int, context: int, block_size: int, kv_dtype: torch.dtype = DTYPE) -> Launch:
     shape = MODELS[model]
-    kv_cache, tables, slots, seq_lens = _paged(model, num_rows, context, block_size)
+    kv_cache, tables, slots, seq_lens = _paged(model, num_rows, context, block_size, kv_dtype)
     q, scale = _randn(num_rows, shape.num_heads, shape.head_dim), shape.head_dim**-0.5
+    scaled = {"value_scale": VALUE_SCALE if kv_dtype == FP8 else 1.0}
     some = slice(0, 2)  # rows the twin is asked for: it gathers them in fp32
     return Launch(
-        lambda plans: decode_attention(q, kv_cache, tables, slots, seq_lens, scale, plans=plans),
-        lambda: decode_attention_torch(q[some], kv_cache, tables, slots[some], seq_lens[some], scale),
+        lambda plans: decode_attention(q, kv_cache, tables, slots, seq_lens, scale, plans=plans, **scaled),
+        lambda: decode_attention_torch(q[some], kv_cache, tables, slots[some], seq_lens[some], scale, **scaled),
         lambda out: [out[some]],
     )
 
@@ -170,18 +185,20 @@ def _prefill_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
     for requests, query_len, context in sizes if is_quick else [*sizes, (1, 8192, 8192), (32, 128, 128)]:
         yield Case(
             op=op, model=model, label=f"requests {requests} queries {query_len} context {context}",
-            work=roofline.prefill_attention(shape, requests, query_len, context),
-            make=lambda r=requests, n=query_len, c=context: make_prefill(model, r, n, c, 16),
+            work=roofline.prefill_attention(shape, requests, query_len, context, _cache_dtype(op).itemsize),
+            make=lambda r=requests, n=query_len, c=context: make_prefill(model, r, n, c, 16, _cache_dtype(op)),
             peer=("prefill", model, requests, context) if query_len == context else None,
         )  # fmt: skip
 
 
-def make_prefill(model: str, requests: int, query_len: int, context: int, block_size: int) -> Launch:
+def make_prefill(
+    model: str, requests: int, query_len: int, context: int, block_size: int, kv_dtype: torch.dtype = DTYPE
+) -> Launch:
     shape = MODELS[model]
-    kv_cache, tables, slots, seq_lens = _paged(model, requests, context, block_size)
+    kv_cache, tables, slots, seq_lens = _paged(model, requests, context, block_size, kv_dtype)
     starts = torch.arange(0, (requests + 1) * query_len, query_len, dtype=torch.int32, device=DEVICE)
     q, scale = _randn(requests * query_len, shape.num_heads, shape.head_dim), shape.head_dim**-0.5
-    lens = {"max_query_len": query_len}
+    lens = {"max_query_len": query_len, "value_scale": VALUE_SCALE if kv_dtype == FP8 else 1.0}
     return Launch(
         lambda plans: prefill_attention(q, kv_cache, tables, slots, starts, seq_lens, scale, **lens),
         lambda: prefill_attention_torch(

@@ -30,18 +30,31 @@ LARGE_TILES = (
 class Shape:
     """A product of some model: `op` with out_size n and in_size k."""
 
-    op: str  # linear | linear_silu_mul
+    op: str  # linear | linear_silu_mul, or one of these with _fp8
     n: int
     k: int
     name: str  # the first model and projection that has it
 
     @property
     def weight_rows(self) -> int:
-        return self.n * (2 if self.op == "linear_silu_mul" else 1)
+        return self.n * (2 if self.is_gated else 1)
+
+    @property
+    def is_gated(self) -> bool:
+        return self.op.startswith("linear_silu_mul")
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.op.endswith("_fp8")
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights and of the rows that go in."""
+        return 1 if self.is_fp8 else 2
 
     def num_bytes(self, num_rows: int) -> int:
         """Weights and rows in, rows out; gate and up of the separate activation are not needed."""
-        return 2 * (self.weight_rows * self.k + num_rows * (self.k + self.n))
+        return self.element_bytes * (self.weight_rows + num_rows) * self.k + 2 * num_rows * self.n
 
 
 def shapes_of(models: list[str]) -> list[Shape]:
@@ -63,20 +76,21 @@ def shapes_of(models: list[str]) -> list[Shape]:
 
 def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Iterator[Parameters]:
     """Launch parameters worth timing: tiles that fit, with splits that give every multiprocessor something to read."""
-    if num_rows == 1:
+    if num_rows == 1 and not shape.is_fp8:
         for tile in VECTOR_TILES:
             yield {"vector": 1, **dict(zip(("block_n", "block_k", "num_warps"), tile, strict=True))}
     block_m = max(16, num_rows)
     weights = shape.weight_rows // shape.n
     for tile in SMALL_TILES if num_rows <= 32 else LARGE_TILES:
         block_n, block_k, num_warps, num_stages = tile
+        block_k *= 2 // shape.element_bytes
         if weights == 2 and block_n > 64:
             continue  # two sums of 128 columns do not fit into the registers
         if weights == 2 and num_rows >= 128:
             num_warps = 8
         if block_n * block_m * weights > 128 * 32 * num_warps:
             continue  # its sums would spill
-        while 2 * num_stages * block_k * (block_n * weights + block_m) > SHARED_BYTES:
+        while shape.element_bytes * num_stages * block_k * (block_n * weights + block_m) > SHARED_BYTES:
             num_stages -= 1
         if num_stages < 2:
             continue

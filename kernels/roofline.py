@@ -60,17 +60,19 @@ def qkv_post(shape: ModelShape, num_tokens: int) -> Work:
     return Work(num_tokens * (ELEMENT * 2 * heads * shape.head_dim + 4 * shape.head_dim))
 
 
-def decode_attention(shape: ModelShape, num_rows: int, context: int) -> Work:
-    """Keys and values of every context token; 4 FLOP a query head, dimension and token."""
-    kv = ELEMENT * 2 * num_rows * context * shape.num_kv_heads * shape.head_dim
+def decode_attention(shape: ModelShape, num_rows: int, context: int, kv_bytes: int = ELEMENT) -> Work:
+    """Keys and values (of `kv_bytes` an element) of every context token; 4 FLOP a query head, dimension and token."""
+    kv = kv_bytes * 2 * num_rows * context * shape.num_kv_heads * shape.head_dim
     q_and_out = ELEMENT * 2 * num_rows * shape.num_heads * shape.head_dim
     return Work(kv + q_and_out, 4.0 * num_rows * context * shape.num_heads * shape.head_dim)
 
 
-def prefill_attention(shape: ModelShape, num_requests: int, query_len: int, context: int) -> Work:
+def prefill_attention(
+    shape: ModelShape, num_requests: int, query_len: int, context: int, kv_bytes: int = ELEMENT
+) -> Work:
     """Causal pairs only: each query sees the context before the chunk and its own part of the chunk."""
     pairs = num_requests * (query_len * (context - query_len) + query_len * (query_len + 1) / 2)
-    kv = ELEMENT * 2 * num_requests * context * shape.num_kv_heads * shape.head_dim
+    kv = kv_bytes * 2 * num_requests * context * shape.num_kv_heads * shape.head_dim
     q_and_out = ELEMENT * 2 * num_requests * query_len * shape.num_heads * shape.head_dim
     return Work(kv + q_and_out, 4.0 * pairs * shape.num_heads * shape.head_dim)
 

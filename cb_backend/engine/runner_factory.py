@@ -14,6 +14,7 @@ from cb_backend.engine.cuda_warm_up import create_cuda_runner, log, new_storage
 from cb_backend.engine.model_runner import ModelRunner
 from cb_backend.engine.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
+from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
 from cb_backend.kv_cache.storage import bytes_per_block, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
@@ -46,6 +47,23 @@ def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> in
     return config.max_model_len
 
 
+def resolve_quantization(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """fp8 if it is asked for or the checkpoint is. Raises `ConfigError` where the GPU or the dtype does not do."""
+    quantization = config.quantization or model_config.quantization
+    if quantization is None:
+        return None
+    if not is_fp8_capable(device):
+        raise ConfigError(f"quantization is {quantization!r}, which {fp8_needs(device)}. Use an unquantised checkpoint")
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"quantization is {quantization!r}, whose products are bfloat16 on a GPU, but dtype is "
+            f"{str(dtype).removeprefix('torch.')}; set dtype 'bfloat16'"
+        )
+    return quantization
+
+
 def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, ModelInfo]:
     """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy."""
     device = resolve_device(config.device)
@@ -53,6 +71,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
     model_config = read_model_config(folder)
     dtype = resolve_dtype(config.dtype, model_config, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
+    quantization = resolve_quantization(config, model_config, dtype, device)
     max_model_len = resolve_max_model_len(config, model_config)
     backend = config.attention_backend
     if backend == "auto":
@@ -70,6 +89,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         seed=config.seed,
         progress=_log_progress,
         has_kv_scales=kv_dtype != dtype,
+        quantization=quantization,
     )
     rotary = RotaryTables(model_config.rope, model_config.head_dim, max_model_len, device)
     runner: ModelRunner | SlotRunner
@@ -94,6 +114,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         kv_cache_dtype=config.kv_cache_dtype,
+        quantization=quantization,
         num_host_blocks=num_host_blocks,
     )
     return runner, info

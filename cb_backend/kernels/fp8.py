@@ -1,16 +1,104 @@
-"""Eight-bit floats (e4m3: 4 bits of exponent, 3 of mantissa): what the kernels and twins that use them share.
+"""Eight-bit floats (e4m3: 4 bits of exponent, 3 of mantissa): conversion, and rows that carry a scale each.
 
-Knows numbers, not what is stored in them.
+Knows numbers and rows, not what is stored in them.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from cb_backend.kernels.launch import (
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    launch_parameters,
+    let_next_start,
+    needs_twin,
+    next_power_of_2,
+    tl,
+)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest finite one; there is no infinity
 MIN_CAPABILITY = (8, 9)  # of a GPU whose Triton kernels can convert them
+MIN_ROW_MAX = 1e-9  # a row of zeros has a scale too
+
+
+class Fp8Rows(NamedTuple):
+    """Row i stands for `values[i] * scales[i]`."""
+
+    values: Tensor  # [num_rows, size] float8_e4m3fn
+    scales: Tensor  # [num_rows] float32
+    dtype: torch.dtype  # what it was before, and what a product with it becomes
+
+
+@jit()
+def quantized_row(x, FP8_MAX: tl.constexpr, MIN_ROW_MAX: tl.constexpr):
+    """(x / scale as e4m3, scale) of one row in fp32, zeros outside; the largest element becomes FP8_MAX."""
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=0), MIN_ROW_MAX), FP8_MAX)
+    scaled = tl.clamp(tl.div_rn(x, scale), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(tl.float8e4nv), scale
+
+
+@jit()
+def _quantize_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    x_stride,
+    size: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MIN_ROW_MAX: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program."""
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_inside = column < size
+    x = tl.load(x_ptr + row * x_stride + column, mask=is_inside, other=0.0).to(tl.float32)
+    values, scale = quantized_row(x, FP8_MAX, MIN_ROW_MAX)
+    tl.store(values_ptr + row * size + column, values, mask=is_inside)
+    tl.store(scales_ptr + row, scale)
+
+
+def new_rows(x: Tensor) -> Fp8Rows:
+    """Room for the rows of x, which a kernel is about to write."""
+    values = torch.empty(x.shape, dtype=FP8, device=x.device)
+    return Fp8Rows(values, torch.empty(x.shape[0], dtype=torch.float32, device=x.device), x.dtype)
+
+
+def quantize_rows(x: Tensor) -> Fp8Rows:
+    """`quantize_rows_torch` in one launch; rows of x may be strided."""
+    if needs_twin(x):
+        return quantize_rows_torch(x)
+    num_rows, size = x.shape
+    out = new_rows(x)
+    if num_rows == 0:
+        return out
+    block = next_power_of_2(size)
+    _quantize_kernel[(num_rows,)](
+        x, out.values, out.scales, x.stride(0),
+        size=size, FP8_MAX=FP8_MAX, MIN_ROW_MAX=MIN_ROW_MAX, IS_DEPENDENT=can_overlap(x.device), BLOCK=block,
+        **launch_parameters("quantize_rows", x.device, block=block), **dependent_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def quantize_rows_torch(x: Tensor) -> Fp8Rows:
+    """Each row of x [num_rows, size] divided by a scale of its own, with which its largest element becomes 448.
+
+    What is not finite in a row makes NaN of what is computed from it.
+    """
+    x32 = x.float()
+    scales = x32.abs().amax(dim=1).clamp(min=MIN_ROW_MAX) / FP8_MAX
+    return Fp8Rows(to_fp8(x32 / scales.unsqueeze(1)), scales, x.dtype)
 
 
 def to_fp8(x: Tensor) -> Tensor:
@@ -23,7 +111,8 @@ def is_fp8_capable(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def capability_name(device: torch.device) -> str:
-    """The card's name and compute capability, for messages."""
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    return f"{torch.cuda.get_device_name(device)} ({capability})"
+def fp8_needs(device: torch.device) -> str:
+    """What a GPU that is not capable lacks, for messages."""
+    wanted, found = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, torch.cuda.get_device_capability(device)))
+    name = torch.cuda.get_device_name(device)
+    return f"needs a GPU of compute capability {wanted} (Ada, Hopper) or newer; this one is {name} ({found})"

@@ -4,8 +4,7 @@ With few rows a product is one read of the weights, so the kernels are built to 
 multiprocessor: the weights are the tall operand of the tensor cores, and the sum over the input size is cut into a
 fixed number of splits where the output alone has too few tiles. The last program of a tile adds the splits in their
 order, so there is no second launch and results do not vary. A single row has kernels of its own (`linear_one_row`).
-Which kernel serves a shape, or that the library's product is faster, stands in `tuned/<gpu>.json`.
-Knows matrices, not the projections of a model.
+Which kernel serves a shape, or that the library's product is faster, stands in `tuned/<gpu>.json`. Knows no models.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ def _linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    x_scales_ptr,
+    weight_scales_ptr,
     out_ptr,
     partial_ptr,
     counter_ptr,
@@ -58,6 +59,7 @@ def _linear_kernel(
     split_size,
     x_stride,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,  # x and weight are fp8: one for each row of either
     IS_GATED: tl.constexpr,  # two weights, out_size rows each: gate, then up
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     SPLITS: tl.constexpr,
@@ -77,7 +79,7 @@ def _linear_kernel(
     up_shift = out_size.to(tl.int64) * in_size
     let_next_start(IS_DEPENDENT)
     if IS_DEPENDENT:
-        num_bytes = tl.minimum(PREFETCH, end - start) * 2
+        num_bytes = tl.minimum(PREFETCH, end - start) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
         prefetch(weight_row_ptr + start, num_bytes, PREFETCH > 0)
         prefetch(weight_row_ptr + start + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
@@ -120,6 +122,11 @@ def _linear_kernel(
         acc = _sum_splits(partial_ptr, offset, is_stored, stride, SPLITS)
         if IS_GATED:
             acc_up = _sum_splits(partial_ptr + out_size, offset, is_stored, stride, SPLITS)
+    if HAS_SCALES:
+        x_scales = tl.load(x_scales_ptr + m, mask=m < num_rows, other=0.0)[None, :]
+        acc *= tl.load(weight_scales_ptr + n, mask=n < out_size, other=0.0)[:, None] * x_scales
+        if IS_GATED:
+            acc_up *= tl.load(weight_scales_ptr + out_size + n, mask=n < out_size, other=0.0)[:, None] * x_scales
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
@@ -203,15 +210,27 @@ def _launch(
     """One launch of the kernel that `parameters` describe. Raises `ValueError` where `out` is not contiguous."""
     if not out.is_contiguous():
         raise ValueError(f"out has strides {out.stride()}; the product is written to a contiguous tensor")
+    launch = launch_one_row if "vector" in parameters and x.shape[0] == 1 else launch_tiled
+    launch(x, weight, bias, out, parameters, is_gated=is_gated)
+
+
+def launch_tiled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    parameters: dict[str, int],
+    *,
+    is_gated: bool,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """One launch of the tiled kernel; `scales` of the rows of x and of those of weight where both are fp8."""
     num_rows, in_size = x.shape
     out_size = out.shape[1]
-    if "vector" in parameters and num_rows == 1:
-        launch_one_row(x, weight, bias, out, parameters, is_gated=is_gated)
-        return
     block_n, block_k = parameters["block_n"], parameters["block_k"]
     num_tiles = -(-out_size // block_n)
     # Prefetches are of whole 16 bytes, which rows of an odd size do not begin at.
-    prefetched = parameters.get("prefetch", 0) if in_size % 8 == 0 else 0
+    prefetched = parameters.get("prefetch", 0) if in_size % 16 == 0 else 0
     splits = parameters["splits"]
     split_size = -(-in_size // (splits * block_k)) * block_k
     splits = -(-in_size // split_size)  # none of them empty
@@ -220,11 +239,12 @@ def _launch(
         assert num_tiles <= _MAX_TILES, f"{num_tiles} tiles of {block_n} columns: too many to split"
         partial = torch.empty(splits, num_rows, out_size * (1 + is_gated), dtype=torch.float32, device=x.device)
         counters = _counters(x.device)
+    x_scales, weight_scales = (None, None) if scales is None else scales
     _linear_kernel[(num_tiles, splits)](
-        x, weight, bias, out, partial, counters,
+        x, weight, bias, x_scales, weight_scales, out, partial, counters,
         num_rows, out_size, in_size, split_size, x.stride(0),
-        HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0, SPLITS=splits,
-        IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched,
+        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, IS_GATED=is_gated,
+        IS_EVEN=in_size % block_k == 0, SPLITS=splits, IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched,
         BLOCK_M=max(16, next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"], **dependent_options(x.device),
     )  # fmt: skip

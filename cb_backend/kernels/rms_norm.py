@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.fp8 import FP8_MAX, MIN_ROW_MAX, Fp8Rows, new_rows, quantize_rows_torch, quantized_row
 from cb_backend.kernels.launch import (
     await_previous,
     can_overlap,
@@ -29,11 +30,14 @@ def _rms_norm_kernel(
     weight_ptr,
     out_ptr,
     out_residual_ptr,
+    scales_ptr,
     x_stride,
     residual_stride,
     hidden_size: tl.constexpr,
     eps: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MIN_ROW_MAX: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -52,7 +56,11 @@ def _rms_norm_kernel(
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / hidden_size + eps)
     normed = (x32 * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * hidden_size + column, normed.to(x.dtype), mask=is_inside)
+    normed = normed.to(x.dtype)
+    if out_ptr.dtype.element_ty == tl.float8e4nv:
+        normed, row_scale = quantized_row(normed.to(tl.float32), FP8_MAX, MIN_ROW_MAX)
+        tl.store(scales_ptr + row, row_scale)
+    tl.store(out_ptr + row * hidden_size + column, normed, mask=is_inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -62,6 +70,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch(x, None, weight, eps, out, None)
     return out
+
+
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    """`add_rms_norm_fp8_torch` in one launch."""
+    if needs_twin(x):
+        return add_rms_norm_fp8_torch(x, residual, weight, eps)
+    out, total = new_rows(x), torch.empty_like(residual)
+    _launch(x, residual, weight, eps, out.values, total, out.scales)
+    return out, total
 
 
 def add_rms_norm(
@@ -81,16 +98,23 @@ def add_rms_norm(
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_residual: Tensor | None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    out_residual: Tensor | None,
+    scales: Tensor | None = None,
 ) -> None:
     num_tokens, hidden_size = x.shape
     if num_tokens == 0:
         return
     block = next_power_of_2(hidden_size)
     _rms_norm_kernel[(num_tokens,)](
-        x, residual, weight, out, out_residual,
+        x, residual, weight, out, out_residual, scales,
         x.stride(0), 0 if residual is None else residual.stride(0),
         hidden_size=hidden_size, eps=eps, HAS_RESIDUAL=residual is not None,
+        FP8_MAX=FP8_MAX, MIN_ROW_MAX=MIN_ROW_MAX,
         IS_DEPENDENT=can_overlap(x.device), BLOCK=block,
         **launch_parameters("rms_norm", x.device, block=block), **dependent_options(x.device),
     )  # fmt: skip
@@ -122,3 +146,9 @@ def add_rms_norm_torch(
         return rms_norm_torch(new_residual, weight, eps), new_residual
     normed, total = out
     return rms_norm_torch(new_residual, weight, eps, out=normed), total.copy_(new_residual)
+
+
+def add_rms_norm_fp8_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+    """`add_rms_norm` with its first result quantised row by row."""
+    normed, total = add_rms_norm_torch(x, residual, weight, eps)
+    return quantize_rows_torch(normed), total

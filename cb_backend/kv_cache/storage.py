@@ -14,7 +14,7 @@ import torch
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError
-from cb_backend.kernels.fp8 import FP8, MIN_CAPABILITY, capability_name, is_fp8_capable
+from cb_backend.kernels.fp8 import FP8, fp8_needs, is_fp8_capable
 
 _DEFAULT_CPU_BYTES = 1 << 30
 _GIB = 1 << 30
@@ -36,11 +36,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     if name == "auto":
         return dtype
     if not is_fp8_capable(device):
-        raise ConfigError(
-            f"kv_cache_dtype is {name!r}, which needs a GPU of compute capability "
-            f"{'.'.join(map(str, MIN_CAPABILITY))} (Ada, Hopper) or newer; this one is {capability_name(device)}. "
-            "Use 'auto'"
-        )
+        raise ConfigError(f"kv_cache_dtype is {name!r}, which {fp8_needs(device)}. Use 'auto'")
     return FP8
 
 

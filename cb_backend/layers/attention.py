@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.layers.attention_metadata import AttentionMetadata
-from cb_backend.layers.linear import Linear
+from cb_backend.layers.linear import Fillable, Linear
 from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.ops import Ops
 
@@ -35,6 +35,7 @@ class Attention:
         qk_norm_eps: float | None,  # None: no per-head norm
         dtype: torch.dtype,
         device: torch.device,
+        linear_class: type[Linear] = Linear,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.window = window
@@ -43,8 +44,10 @@ class Attention:
         self.key_scale = self.value_scale = 1.0  # an fp8 cache holds keys and values divided by them
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(hidden_size, parts, ops, has_bias=has_qkv_bias, dtype=dtype, device=device)
-        self.o_proj = Linear(q_size, {"o_proj": hidden_size}, ops, has_bias=has_o_bias, dtype=dtype, device=device)
+        self.qkv_proj = linear_class(hidden_size, parts, ops, has_bias=has_qkv_bias, dtype=dtype, device=device)
+        self.o_proj = linear_class(
+            q_size, {"o_proj": hidden_size}, ops, has_bias=has_o_bias, dtype=dtype, device=device
+        )
         self.q_norm = self.k_norm = None
         self.eps = qk_norm_eps or 0.0
         if qk_norm_eps is not None:
@@ -113,7 +116,7 @@ class Attention:
             value_scale=self.value_scale,
         )
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Fillable]]:
         yield from self.qkv_proj.checkpoint_tensors(prefix)
         yield from self.o_proj.checkpoint_tensors(prefix)
         if self.q_norm and self.k_norm:

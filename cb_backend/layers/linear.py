@@ -8,6 +8,7 @@ nothing here knows files.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +18,36 @@ from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.ops import Ops
 
 
+class Fillable(Protocol):
+    """A tensor, or what takes a checkpoint's tensor as one would."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def device(self) -> torch.device: ...
+    def numel(self) -> int: ...
+    def copy_(self, source: Tensor) -> Any: ...
+    def normal_(self, mean: float, std: float, *, generator: torch.Generator | None) -> Any: ...
+
+
 class Linear:
     """y = x W^T + b. Several projections of the same input are one weight, so one product: `parts` in row order."""
 
     def __init__(
-        self, in_size: int, parts: dict[str, int], ops: Ops, *, has_bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_size: int,
+        parts: dict[str, int],
+        ops: Ops,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,  # None: dtype
     ) -> None:
         self.ops = ops
         self.parts = parts  # checkpoint name of the projection -> number of its output features
         out_size = sum(parts.values())
-        self.weight = torch.empty(out_size, in_size, dtype=dtype, device=device)  # [out_size, in_size]
+        self.weight = torch.empty(out_size, in_size, dtype=weight_dtype or dtype, device=device)  # [out_size, in_size]
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -38,7 +59,14 @@ class Linear:
         """(the product of norm(x + residual), x + residual); x and residual [num_tokens, in_size]."""
         return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def gated_after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(silu(first half) * second half of that product, x + residual); the first [num_tokens, out_size / 2]."""
+        if self.bias is None:
+            return self.ops.norm_linear_silu_mul(x, residual, norm.weight, norm.eps, self.weight)
+        product, total = self.after(norm, x, residual)
+        return self.ops.silu_mul(product), total
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Fillable]]:
         start = 0
         for name, size in self.parts.items():
             yield f"{prefix}.{name}.weight", self.weight[start : start + size]

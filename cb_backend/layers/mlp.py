@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cb_backend.layers.linear import Linear
+from cb_backend.layers.linear import Fillable, Linear
 from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.ops import Ops
 
@@ -24,24 +24,19 @@ class MLP:
         has_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        linear_class: type[Linear] = Linear,
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, parts, ops, has_bias=has_bias, dtype=dtype, device=device)
-        self.down_proj = Linear(
+        self.gate_up_proj = linear_class(hidden_size, parts, ops, has_bias=has_bias, dtype=dtype, device=device)
+        self.down_proj = linear_class(
             intermediate_size, {"down_proj": hidden_size}, ops, has_bias=has_bias, dtype=dtype, device=device
         )
-        self.ops = ops
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the block's output for norm(x + residual), x + residual), each [num_tokens, hidden_size]."""
-        gate_up_proj = self.gate_up_proj
-        if gate_up_proj.bias is None:
-            activated, residual = self.ops.norm_linear_silu_mul(x, residual, norm.weight, norm.eps, gate_up_proj.weight)
-        else:
-            gate_up, residual = gate_up_proj.after(norm, x, residual)
-            activated = self.ops.silu_mul(gate_up)
-        return self.down_proj(activated), residual
+        activated, total = self.gate_up_proj.gated_after(norm, x, residual)
+        return self.down_proj(activated), total
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Fillable]]:
         yield from self.gate_up_proj.checkpoint_tensors(prefix)
         yield from self.down_proj.checkpoint_tensors(prefix)

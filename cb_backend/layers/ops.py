@@ -15,7 +15,9 @@ from cb_backend.errors import ConfigError
 from cb_backend.kernels import (
     decode_attention,
     decode_plan,
+    fp8,
     linear,
+    linear_fp8,
     prefill_attention,
     qkv_post,
     rms_norm,
@@ -37,6 +39,10 @@ _MODULE_OF_OP = {
     "linear_silu_mul": linear,
     "norm_linear": linear,
     "norm_linear_silu_mul": linear,
+    "add_rms_norm_fp8": rms_norm,
+    "quantize_rows": fp8,
+    "linear_fp8": linear_fp8,
+    "linear_silu_mul_fp8": linear_fp8,
     "qkv_post": qkv_post,
     "plan_decode": decode_plan,
     "decode_attention": decode_attention,
@@ -66,6 +72,12 @@ class Ops:
     linear_silu_mul: Op
     norm_linear: Op
     norm_linear_silu_mul: Op
+    # The same with fp8 weights, and rows as `kernels.fp8.Fp8Rows`
+    add_rms_norm_fp8: Op
+    quantize_rows: Op
+    linear_fp8: Op
+    linear_silu_mul_fp8: Op
+    # Both
     qkv_post: Op
     plan_decode: Op
     decode_attention: Op

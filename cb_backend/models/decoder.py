@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cb_backend.layers.attention import Attention
 from cb_backend.layers.attention_metadata import AttentionMetadata
-from cb_backend.layers.linear import Embedding, LMHead
+from cb_backend.layers.linear import Embedding, Fillable, Linear, LMHead
 from cb_backend.layers.mlp import MLP
 from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.ops import Ops
@@ -23,7 +23,16 @@ from cb_backend.models.model_config import ModelConfig
 class DecoderLayer:
     """norm, attention, add; norm, MLP, add. The additions are fused into the norm that follows, it into the product."""
 
-    def __init__(self, config: ModelConfig, window: int, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        window: int,
+        ops: Ops,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear_class: type[Linear] = Linear,
+    ) -> None:
         self.self_attn = Attention(
             config.hidden_size,
             config.num_heads,
@@ -36,6 +45,7 @@ class DecoderLayer:
             qk_norm_eps=config.rms_norm_eps if config.has_qk_norm else None,
             dtype=dtype,
             device=device,
+            linear_class=linear_class,
         )
         self.mlp = MLP(
             config.hidden_size,
@@ -44,6 +54,7 @@ class DecoderLayer:
             has_bias=config.has_mlp_bias,
             dtype=dtype,
             device=device,
+            linear_class=linear_class,
         )
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype=dtype, device=device) for _ in range(2)
@@ -60,7 +71,7 @@ class DecoderLayer:
         hidden = self.self_attn(qkv, metadata, kv_cache)
         return self.mlp.after(self.post_attention_layernorm, hidden, residual)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Fillable]]:
         yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")
         yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
         yield from self.input_layernorm.checkpoint_tensors(f"{prefix}.input_layernorm")
@@ -71,12 +82,22 @@ class DecoderForCausalLM:
     """Token ids in, hidden states out; logits only for the rows that sample."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, *, has_own_head: bool, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        *,
+        has_own_head: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear_class: type[Linear] = Linear,
     ) -> None:
         self.config = config
         self.ops = ops
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, window, ops, dtype=dtype, device=device) for window in config.windows]
+        self.layers = [
+            DecoderLayer(config, window, ops, dtype=dtype, device=device, linear_class=linear_class)
+            for window in config.windows
+        ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype=dtype, device=device)
         embedding = self.embed_tokens.weight
         self.lm_head = LMHead(torch.empty_like(embedding) if has_own_head else embedding, ops)
@@ -121,7 +142,7 @@ class DecoderForCausalLM:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype; in `out` where given."""
         return self.lm_head(hidden, out)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Fillable]]:
         """Every tensor of the model under its checkpoint name; parts of fused weights are views."""
         yield "model.embed_tokens.weight", self.embed_tokens.weight
         for index, layer in enumerate(self.layers):

@@ -12,6 +12,7 @@ from typing import Any
 
 from cb_backend.errors import ConfigError
 from cb_backend.layers.rope_config import ROPE_TYPES, RopeConfig
+from cb_backend.models.quantization import read_quantization
 
 FULL_ATTENTION = 0  # in `ModelConfig.windows`: the layer sees every earlier token
 
@@ -42,6 +43,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
     dtype: str = "float32"  # of the checkpoint
+    quantization: str | None = None  # of the checkpoint's matrices: fp8 | None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
@@ -116,6 +118,7 @@ def common_fields(reader: JsonReader, *, default_kv_heads: int | None, default_h
         "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": reader.get("tie_word_embeddings", bool, False),
         "dtype": _read_dtype(reader),
+        "quantization": read_quantization(reader.values.get("quantization_config"), reader.where),
         "eos_token_ids": read_token_ids(reader, "eos_token_id"),
     }
 
@@ -233,11 +236,6 @@ def _refuse_what_changes_the_arithmetic(reader: JsonReader) -> None:
     activation = reader.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"{reader.where}: hidden_act is {activation!r}; supported: silu")
-    if reader.values.get("quantization_config"):
-        method = reader.values["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(
-            f"the checkpoint is quantised ({method}); supported are float32, float16 and bfloat16 safetensors, and GGUF"
-        )
 
 
 def _read_dtype(reader: JsonReader) -> str:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from cb_backend.errors import ConfigError
+from cb_backend.layers.fp8_linear import Fp8Linear
+from cb_backend.layers.linear import Linear
 from cb_backend.layers.ops import Ops
 from cb_backend.models import llama, mistral, qwen2, qwen3, weights
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.model_config import JsonReader, ModelConfig, read_token_ids
+from cb_backend.models.quantization import FP8
 
 FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 
@@ -54,23 +57,27 @@ def load_model(
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
     has_kv_scales: bool = False,
+    quantization: str | None = None,
 ) -> DecoderForCausalLM:
     """Build the model and fill it from the folder's safetensors, or with random numbers (`load_format` dummy).
 
     `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. `has_kv_scales`: the cache
     is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it brings none).
+    `quantization` fp8: the layers' matrices are quantised while they are loaded, if they are not in the file.
     Raises `ConfigError` that names file and tensor.
     """
     model_class = FAMILIES[config.model_type].MODEL_CLASS
+    is_fp8 = FP8 in (quantization, config.quantization)
+    given: Any = {"dtype": dtype, "device": device, "linear_class": Fp8Linear if is_fp8 else Linear}
     if load_format == "dummy":
         has_own_head = not config.tie_word_embeddings
-        model = model_class(config, ops, has_own_head=has_own_head, dtype=dtype, device=device)
+        model = model_class(config, ops, has_own_head=has_own_head, **given)
         weights.fill_dummy(model.checkpoint_tensors(), seed)
         return model
-    source = weights.open_checkpoint(folder)
+    source = weights.open_checkpoint(folder, is_fp8=config.quantization == FP8)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
     has_own_head = not config.tie_word_embeddings or weights.HEAD in source.files
-    model = model_class(config, ops, has_own_head=has_own_head, dtype=dtype, device=device)
+    model = model_class(config, ops, has_own_head=has_own_head, **given)
     weights.fill_from_checkpoint(dict(model.checkpoint_tensors()), source, progress)
     if config.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.tie_head()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cb_backend.errors import ConfigError
+from cb_backend.layers.fp8_linear import QuantizedRows
+from cb_backend.layers.linear import Fillable
 
 HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 # Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_FP8 = "F8_E4M3"
 _DUMMY_STD = 0.02
 
 
@@ -33,33 +36,42 @@ class CheckpointFiles:
 
     files: dict[str, Path]  # tensor name -> file
     shapes: dict[str, tuple[int, ...]]
+    quantised: frozenset[str]  # names of the fp8 matrices
 
 
-def open_checkpoint(folder: Path) -> CheckpointFiles:
-    """Read the headers of the folder's safetensors files. Raises `ConfigError` for a missing or broken file."""
+def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
+    """Read the headers of the folder's safetensors files; `is_fp8`: matrices may be. Raises `ConfigError` for a
+    missing or broken file, or a type that is not supported.
+    """
     files: dict[str, Path] = {}
+    quantised = set()
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 - not a dict
                     part = reader.get_slice(name)
-                    if part.get_dtype() not in _FLOATS:
+                    if part.get_dtype() == _FP8 and is_fp8:
+                        quantised.add(name)
+                    elif part.get_dtype() not in _FLOATS:
                         raise ConfigError(
-                            f"{path.name}: tensor {name} is {part.get_dtype()}; supported are unquantised checkpoints"
+                            f"{path.name}: tensor {name} is {part.get_dtype()}; supported are unquantised checkpoints, "
+                            "and fp8 (e4m3) ones whose config.json says so"
                         )
                     files[name], shapes[name] = path, tuple(part.get_shape())
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{path.name} is not a whole safetensors file ({error}); fetch the checkpoint again"
             ) from None
-    return CheckpointFiles(files, shapes)
+    return CheckpointFiles(files, shapes, frozenset(quantised))
 
 
 def fill_from_checkpoint(
-    targets: dict[str, Tensor], source: CheckpointFiles, progress: Callable[[float], None] | None = None
+    targets: Mapping[str, Fillable], source: CheckpointFiles, progress: Callable[[float], None] | None = None
 ) -> None:
-    """Copy every target from its file, cast to the target's dtype and device. Raises `ConfigError` before copying."""
+    """Copy every target from its file, cast to the target's dtype and device. Raises `ConfigError`, for what the files'
+    headers show before anything is copied.
+    """
     _check(targets, source)
     names_of: dict[Path, list[str]] = {}
     for name in targets:
@@ -69,7 +81,7 @@ def fill_from_checkpoint(
         try:
             with safe_open(path, framework="pt") as reader:
                 for name in names:
-                    targets[name].copy_(reader.get_tensor(name))
+                    _copy(name, targets[name], reader.get_tensor(name), source)
                     done += targets[name].numel()
                     while progress is not None and quarters < 4 * done // total:
                         quarters += 1
@@ -78,13 +90,29 @@ def fill_from_checkpoint(
             raise ConfigError(f"{path.name} cannot be read to its end ({error}); fetch the checkpoint again") from None
 
 
+def _copy(name: str, target: Fillable, tensor: Tensor, source: CheckpointFiles) -> None:
+    try:
+        if name in source.quantised:
+            assert isinstance(target, QuantizedRows)  # as `_check` has seen
+            target.copy_quantised(tensor, _read(source, f"{name}_scale"))
+        else:
+            target.copy_(tensor)
+    except ValueError as error:
+        raise ConfigError(f"{source.files[name].name}: tensor {name} {error}") from None
+
+
+def _read(source: CheckpointFiles, name: str) -> Tensor:
+    with safe_open(source.files[name], framework="pt") as reader:
+        tensor: Tensor = reader.get_tensor(name)
+    return tensor
+
+
 def read_kv_scale(source: CheckpointFiles, prefix: str, kind: str) -> float:
     """What an fp8 cache divides the keys (kind "k") or values ("v") of an attention layer by; 1.0 if not given."""
     for name in (f"{prefix}.{kind}_scale", f"{prefix}.{kind}_proj.{kind}_scale"):
         if name not in source.files:
             continue
-        with safe_open(source.files[name], framework="pt") as reader:
-            values = reader.get_tensor(name).float().flatten()
+        values = _read(source, name).float().flatten()
         scale = float(values[0]) if values.numel() == 1 else float("nan")
         if not 0 < scale < float("inf"):
             raise ConfigError(
@@ -95,13 +123,13 @@ def read_kv_scale(source: CheckpointFiles, prefix: str, kind: str) -> float:
     return 1.0
 
 
-def fill_dummy(tensors: Iterable[tuple[str, Tensor]], seed: int) -> None:
+def fill_dummy(tensors: Iterable[tuple[str, Fillable]], seed: int) -> None:
     """N(0, 0.02) for matrices and biases, ones for norms: the right shape and cost, no meaning."""
     generator: torch.Generator | None = None
     for name, tensor in tensors:
         if generator is None:
             generator = torch.Generator(tensor.device).manual_seed(seed)
-        if "norm" in name:
+        if isinstance(tensor, Tensor) and "norm" in name:
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
@@ -132,7 +160,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check(targets: dict[str, Tensor], source: CheckpointFiles) -> None:
+def _check(targets: Mapping[str, Fillable], source: CheckpointFiles) -> None:
     """Raises `ConfigError` that names the first tensor which is missing, misshapen or unknown."""
     names = sorted({path.name for path in source.files.values()})
     where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
@@ -145,6 +173,25 @@ def _check(targets: dict[str, Tensor], source: CheckpointFiles) -> None:
                 f"{source.files[name].name}: tensor {name} has shape {list(source.shapes[name])}, "
                 f"config.json asks for {list(target.shape)}"
             )
+        if name in source.quantised:
+            _check_scales(name, target, source)
+    modules = [name.removesuffix("weight") for name in source.quantised]
+    scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
     for name, path in source.files.items():
-        if name not in targets and not _IGNORED.match(name):
+        if name not in targets and name not in scales and not _IGNORED.match(name):
             raise ConfigError(f"{path.name}: tensor {name} has no place in the model that config.json describes")
+
+
+def _check_scales(name: str, target: Fillable, source: CheckpointFiles) -> None:
+    """Of a matrix that is fp8 in the file: that its place is too, and that it has one scale, or one a row."""
+    where, scale = source.files[name].name, f"{name}_scale"
+    if not isinstance(target, QuantizedRows):
+        raise ConfigError(f"{where}: tensor {name} is {_FP8}; embedding, head and norms are supported unquantised only")
+    if scale not in source.files:
+        raise ConfigError(f"{where}: tensor {name} is {_FP8} but there is no {scale}; fetch the checkpoint again")
+    shape = source.shapes[scale]
+    if shape not in ((), (1,), (target.shape[0],), (target.shape[0], 1)):
+        raise ConfigError(
+            f"{source.files[scale].name}: tensor {scale} has shape {list(shape)}; supported are one scale, or one for "
+            f"each of the {target.shape[0]} rows"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,15 +13,21 @@ import torch
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.model_runner import ModelRunner
+from cb_backend.engine.runner_factory import resolve_quantization
 from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import resolve_kv_dtype
 from cb_backend.kv_cache.swap import BlockSwapper
+from cb_backend.models.registry import read_model_config
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import Run, config, run, with_slot_runner
 from tests.models.tiny_checkpoints import write_checkpoint
 
-GREEDY = SamplingParams(max_tokens=30, temperature=0.0, seed=0, ignore_eos=True)
-FORMATS = [{"kv_cache_dtype": "fp8"}]
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, seed=0, ignore_eos=True)
+FORMATS = [
+    {"kv_cache_dtype": "fp8"},
+    {"quantization": "fp8"},
+    {"kv_cache_dtype": "fp8", "quantization": "fp8"},
+]
 PROMPTS = [np.random.default_rng(3).integers(3, 97, 82 + index).tolist() for index in range(3)]
 
 
@@ -65,7 +72,7 @@ def test_tokens_do_not_depend_on_the_batch(folder: str, formats: dict[str, objec
 
 
 @pytest.mark.parametrize("run_ahead", [0, 4])
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("formats", FORMATS[::2], ids=str)
 def test_tokens_after_a_swap_are_the_same(folder: str, formats: dict[str, object], run_ahead: int) -> None:
     engine = make_engine(folder, **formats)
     expected = alone(engine)
@@ -96,6 +103,28 @@ def test_an_fp8_cache_has_four_times_the_blocks_of_a_float32_one(folder: str) ->
 def test_other_cache_types_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         engine_config_from_dict({"model": "m", "kv_cache_dtype": value})
+
+
+@pytest.mark.parametrize("value", ["awq", "fp8_e5m2", "", "gptq"])
+def test_other_quantisation_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization is '{value}'; use 'fp8', or remove it"):
+        engine_config_from_dict({"model": "m", "quantization": value})
+
+
+def test_products_of_a_gpu_are_bfloat16(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_config = read_model_config(Path(folder))
+    settings = engine_config_from_dict({"model": folder, "quantization": "fp8"})
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert resolve_quantization(settings, model_config, torch.bfloat16, cuda) == "fp8"
+    with pytest.raises(ConfigError, match="bfloat16 on a GPU, but dtype is float16; set dtype 'bfloat16'"):
+        resolve_quantization(settings, model_config, torch.float16, cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"quantization is 'fp8', which needs .*NVIDIA A100 \(8\.0\)"):
+        resolve_quantization(settings, model_config, torch.bfloat16, cuda)
+    none = engine_config_from_dict({"model": folder})
+    assert resolve_quantization(none, model_config, torch.float16, cuda) is None
 
 
 def test_a_gpu_that_cannot_convert_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.kernels.launch import overriding
 
 POINTERS = {
@@ -34,7 +35,10 @@ POINTERS = {
 }
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 # Ops that do not name their module.
-MODULES = {"linear_silu_mul": "linear", "norm_linear": "linear", "apply_marks": "token_marks"}
+MODULES = {
+    "linear_silu_mul": "linear", "norm_linear": "linear", "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
+    "quantize_rows": "fp8",
+}  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -187,6 +191,22 @@ def _linear_silu_mul(module: Any, parameters: dict[str, int], num_rows: int, out
         module.linear_silu_mul(x, weight)
 
 
+def _linear_fp8(module: Any, op: str, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
+    weight_rows = out_size * (2 if op == "linear_silu_mul_fp8" else 1)
+    x, weight = (torch.zeros(rows, in_size, dtype=torch.float8_e4m3fn) for rows in (num_rows, weight_rows))
+    with overriding(op, parameters):
+        getattr(module, op)(Fp8Rows(x, torch.ones(num_rows), torch.bfloat16), weight, torch.ones(weight_rows))
+
+
+def _add_rms_norm_fp8(module: Any, hidden_size: int) -> None:
+    x, weight = torch.zeros(2, hidden_size, dtype=torch.bfloat16), torch.zeros(hidden_size, dtype=torch.bfloat16)
+    module.add_rms_norm_fp8(x, x, weight, 1e-6)
+
+
+def _quantize_rows(module: Any, size: int) -> None:
+    module.quantize_rows(torch.zeros(2, size, dtype=torch.bfloat16))
+
+
 LAUNCHES = {
     "decode_attention": _decode,
     "prefill_attention": _prefill,
@@ -199,6 +219,9 @@ LAUNCHES = {
     "linear": _linear,
     "norm_linear": _norm_linear,
     "linear_silu_mul": _linear_silu_mul,
+    "linear_fp8": _linear_fp8,
+    "add_rms_norm_fp8": _add_rms_norm_fp8,
+    "quantize_rows": _quantize_rows,
 }
 
 

@@ -46,6 +46,12 @@ def tiled(num_rows: int, op: str = "linear", **parameters: int) -> dict[str, Any
     return product(op, "_linear_kernel", num_rows, **{"block_n": 64, "splits": 2, "block_k": 64, **parameters})
 
 
+def fp8_product(num_rows: int, op: str = "linear_fp8", arch: int = 90, **parameters: int) -> dict[str, Any]:
+    parameters = {"num_warps": 4, "block_n": 64, "splits": 2, "block_k": 256, **parameters}
+    call = {"op": op, "parameters": parameters, "num_rows": num_rows, "out_size": 4096, "in_size": 4096}
+    return case("linear_fp8", "_linear_kernel", arch, call)
+
+
 CASES = {
     "decode, 2 stages": decode(90, 128, 2),
     "decode, 3 stages": decode(90, 128, 3),
@@ -80,6 +86,13 @@ CASES = {
     "linear, 128 rows": tiled(128, block_n=128, num_warps=8, num_stages=4, prefetch=256),
     "linear_silu_mul": tiled(16, "linear_silu_mul", num_stages=5),
     "linear_silu_mul, 128 rows": tiled(128, "linear_silu_mul", num_warps=8, num_stages=4),
+    "linear_fp8, 3 stages": fp8_product(8, num_stages=3),
+    "linear_fp8, 4 stages": fp8_product(8, num_stages=4),
+    "linear_fp8, 128 rows": fp8_product(128, block_n=128, block_k=128, num_warps=8, num_stages=4),
+    "linear_fp8, gated": fp8_product(16, "linear_silu_mul_fp8", num_stages=3),
+    "linear_fp8, sm_100": fp8_product(16, arch=100, num_stages=3),
+    "rms_norm, fp8": case("add_rms_norm_fp8", "_rms_norm_kernel", 90, {"hidden_size": 4096}),
+    "quantize_rows": case("quantize_rows", "_quantize_kernel", 90, {"size": 14336}),
     "one row": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512),
     "one row, gated": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024, prefetch=256),
     "one row, norm": case("norm_linear", "_one_row_kernel", 90,
@@ -151,7 +164,13 @@ def test_products_are_multi_buffered(compiled: dict[str, dict[str, Any]]) -> Non
     assert four["has_async_copy"]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear")])
+def test_products_of_fp8_are_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:
+    three, four = compiled["linear_fp8, 3 stages"], compiled["linear_fp8, 4 stages"]
+    assert four["shared_bytes"] - three["shared_bytes"] == 256 * (64 + 16)
+    assert (three["num_buffers"], four["num_buffers"]) == ([3, 3], [4, 4])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear") and "sm_100" not in name])
 def test_products_use_warp_group_products_on_hopper(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[name]["has_wgmma"]
 

@@ -33,17 +33,12 @@ class PagedModel:
         backend: str = "torch",
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
+        quantization: str | None = None,
         device: torch.device = CPU,
     ) -> None:
         self.config = read_model_config(folder)
-        self.model = load_model(
-            folder,
-            self.config,
-            ops=resolve_ops(backend),
-            dtype=dtype,
-            device=device,
-            has_kv_scales=kv_dtype is not None,
-        )
+        options = {"has_kv_scales": kv_dtype is not None, "quantization": quantization}
+        self.model = load_model(folder, self.config, ops=resolve_ops(backend), dtype=dtype, device=device, **options)
         self.device = device
         self.rotary = RotaryTables(self.config.rope, self.config.head_dim, max_len, device)
         max_blocks = -(-max_len // block_size)
