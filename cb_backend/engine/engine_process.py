@@ -175,6 +175,9 @@ class EngineProcess:
             self._num_failed_steps += 1
         if output is not None:
             self._last_progress = time.monotonic()
+            if not self.engine.has_requests():  # first, so that the last clients find their work in the metrics
+                self.link.send_to_all(self._stats())
+                self._was_busy = self.engine.has_unfinished()
             self._send_output(output)
         elif self.engine.has_unfinished():
             self._wait_out_stall()
@@ -192,14 +195,13 @@ class EngineProcess:
         """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
         self._step_id += 1
         owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
-        first_tokens = self.engine.log.first_tokens
         asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
         for front_end in self.link.front_ends.values():
             mask = owners == front_end.front_end_id
             if front_end.front_end_id not in asking and not mask.any():
                 continue
-            message = step_output(self._step_id, front_end.front_end_id, mask, output, first_tokens)
-            self.link.send(front_end.identity, message)
+            times = self.engine.log.first_tokens
+            self.link.send(front_end.identity, step_output(self._step_id, front_end.front_end_id, mask, output, times))
             ended = output.request_ids[mask & (output.finish_reasons != 0)]
             front_end.open_request_ids.difference_update(ended.tolist())
 

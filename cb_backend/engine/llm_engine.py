@@ -123,6 +123,10 @@ class LLMEngine:
             self.log.cancelled(request_id)
         return expired
 
+    def has_requests(self) -> bool:
+        """Whether any request is waiting or running; steps that were launched for others may still come back."""
+        return self.scheduler.num_running + self.scheduler.num_waiting > 0
+
     def has_unfinished(self) -> bool:
         return bool(self._launched) or self.scheduler.has_unfinished()
 

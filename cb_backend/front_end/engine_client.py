@@ -71,6 +71,7 @@ class EngineClient:
         self._next_alive = 0.0
         self._abandoned: list[int] = []  # requests that have ended here, and that the engine must be told of
         self._end_reason = ENGINE_GONE  # what open requests are told when the engine has ended
+        self.on_idle: Callable[[], None] = lambda: None  # called on the I/O thread when the engine has nothing to do
         self._on_change = on_change
         self._lock = threading.Lock()  # guards the fields of this block
         self._is_ready = False
@@ -244,6 +245,8 @@ class EngineClient:
         elif isinstance(message, EngineStats):
             self.stats = message
             self._num_others = max(message.num_running + message.num_waiting - len(self._sinks), 0)
+            if message.num_running + message.num_waiting == 0:
+                self.on_idle()
         elif isinstance(message, RequestFailed):
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:

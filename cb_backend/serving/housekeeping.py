@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Any
 
 from cb_backend.errors import ErrorCode
@@ -12,12 +13,13 @@ from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readines
 from cb_backend.serving.metric_exporter import MetricExporter
 from cb_backend.serving.metrics import EngineReport, Metrics
 from cb_backend.serving.model_config import num_instances, reports_vllm_names
+from cb_backend.serving.publisher import INTERVAL_S as PUBLISH_INTERVAL_S
+from cb_backend.serving.publisher import Publisher
 from cb_backend.serving.responder import Responder
 
 INTERVAL_S = 0.25
 STARTING_INTERVAL_S = 0.05
 NUM_STARTING_ROUNDS = 600  # then it may be a server that cannot be asked
-METRICS_EVERY = 2  # intervals
 ENGINE_SILENCE_S = 8.0  # of an engine that has work: it speaks twice a second
 TIME_IS_UP = "the server is stopping and the request did not end in time; send it to another server"
 
@@ -42,8 +44,15 @@ class Housekeeping:
         max_model_len = supervisor.client.info.max_model_len
         is_vllm_named = reports_vllm_names(model_config) and not supervisor.config.disable_log_stats
         self._metrics = Metrics(exporter, is_vllm_named, max_model_len)
+        self._publisher = Publisher(self._publish)
+        self._next_publish = time.monotonic()
+        responder.on_idle = self._publisher.publish_if_cheap
+        for member in supervisor.client.members:
+            member.on_idle = self._wake_up
         self.is_engine_stuck = False
-        self._stop = threading.Event()
+        self._is_closing = False
+        self._is_engine_idle = False  # has just fallen idle, and that is still to be published
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="housekeeping", daemon=True)
         self._thread.start()
 
@@ -53,23 +62,45 @@ class Housekeeping:
 
     def close(self) -> None:
         """Returns when the thread has ended and the metrics are given back."""
-        self._stop.set()
+        self._is_closing = True
+        self._wake.set()
         self._thread.join()
+        self._publisher.close()
         self._metrics.close()
+
+    def _wake_up(self) -> None:
+        self._is_engine_idle = True
+        self._wake.set()
 
     def _run(self) -> None:
         num_rounds = 0
-        while not self._stop.wait(self._interval_s(num_rounds)):
-            num_rounds += 1
+        next_round = time.monotonic()
+        while not self._is_closing:
+            self._wake.wait(max(next_round - time.monotonic(), 0.0))
+            self._wake.clear()
             try:
-                self._drain.check()
-                if self._drain.is_time_up and self._responder.num_live:
-                    self._responder.end_all(ErrorCode.UNAVAILABLE, TIME_IS_UP)
-                self._watch_engine()
-                if num_rounds % METRICS_EVERY == 0 and not self._drain.is_draining:
-                    self._publish()
+                self._publish_what_is_due()
+                if time.monotonic() >= next_round:
+                    next_round = time.monotonic() + self._interval_s(num_rounds)
+                    num_rounds += 1
+                    self._look_around()
             except Exception:
                 logger.exception("housekeeping failed")
+
+    def _look_around(self) -> None:
+        self._drain.check()
+        if self._drain.is_time_up and self._responder.num_live:
+            self._responder.end_all(ErrorCode.UNAVAILABLE, TIME_IS_UP)
+        self._watch_engine()
+
+    def _publish_what_is_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_publish:
+            self._next_publish = now + PUBLISH_INTERVAL_S
+            self._publisher.publish()
+        elif self._is_engine_idle:
+            self._publisher.publish_if_cheap()
+        self._is_engine_idle = False
 
     def _interval_s(self, num_rounds: int) -> float:
         """Short until the server has been seen ready once: a stop can only be told from a start after that."""
@@ -84,6 +115,8 @@ class Housekeeping:
         self.is_engine_stuck = is_stuck
 
     def _publish(self) -> None:
+        if self._drain.is_draining:
+            return
         self._metrics.publish(self._responder.counts(), self._responder.latencies.totals())
         known = {
             index: EngineReport(member.stats, member.info, member.is_ready)

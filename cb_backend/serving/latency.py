@@ -2,9 +2,10 @@
 
 Each thread that counts has buckets of its own, so nothing here takes a lock. It does not know the server.
 
-What the figures mean: a request begins when the server hands it over. Its first token counts when its first response
-has been sent (of a request that does not stream: when its first token came). Queue, prefill and decode time are the
-parts before its first step, from there to its first token, and from there to its last; they leave out the sending.
+What the figures mean: a request begins when the server hands it over, and ends when its final response is handed back.
+Its first token counts when its first response has been sent (of a request that does not stream: when its first token
+came). Queue, prefill and decode time are the parts before its first step, from there to its first token, and from there
+to its last; they leave out the sending.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ThreadLatencies:
             self.buckets["time_to_first_token"].add(first_token - live.arrival_time)
 
     def note_end(self, live: LiveRequest) -> None:
-        """The final response has been sent, and it was not an error."""
+        """The final response is about to be sent, and it is no error."""
         buckets, times = self.buckets, times_of(live.answers)
         buckets["e2e_latency"].add(time.monotonic() - live.arrival_time)
         buckets["prompt_tokens"].add(live.num_input_tokens)

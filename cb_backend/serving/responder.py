@@ -45,6 +45,9 @@ class Responder:
         self._counts: list[Counter[str]] = [Counter() for _ in range(num_threads)]  # one a thread, so no lock
         self.latencies = Latencies(num_threads)
         self._live: dict[int, LiveRequest] = {}  # by request id
+        self.on_idle: Callable[[], None] = lambda: None  # before the last open request's final response goes out
+        self._num_unfinished = 0
+        self._unfinished_lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, args=(index,), name=f"sender-{index}", daemon=True)
             for index in range(num_threads)
@@ -58,6 +61,8 @@ class Responder:
             request_id, response_sender, self._news[request_id % len(self._news)], self.latencies.inter_token_seconds
         )
         self._live[request_id] = live
+        with self._unfinished_lock:
+            self._num_unfinished += 1
         return live
 
     def live_requests(self) -> list[LiveRequest]:
@@ -117,12 +122,17 @@ class Responder:
         assert live.generate is not None  # tokens come only after `begin`
         is_final = all(answer.finish_reason for answer in live.answers)
         if is_final or (live.generate.is_stream and any(answer.unsent_text for answer in live.answers)):
-            self._send_data(live, live.generate, is_final, counts)
+            response = self._data_response(live, live.generate, counts)
+            if not is_final:
+                live.response_sender.send(response, flags=0)
             if not live.is_first_response_out:
                 live.is_first_response_out = True
                 latencies.note_first_response(live, live.generate.is_stream)
-            if is_final:
+            if is_final:  # counted before it is sent, so that the client finds it in the metrics
+                counts[_FINISH_NAME[live.given_answers[0].finish_reason]] += 1
+                counts["input_tokens"] += live.num_input_tokens
                 latencies.note_end(live)
+                self._send_final(live, response)
 
     def _take_in(self, live: LiveRequest, news: News) -> None:
         delta = news.answer.push(news)
@@ -130,7 +140,7 @@ class Responder:
             live.mark_stopped(news.answer)
             self._cancel([news.answer.request_id])
 
-    def _send_data(self, live: LiveRequest, generate: GenerateRequest, is_final: bool, counts: Counter[str]) -> None:
+    def _data_response(self, live: LiveRequest, generate: GenerateRequest, counts: Counter[str]) -> Any:
         """One response with what every answer has to say; each output has an element an answer."""
         answers = live.given_answers
         prefix = generate.text if generate.is_input_prepended else ""
@@ -159,13 +169,7 @@ class Responder:
         counts["output_tokens"] += sum(num_tokens)
         if generate.is_stream and max(num_tokens) > 1:
             counts["coalesced"] += 1
-        response = pb_utils.InferenceResponse(output_tensors=tensors)
-        if not is_final:
-            live.response_sender.send(response, flags=0)
-        else:
-            counts[_FINISH_NAME[answers[0].finish_reason]] += 1
-            counts["input_tokens"] += live.num_input_tokens
-            self._send_final(live, response)
+        return pb_utils.InferenceResponse(output_tensors=tensors)
 
     def _send_error(self, live: LiveRequest, code: ErrorCode, message: str, counts: Counter[str]) -> None:
         counts["responses"] += 1
@@ -174,6 +178,7 @@ class Responder:
         self._send_final(live, pb_utils.InferenceResponse(output_tensors=[], error=error))
 
     def _send_final(self, live: LiveRequest, response: Any) -> None:
+        self._note_finishing(live)
         with live.close_lock:
             live.is_closed = True
             self._live.pop(live.request_id, None)
@@ -189,8 +194,20 @@ class Responder:
             self._send_error(live, ErrorCode.INTERNAL, "the response could not be sent", counts)
         except Exception:
             logger.exception("the error response could not be sent either")
+            self._note_finishing(live)
             live.is_closed = True
             self._live.pop(live.request_id, None)
+
+    def _note_finishing(self, live: LiveRequest) -> None:
+        """The request is counted; only its final response is still to be sent."""
+        if live.is_finishing:
+            return
+        live.is_finishing = True
+        with self._unfinished_lock:
+            self._num_unfinished -= 1
+            is_last = self._num_unfinished == 0
+        if is_last:
+            self.on_idle()
 
 
 def _text_tensor(name: str, texts: list[str]) -> Any:

@@ -98,9 +98,7 @@ def run_unittest(suite: Suite, file: Path) -> Outcomes:
     report = file.with_suffix(".outcomes.json")
     report.unlink(missing_ok=True)
     script = Path(__file__).resolve().with_name("unittest_report.py")
-    return _read_json(
-        report, _run([str(script), file.name, str(report), str(suite.delay_s), *suite.tests], file.parent)
-    )
+    return _read_json(report, _run([str(script), file.name, str(report), *suite.tests], file.parent))
 
 
 def _read_json(report: Path, output: str) -> Outcomes:

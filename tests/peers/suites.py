@@ -70,7 +70,6 @@ class Suite:
     tests: tuple[str, ...] = ()  # names to run; none: all
     arguments: tuple[str, ...] = ()  # of a script
     server_arguments: tuple[str, ...] = ()
-    delay_s: float = 0.0  # before each look at the metrics
     log_name: str = "server.log"  # what the server's output is called, in the suite's folder
     excused: dict[str, str] = field(default_factory=dict)  # test: why it cannot pass without other weights or vLLM
 
@@ -110,14 +109,10 @@ def metrics_parameter(value: str) -> str:
     return f'\nparameters: {{ key: "REPORT_CUSTOM_METRICS" value: {{ string_value: "{value}" }} }}\n'
 
 
-def metrics_suite(
-    title: str, test: str, prepare: Callable[[Models], None], *server_arguments: str, delay_s: float = 0.0
-) -> Suite:
+def metrics_suite(title: str, test: str, prepare: Callable[[Models], None], *server_arguments: str) -> Suite:
     file = "ci/L0_backend_vllm/metrics_test/vllm_metrics_test.py"
     name = f"VLLMTritonMetricsTest.{test}"
-    return Suite(
-        f"metrics_test: {title}", file, prepare, tests=(name,), server_arguments=server_arguments, delay_s=delay_s
-    )
+    return Suite(f"metrics_test: {title}", file, prepare, tests=(name,), server_arguments=server_arguments)
 
 
 SUITES = (
@@ -137,7 +132,6 @@ SUITES = (
     metrics_suite("not asked for", "test_vllm_metrics_disabled", metrics_model(None)),
     metrics_suite("asked for with false", "test_vllm_metrics_disabled", metrics_model("false")),
     metrics_suite("asked for", "test_vllm_metrics", metrics_model("true")),
-    metrics_suite("read a second later", "test_vllm_metrics", metrics_model("true"), delay_s=1.0),
     metrics_suite("with n", "test_custom_sampling_params", metrics_model("true")),
     metrics_suite(
         "off in model.json", "test_vllm_metrics_disabled", metrics_model("true", {"disable_log_stats": True})

@@ -1,6 +1,4 @@
-"""Run one file of unittest cases and write what became of each test, as JSON: FILE REPORT DELAY [Class.test ...]
-
-DELAY: seconds to wait before each HTTP GET of the tests, which is how they read metrics.
+"""Run one file of unittest cases and write what became of each test, as JSON: FILE REPORT [Class.test ...]
 
 The peers' cases overwrite `TestCase.run` and return nothing from it, so pytest cannot run them.
 """
@@ -9,14 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import traceback
 import types
 import unittest
 from pathlib import Path
 from typing import Any
-
-import requests
 
 
 class Report(unittest.TestResult):
@@ -42,14 +37,8 @@ class Report(unittest.TestResult):
         self.outcomes[test.id().rpartition(".")[2]] = text or "failed"
 
 
-def delay_http_gets(seconds: float) -> None:
-    get = requests.get
-    requests.get = lambda *args, **kwargs: time.sleep(seconds) or get(*args, **kwargs)  # type: ignore[func-returns-value]
-
-
 def main() -> int:
-    file, report_file, delay, *names = sys.argv[1:]
-    delay_http_gets(float(delay))
+    file, report_file, *names = sys.argv[1:]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     unittest.main = lambda: None  # type: ignore[misc,assignment]  # what its last lines call, after their settings
