@@ -98,10 +98,10 @@ def workloads(vocab_size: int, repetition: int) -> list[Workload]:
 
 
 def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from cb_backend.cli.bench_pass import fresh_engine
     from cb_backend.config import engine_config_from_dict
     from cb_backend.engine.llm_engine import create_engine
     from cb_backend.sampling_params import SamplingParams
+    from cb_backend.study.replay import fresh_engine
 
     arguments = {
         "model": str(args.model),
