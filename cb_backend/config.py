@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.scheduling_params import MAX_PRIORITY
 
 DTYPES = {
     "auto": "auto",
@@ -61,6 +62,8 @@ class EngineConfig:
     queue_timeout_ms: int | None = None  # a request that has not started by then ends as UNAVAILABLE; None: it waits
     timeout_ms: int | None = None  # the same for a request that has not ended, from its arrival at the engine
     priority_aging_s: float = 10.0  # seconds of waiting that make up for one step of `priority`; 0: nothing does
+    reserved_share: float = 0.0  # part of slots and blocks that only requests of `reserved_priority` can start with
+    reserved_priority: int = -1  # greatest `priority` value of those
     # The KV cache
     admission_reserve: float = 0.1  # part of the running requests' expected growth kept free when another starts
     block_size: int = 16  # tokens a block
@@ -108,6 +111,14 @@ class EngineConfig:
         _require(
             0 <= self.admission_reserve <= 1,
             f"admission_reserve is {self.admission_reserve}; it must be between 0 and 1",
+        )
+        _require(
+            0 <= self.reserved_share < 1,
+            f"reserved_share is {self.reserved_share}; it must be at least 0 and below 1",
+        )
+        _require(
+            -MAX_PRIORITY <= self.reserved_priority < MAX_PRIORITY,
+            f"reserved_priority is {self.reserved_priority}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY - 1}",
         )
         _require(
             0 <= self.priority_aging_s < float("inf"),

@@ -79,6 +79,7 @@ class Request:
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions after which its blocks were kept in host memory
     num_overtaken: int = 0  # times that a later request started before this one
+    num_charged_tokens: float = 0.0  # counted as served to its tenant at its first start
     arrival_time: float = 0.0  # seconds, as the engine's owner counts them
     queue_key: QueueKey = (0, 0.0, 0)  # place in the queue; set at the arrival
 

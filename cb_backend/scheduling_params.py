@@ -24,6 +24,7 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     timeout_ms: int | None = None  # the whole request, from its arrival at the engine
     queue_timeout_ms: int | None = None  # until it runs for the first time
     cache_salt: str = ""  # cached prefixes are shared only between requests of one salt
+    tenant: str = ""  # requests of one priority start in turns of their tenants; all that name none are one
 
     def check(self) -> None:
         """Raise `InvalidRequestError` naming the first value that is out of range."""
@@ -32,8 +33,9 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 1, MAX_TIMEOUT_MS)
-        if len(self.cache_salt.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
-            raise InvalidRequestError(f"cache_salt has more than {MAX_NAME_BYTES} bytes; shorten it")
+        for name in ("cache_salt", "tenant"):
+            if len(getattr(self, name).encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+                raise InvalidRequestError(f"{name} has more than {MAX_NAME_BYTES} bytes; shorten it")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

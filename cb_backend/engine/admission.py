@@ -3,13 +3,11 @@
 The head of the queue starts first, with three exceptions inside the first `LOOKAHEAD` requests. While a giant prompt
 is computed, or where one at the head does not fit into memory, short prompts may pass it. And a request whose prefix
 another one is computing at this moment waits for it instead of computing it again; meanwhile anyone may pass. Nobody
-is passed by a less urgent request, nobody more than `MAX_OVERTAKEN` times, and nobody after a preemption. This module
-does not know how a step's budget is divided.
+is passed by a less urgent request, nobody more than `MAX_OVERTAKEN` times, and nobody after a preemption. What is
+reserved for a high class is given to it past everybody else. This module does not know how a step's budget is divided.
 """
 
 from __future__ import annotations
-
-from itertools import islice
 
 from cb_backend.engine.admission_policy import AdmissionPolicy
 from cb_backend.engine.preemption import Preemption, is_protected
@@ -81,20 +79,22 @@ class Admission:
         head = self._queue.head
         if head is None or not self._table.has_free_slot or (not giant_left and self._is_still_blocked(head)):
             return False
-        longest = giant_left // SHORT_FACTOR if giant_left else _ANY_LENGTH
+        longest = longest_of_all = giant_left // SHORT_FACTOR if giant_left else _ANY_LENGTH
         passed: list[Request] = []
         self._is_memory_short = False
         is_prefix_coming = False
-        for request in list(islice(self._queue, self._lookahead)):
-            if passed and not _may_pass(request, passed):
+        for request in self._candidates():
+            if passed and not self._may_pass(request, passed):
                 continue
+            if passed and self._is_of_reserved_class(request, passed[0]):
+                longest = longest_of_all  # it takes nothing that those before it could have
             num_tokens = len(request.token_ids)
             if num_tokens <= longest and self._is_prefix_coming(request):
                 is_prefix_coming = True
             elif num_tokens <= longest:
                 if self._start(request, plan):
                     for other in passed:
-                        other.num_overtaken += 1
+                        other.num_overtaken += not self._is_of_reserved_class(request, other)
                     return True
                 longest = min(longest, num_tokens // SHORT_FACTOR)
             passed.append(request)
@@ -102,6 +102,31 @@ class Admission:
             self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
             self._blocked_version = self._table.version
         return False
+
+    def _candidates(self) -> list[Request]:
+        """The first of the queue, and the first of those who have a share of their own."""
+        candidates = self._queue.first(self._lookahead)
+        if self._policy.reserved_priority is not None:
+            first = self._queue.first_within(self._policy.reserved_priority)
+            if first is not None and first not in candidates:
+                return [*candidates, first]
+        return candidates
+
+    def _is_of_reserved_class(self, request: Request, other: Request) -> bool:
+        """Whether `request` has a share that `other` has no part in."""
+        reserved = self._policy.reserved_priority
+        return reserved is not None and request.scheduling.priority <= reserved < other.scheduling.priority
+
+    def _may_pass(self, request: Request, passed: list[Request]) -> bool:
+        return all(
+            self._is_of_reserved_class(request, other)
+            or (
+                other.num_overtaken < MAX_OVERTAKEN
+                and other.num_preemptions == 0
+                and request.scheduling.priority <= other.scheduling.priority
+            )
+            for other in passed
+        )
 
     def _start(self, request: Request, plan: StepPlan) -> bool:
         num_running = self._table.num_running
@@ -115,6 +140,7 @@ class Admission:
             self._is_memory_short = True
             return False
         self._queue.start(request)
+        self._results.charge(request, num_computed)
         if self._swap.num_tokens(request) > num_computed:
             num_computed = self._swap.num_tokens(request)
             plan.swap_in += self._swap.bring_in(request, len(computed_blocks))
@@ -136,15 +162,6 @@ class Admission:
         """Whether nothing has changed for the better since nobody could start."""
         is_same = head is self._blocked_head and self._blocked_version == self._table.version
         return is_same and self._table.num_running > 0 and self._kv.num_free_blocks <= self._blocked_at
-
-
-def _may_pass(request: Request, passed: list[Request]) -> bool:
-    return all(
-        other.num_overtaken < MAX_OVERTAKEN
-        and other.num_preemptions == 0
-        and request.scheduling.priority <= other.scheduling.priority
-        for other in passed
-    )
 
 
 def _num_tokens_to_hold(request: Request) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from cb_backend.config import EngineConfig
 from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_result import StepResults
 from cb_backend.kv_cache.manager import KVCacheManager
@@ -18,6 +19,7 @@ from cb_backend.request import Request
 
 class AdmissionPolicy(Protocol):
     is_continuous: bool  # whether anyone may start while others run
+    reserved_priority: int | None  # greatest `priority` value of those for whom a share is reserved; None: nobody
 
     def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
         """Whether the request at the head of `waiting` may start now, memory aside."""
@@ -33,21 +35,29 @@ class FcfsAdmission:
 
     is_continuous = True
 
-    def __init__(self, table: SlotTable, results: StepResults, block_size: int, admission_reserve: float) -> None:
-        """`admission_reserve`: the part of the running requests' expected growth that must stay free."""
+    def __init__(self, table: SlotTable, results: StepResults, kv: KVCacheManager, config: EngineConfig) -> None:
         self._table = table
         self._results = results
-        self._block_size = block_size
-        self._admission_reserve = admission_reserve
+        self._block_size = kv.block_size
+        self._admission_reserve = config.admission_reserve
+        self.reserved_priority = config.reserved_priority if config.reserved_share else None
+        # Something is left for the others, however small the engine is.
+        self._reserved_slots = min(int(config.reserved_share * table.num_slots), table.num_slots - 1)
+        self._reserved_blocks = int(config.reserved_share * kv.num_usable_blocks)
 
     def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
-        return True
+        reserved = self.reserved_priority
+        if reserved is None or head.scheduling.priority <= reserved:
+            return True
+        num_others = int(np.count_nonzero(self._table.priority[self._table.order] > reserved))
+        return num_others < self._table.num_slots - self._reserved_slots
 
     def num_reserved_blocks(self, request: Request) -> int:
         """Room for every running request to cross one more block border, and for a part of what they will grow.
 
         They are expected to use as much of their allowance as requests did that have ended lately. The growth of less
-        urgent requests does not count: they would give way.
+        urgent requests does not count: they would give way. For a request outside the reserved class also what that
+        class does not hold of its share. Nothing is kept where nothing runs, so that no request waits for ever.
         """
         table, order = self._table, self._table.order
         if not len(order):
@@ -57,7 +67,12 @@ class FcfsAdmission:
         generated = np.maximum(table.num_computed_tokens[order] - prompt, 0)
         growth = np.maximum(self._results.output_fraction * allowed - generated, 0.0)
         growth[table.priority[order] > request.scheduling.priority] = 0.0
-        return len(order) + int(self._admission_reserve * growth.sum() / self._block_size)
+        num_blocks = len(order) + int(self._admission_reserve * growth.sum() / self._block_size)
+        reserved = self.reserved_priority
+        if reserved is None or request.scheduling.priority <= reserved:
+            return num_blocks
+        held = int(table.num_block_tokens[order[table.priority[order] <= reserved]].sum()) // self._block_size
+        return max(num_blocks, self._reserved_blocks - held)
 
 
 class StaticAdmission:
@@ -68,6 +83,7 @@ class StaticAdmission:
     """
 
     is_continuous = False
+    reserved_priority: int | None = None
 
     def __init__(self, kv: KVCacheManager, max_num_seqs: int) -> None:
         self._kv = kv

@@ -1,9 +1,10 @@
 """The requests that wait for a slot, in the order in which they are to start.
 
-The order is fixed when a request arrives: by its arrival time, moved by `priority_aging_s` seconds for each step of
+A request's place is fixed when it arrives: by its arrival time, moved by `priority_aging_s` seconds for each step of
 priority. So a request of priority p is overtaken only by those that arrive within (p - q) * priority_aging_s seconds
-after it and have a lower priority q: whoever waits long enough is first. A preempted request keeps its place, which
-is before every newcomer of its priority. This module does not know blocks, slots or steps; time is told to it.
+after it and have a lower priority q: whoever waits long enough is first. Within the most urgent class tenants take
+turns (`fair_share`). A preempted request keeps its place, which is before every newcomer of its priority. This module
+does not know blocks, slots or steps; time is told to it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from cb_backend.engine.fair_share import FairShare, Flow, fair_order
 from cb_backend.errors import UnavailableError
 from cb_backend.request import QueueKey, Request
 
@@ -22,15 +24,28 @@ def _key(request: Request) -> QueueKey:
     return request.queue_key
 
 
+def _flow(request: Request) -> Flow:
+    return request.scheduling.priority, None if request.num_preemptions else request.scheduling.tenant
+
+
 class RequestQueue:
     """Sorted by `Request.queue_key`. Only newcomers can be refused; a preempted request always has a place."""
 
-    def __init__(self, max_size: int, max_tokens: int, priority_aging_s: float) -> None:
+    def __init__(
+        self, max_size: int, max_tokens: int, priority_aging_s: float, share: FairShare, is_fair: bool = True
+    ) -> None:
+        """`is_fair` False: tenants do not count, and places are all there is."""
         self._max_size = max_size
         self._max_tokens = max_tokens
         self._aging_s = priority_aging_s
+        self._share = share
+        self._is_fair = is_fair
         self._sorted: list[Request] = []
+        self._flows: dict[Flow, list[Request]] = {}  # the same requests, by priority and tenant, each sorted
         self._by_id: dict[int, Request] = {}
+        self._first: list[Request] = []  # the last answer of `first`, good for these versions of queue and counters
+        self._first_version = (-1, -1, 0)
+        self._version = 0
         self._num_arrived = 0
         self._last_start: float | None = None
         self._start_interval_s = 0.0  # moving average over the last starts
@@ -42,6 +57,7 @@ class RequestQueue:
         return len(self._sorted)
 
     def __iter__(self) -> Iterator[Request]:
+        """By `queue_key`."""
         return iter(self._sorted)
 
     def __contains__(self, request_id: int) -> bool:
@@ -49,7 +65,22 @@ class RequestQueue:
 
     @property
     def head(self) -> Request | None:
-        return self._sorted[0] if self._sorted else None
+        """Who is to start next."""
+        return self.first(1)[0] if self._sorted else None
+
+    def first(self, most: int) -> list[Request]:
+        """The first requests in the order in which they are to start."""
+        if not self._is_fair or len(self._flows) <= 1:
+            return self._sorted[:most]
+        version = (self._version, self._share.version, most)
+        if version[:2] != self._first_version[:2] or most > self._first_version[2]:
+            self._first = fair_order(self._flows, most, self._share)
+            self._first_version = version
+        return self._first[:most]
+
+    def first_within(self, priority: int) -> Request | None:
+        """The first in place of those with this `priority` value or a lower one."""
+        return min((flow[0] for name, flow in self._flows.items() if name[0] <= priority), key=_key, default=None)
 
     def arrive(self, request: Request, num_free_slots: int, num_free_tokens: int) -> None:
         """Queue a newcomer. Raises `UnavailableError` with a hint when to come back if the queue is full.
@@ -70,20 +101,28 @@ class RequestQueue:
         request.arrival_time = now
         rank = (0, now + priority * self._aging_s) if self._aging_s else (priority, now)
         request.queue_key = (*rank, self._num_arrived)
+        self._share.arrive(request.scheduling.tenant)
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
         """Queue a request that was here before."""
         insort(self._sorted, request, key=_key)
+        insort(self._flows.setdefault(_flow(request), []), request, key=_key)
         self._by_id[request.request_id] = request
         self.num_tokens += len(request.token_ids)
+        self._version += 1
 
     def remove(self, request_id: int) -> Request | None:
         """Take a request out; None if it does not wait."""
         request = self._by_id.pop(request_id, None)
         if request is not None:
-            del self._sorted[bisect_left(self._sorted, request.queue_key, key=_key)]
+            name = _flow(request)
+            for line in (self._sorted, self._flows[name]):
+                del line[bisect_left(line, request.queue_key, key=_key)]
+            if not self._flows[name]:
+                del self._flows[name]
             self.num_tokens -= len(request.token_ids)
+            self._version += 1
         return request
 
     def start(self, request: Request) -> None:
@@ -92,6 +131,15 @@ class RequestQueue:
         if self._last_start is not None:
             self._start_interval_s += 0.1 * (self.now - self._last_start - self._start_interval_s)
         self._last_start = self.now
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless the queue's order, lines and counts agree."""
+        keys = [request.queue_key for request in self._sorted]
+        assert keys == sorted(keys), "the queue is out of order"
+        lined_up = sorted((request for flow in self._flows.values() for request in flow), key=_key)
+        assert lined_up == self._sorted, "a request waits in no line or in two"
+        assert all(_flow(request) == name for name, flow in self._flows.items() for request in flow), "the wrong line"
+        assert self.num_tokens == sum(len(request.token_ids) for request in self._sorted), "queued tokens"
 
     def _refuse(self, reason: str) -> None:
         self.num_refused += 1

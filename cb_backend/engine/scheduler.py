@@ -15,6 +15,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.engine.admission import Admission
 from cb_backend.engine.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
 from cb_backend.engine.deadlines import Deadlines
+from cb_backend.engine.fair_share import FairShare
 from cb_backend.engine.in_flight import InFlightSteps
 from cb_backend.engine.preemption import Preemption
 from cb_backend.engine.prefill import PrefillPlanner
@@ -48,9 +49,13 @@ class Scheduler:
         run_ahead = _MOST_RUN_AHEAD if config.run_ahead is None else config.run_ahead
         self._in_flight = InFlightSteps(1 + run_ahead, kv.free_blocks)
         self._counters = StepCounters()
-        self._results = StepResults(self._table, kv, self._in_flight, self._counters)
+        self._share = FairShare()
+        self._results = StepResults(self._table, kv, self._in_flight, self._counters, self._share)
         self._decode_batch = DecodeBatch(self._table)
-        self._queue = RequestQueue(config.max_queue_size, config.max_queue_tokens, config.priority_aging_s)
+        is_static = config.scheduling_policy == "static"
+        self._queue = RequestQueue(
+            config.max_queue_size, config.max_queue_tokens, config.priority_aging_s, self._share, is_fair=not is_static
+        )
         self._deadlines = Deadlines(config.timeout_ms, config.queue_timeout_ms)
         self._swap = SwapSpace(num_host_blocks, kv.block_size)
         self._preemption = Preemption(
@@ -58,8 +63,8 @@ class Scheduler:
         )
         self._pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms)
         self._prefill = PrefillPlanner(self._table, self._is_chunking, self._pace)
-        policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv.block_size, config.admission_reserve)
-        if config.scheduling_policy == "static":
+        policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv, config)
+        if is_static:
             policy = StaticAdmission(kv, num_slots)
         self._admission = Admission(
             policy,
@@ -83,7 +88,7 @@ class Scheduler:
     @property
     def num_slots(self) -> int:
         """Most requests that can run at once."""
-        return len(self._table.requests)
+        return self._table.num_slots
 
     @property
     def num_free_blocks(self) -> int:
@@ -150,6 +155,7 @@ class Scheduler:
         if request is not None:
             request.status = RequestStatus.FINISHED_ABORTED
             self._swap.forget(request)
+            self._results.settle(request, has_started=request.num_preemptions > 0)
         elif request_id in self._results.running:
             self._results.leave(self._results.running[request_id].slot, RequestStatus.FINISHED_ABORTED)
         else:
@@ -276,11 +282,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless blocks, slots and queue add up. For tests and idle moments; O(everything)."""
         self._table.check_integrity()
-        keys = [request.queue_key for request in self._queue]
-        assert keys == sorted(keys), "the queue is out of order"
-        assert self._queue.num_tokens == sum(len(request.token_ids) for request in self._queue), "queued tokens"
+        self._queue.check_integrity()
         self._swap.check_integrity({request.request_id for request in self._queue})
         running = [request for request in self._table.requests if request is not None]
         assert {request.request_id: request for request in running} == self._results.running, "running sets differ"
         assert all(not request.block_table for request in self._queue), "a waiting request holds blocks"
+        self._share.check_integrity(list(self._queue), running)
         self._kv.check_integrity([*(request.block_table for request in running), *self._in_flight.deferred_blocks])

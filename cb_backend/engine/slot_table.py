@@ -69,6 +69,10 @@ class SlotTable:
         return len(self.order)
 
     @property
+    def num_slots(self) -> int:
+        return len(self.requests)
+
+    @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.engine.fair_share import FairShare
 from cb_backend.engine.in_flight import InFlightSteps, LaunchedStep
 from cb_backend.engine.slot_table import Rows, SlotTable
 from cb_backend.kv_cache.manager import KVCacheManager
@@ -40,13 +41,32 @@ class StepCounters:
 class StepResults:
     """Feeds results back into the slot table and the KV manager."""
 
-    def __init__(self, table: SlotTable, kv: KVCacheManager, in_flight: InFlightSteps, counters: StepCounters) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        kv: KVCacheManager,
+        in_flight: InFlightSteps,
+        counters: StepCounters,
+        share: FairShare,
+    ) -> None:
         self.running: dict[int, Request] = {}  # by request id
         self.output_fraction = 0.0  # of their allowance that requests used which ended lately; 0 until one has
         self._table = table
         self._kv = kv
         self._in_flight = in_flight
         self._counters = counters
+        self._share = share
+
+    def charge(self, request: Request, num_computed_tokens: int) -> None:
+        """Charge the tenant at a request's first start: what is not cached of the prompt, and the expected output."""
+        if request.num_preemptions == 0:
+            expected = self.output_fraction * (request.max_total_tokens - request.num_prompt_tokens)
+            self._share.start(request, request.num_prompt_tokens - num_computed_tokens + expected)
+
+    def settle(self, request: Request, has_started: bool) -> None:
+        """A request has ended, running or waiting: charge its tenant what it cost. Recomputing is not the tenant's."""
+        num_tokens = len(request.token_ids) - request.num_cached_tokens if has_started else 0
+        self._share.end(request, num_tokens, has_started)
 
     def join(self, request: Request, num_computed_tokens: int) -> None:
         """Give an admitted request its slot. `num_computed_tokens` were found in the prefix cache."""
@@ -65,6 +85,8 @@ class StepResults:
         request.status = status
         del self.running[request.request_id]
         self._in_flight.free_when_safe(self._kv.detach(request), slot, epoch)
+        if status.is_finished:
+            self.settle(request, has_started=True)
         return request
 
     def complete(self, output: ModelRunnerOutput) -> EngineOutput:

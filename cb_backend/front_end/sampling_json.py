@@ -133,7 +133,13 @@ def _read_bool(name: str, value: Any) -> bool:
 def _read_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequestError(f"{name} must be a string, got {_show(value)}")
+    _refuse_surrogates(name, value)
     return value
+
+
+def _refuse_surrogates(name: str, text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidRequestError(f"{name} holds a lone surrogate, which is not a character: {_show(text)}")
 
 
 def _read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
@@ -145,8 +151,7 @@ def _read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     for text in strings:
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name} must hold strings only, got {_show(text)}")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise InvalidRequestError(f"{name} holds a lone surrogate, which is not a character: {_show(text)}")
+        _refuse_surrogates(name, text)
     return tuple(dict.fromkeys(strings))
 
 
@@ -221,6 +226,7 @@ _SCHEDULING_READERS: dict[str, Callable[[str, Any], Any]] = {
     "timeout_ms": _read_int,
     "queue_timeout_ms": _read_int,
     "cache_salt": _read_text,
+    "tenant": _read_text,
 }
 
 

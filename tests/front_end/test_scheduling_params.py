@@ -1,4 +1,4 @@
-"""How a client says its priority, patience and cache salt, and what is refused."""
+"""How a client says its priority, patience, tenant and cache salt, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ def test_defaults() -> None:
 
 
 def test_all_of_them_beside_sampling_parameters() -> None:
-    values = {"priority": -3, "timeout_ms": 1500, "queue_timeout_ms": "250", "cache_salt": "team a", "max_tokens": 7}
+    values = {"priority": -3, "timeout_ms": 1500, "queue_timeout_ms": "250", "cache_salt": "team a", "tenant": "a",
+              "max_tokens": 7}  # fmt: skip
     sampling, found = parse_params(json.dumps(values), 500)
     assert sampling.max_tokens == 7
-    assert found == SchedulingParams(priority=-3, timeout_ms=1500, queue_timeout_ms=250, cache_salt="team a")
+    assert found == SchedulingParams(
+        priority=-3, timeout_ms=1500, queue_timeout_ms=250, cache_salt="team a", tenant="a"
+    )
 
 
-@pytest.mark.parametrize("name", ["priority", "timeout_ms", "queue_timeout_ms", "cache_salt"])
+@pytest.mark.parametrize("name", ["priority", "timeout_ms", "queue_timeout_ms", "cache_salt", "tenant"])
 def test_null_is_the_default(name: str) -> None:
     assert scheduling({name: None}) == SchedulingParams()
 
@@ -48,6 +51,10 @@ def test_null_is_the_default(name: str) -> None:
         ("queue_timeout_ms", 0),
         ("cache_salt", 5),
         ("cache_salt", "x" * 257),
+        ("cache_salt", "\ud800"),  # cannot be sent on as UTF-8
+        ("tenant", 5),
+        ("tenant", "x" * 257),
+        ("tenant", "a\udfff"),
     ],
 )
 def test_o11_what_cannot_be_is_refused_by_name(name: str, value: Any) -> None:
