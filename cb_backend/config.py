@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.errors import ConfigError
-from cb_backend.scheduling_params import MAX_PRIORITY
 
 DTYPES = {
     "auto": "auto",
@@ -65,7 +64,9 @@ class EngineConfig:
     reserved_share: float = 0.0  # part of slots and blocks that only requests of `reserved_priority` can start with
     reserved_priority: int = -1  # greatest `priority` value of those
     # The KV cache
-    admission_reserve: float = 0.1  # part of the running requests' expected growth kept free when another starts
+    # Blocks for the expected growth of running requests stay free when another starts, and so many standard deviations
+    # of it; below 0 fewer blocks than expected, so that batches and preemptions grow; -10: none.
+    admission_reserve: float = 0.5
     block_size: int = 16  # tokens a block
     kv_cache_dtype: str = "auto"  # auto: the model's dtype | fp8 (e4m3): half of bfloat16's bytes, twice the blocks
     kv_cache_memory_bytes: int | None = None  # None: gpu_memory_utilization of a GPU, or 1 GiB on a CPU
@@ -109,16 +110,16 @@ class EngineConfig:
             0 <= self.swap_space < 1 << 20, f"swap_space is {self.swap_space}; it must be GiB of memory, 0 or more"
         )
         _require(
-            0 <= self.admission_reserve <= 1,
-            f"admission_reserve is {self.admission_reserve}; it must be between 0 and 1",
+            -10 <= self.admission_reserve <= 10,
+            f"admission_reserve is {self.admission_reserve}; it must be between -10 and 10",
         )
         _require(
             0 <= self.reserved_share < 1,
             f"reserved_share is {self.reserved_share}; it must be at least 0 and below 1",
         )
         _require(
-            -MAX_PRIORITY <= self.reserved_priority < MAX_PRIORITY,
-            f"reserved_priority is {self.reserved_priority}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY - 1}",
+            -100 <= self.reserved_priority < 100,  # as scheduling_params.MAX_PRIORITY
+            f"reserved_priority is {self.reserved_priority}; it must be between -100 and 99",
         )
         _require(
             0 <= self.priority_aging_s < float("inf"),

@@ -11,10 +11,13 @@ from typing import Protocol
 import numpy as np
 
 from cb_backend.config import EngineConfig
+from cb_backend.engine.output_lengths import most_growth
 from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_result import StepResults
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request
+
+NO_RESERVE = -10.0  # of `admission_reserve`: nothing is kept for what running requests are going to need
 
 
 class AdmissionPolicy(Protocol):
@@ -53,26 +56,38 @@ class FcfsAdmission:
         return num_others < self._table.num_slots - self._reserved_slots
 
     def num_reserved_blocks(self, request: Request) -> int:
-        """Room for every running request to cross one more block border, and for a part of what they will grow.
+        """Room for every running request to cross one more block border, and for what all of them will grow.
 
-        They are expected to use as much of their allowance as requests did that have ended lately. The growth of less
-        urgent requests does not count: they would give way. For a request outside the reserved class also what that
-        class does not hold of its share. Nothing is kept where nothing runs, so that no request waits for ever.
+        Growth is what is expected until most blocks are held (`output_lengths`), with `admission_reserve` standard
+        deviations on top. Less urgent requests do not count: they would give way. For a request outside the reserved
+        class also what that class does not hold of its share. Nothing is kept where nothing runs, so that no request
+        waits for ever.
         """
         table, order = self._table, self._table.order
         if not len(order):
             return 0
-        prompt = table.num_prompt_tokens[order]
-        allowed = table.max_total_tokens[order] - prompt
-        generated = np.maximum(table.num_computed_tokens[order] - prompt, 0)
-        growth = np.maximum(self._results.output_fraction * allowed - generated, 0.0)
-        growth[table.priority[order] > request.scheduling.priority] = 0.0
-        num_blocks = len(order) + int(self._admission_reserve * growth.sum() / self._block_size)
+        num_blocks = len(order) + self._growth_in_blocks(request)
         reserved = self.reserved_priority
         if reserved is None or request.scheduling.priority <= reserved:
             return num_blocks
         held = int(table.num_block_tokens[order[table.priority[order] <= reserved]].sum()) // self._block_size
         return max(num_blocks, self._reserved_blocks - held)
+
+    def _growth_in_blocks(self, request: Request) -> int:
+        """What running requests and this one are to grow together, in whole blocks."""
+        if self._admission_reserve <= NO_RESERVE:
+            return 0
+        table = self._table
+        counted = table.order[table.priority[table.order] <= request.scheduling.priority]
+        computed, prompt = table.num_computed_tokens[counted], table.num_prompt_tokens[counted]
+        num_tokens = len(request.token_ids)
+        held = np.append(np.maximum(computed, prompt), num_tokens).astype(np.float64)
+        generated = np.append(np.maximum(computed - prompt, 0), num_tokens - request.num_prompt_tokens)
+        allowed = np.append(table.max_total_tokens[counted], request.max_total_tokens) - held
+        mean, deviation = self._results.output_lengths.still_to_come(generated)
+        # Deviations of many requests cancel each other out.
+        to_come = np.clip(mean + self._admission_reserve * deviation / len(held) ** 0.5, 0.0, allowed)
+        return int(most_growth(held, to_come) / self._block_size)
 
 
 class StaticAdmission:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cb_backend.engine.fair_share import FairShare
 from cb_backend.engine.in_flight import InFlightSteps, LaunchedStep
+from cb_backend.engine.output_lengths import OutputLengths
 from cb_backend.engine.slot_table import Rows, SlotTable
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, PromptLogprobs, rows_after
@@ -51,6 +52,7 @@ class StepResults:
     ) -> None:
         self.running: dict[int, Request] = {}  # by request id
         self.output_fraction = 0.0  # of their allowance that requests used which ended lately; 0 until one has
+        self.output_lengths = OutputLengths()
         self._table = table
         self._kv = kv
         self._in_flight = in_flight
@@ -167,6 +169,7 @@ class StepResults:
             for row in np.flatnonzero(reasons).tolist():
                 request = self.leave(int(rows.slots[row]), _STATUS_OF_REASON[FinishReason(int(reasons[row]))])
                 num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
+                self.output_lengths.add(num_output_tokens)
                 fraction = num_output_tokens / (request.max_total_tokens - request.num_prompt_tokens)
                 self.output_fraction += _OUTPUT_LEARNING_RATE * (fraction - self.output_fraction)
 

@@ -40,7 +40,9 @@ class Run:
 
 
 def config(model: str, **changes: object) -> EngineConfig:
-    return engine_config_from_dict({"model": model, "dtype": "float32", "device": "cpu", **changes})
+    """Nothing is kept free for expected growth: a tight cache means preemption."""
+    usual = {"model": model, "dtype": "float32", "device": "cpu", "admission_reserve": -10.0}
+    return engine_config_from_dict({**usual, **changes})
 
 
 def run(

@@ -37,7 +37,9 @@ class FakeEngine:
         num_host_blocks: int = 0,
         **arguments: Any,
     ) -> None:
-        config = EngineConfig(**{"model": "fake", "block_size": 4, "run_ahead": run_ahead, **arguments})
+        # Nothing is kept for what is expected, so that a situation of scarcity is what the test makes it.
+        usual = {"model": "fake", "block_size": 4, "run_ahead": run_ahead, "admission_reserve": -10.0}
+        config = EngineConfig(**{**usual, **arguments})
         self.kv = KVCacheManager(num_blocks + 1, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv, max_model_len, num_host_blocks)
         self.runner = ScriptedRunner(config.block_size, script, is_delayed=run_ahead > 0)

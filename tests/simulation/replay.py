@@ -2,8 +2,8 @@
 
 python -m tests.simulation.replay --trace AzureLLMInferenceTrace_conv.csv --blocks 2000 --set admission_reserve=0.5
 
-Time is virtual; a step takes what a formula says, by default about that of an 8B model in bf16 on one H100. Requests ask
-for at most `--max-tokens` tokens and end after as many as the trace says. `--load` squeezes the times of arrival.
+Time is virtual; a step takes what a formula says, by default about that of an 8B model in bf16 on one H100. Requests
+ask for at most `--max-tokens` tokens and end after as many as the trace says. `--load` squeezes the times of arrival.
 Prints, asserts nothing.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.cli.bench_workloads import read_azure_trace
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.errors import UnavailableError
@@ -26,6 +25,8 @@ from cb_backend.messages import ModelInfo
 from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.study.simulator import VirtualClock
+from cb_backend.traffic.traces import TraceRow, read_trace
 
 _STOP, _OTHER = 1, 2
 _VOCAB_SIZE = 1 << 20
@@ -47,22 +48,14 @@ class StepCost:
         return self.fixed + self.token * plan.num_tokens + self.decode_pair * decode_pairs + self.prefill_pair * pairs
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass
 class _Launched:
-    clock: Clock
+    clock: VirtualClock
     end: float
     output: ModelRunnerOutput
 
     def result(self) -> ModelRunnerOutput:
-        self.clock.now = max(self.clock.now, self.end)
+        self.clock.advance_to(self.end)
         return self.output
 
 
@@ -70,7 +63,7 @@ class _Launched:
 class LengthRunner:
     """Ends each request after its number of output tokens. Steps come one after the other, as on a device."""
 
-    clock: Clock
+    clock: VirtualClock
     output_lens: NDArray[np.int32]
     cost: StepCost
     num_slots: int
@@ -128,18 +121,18 @@ class Replay:
 
 
 def replay(
-    arrivals: list[float],
-    prompt_lens: list[int],
-    output_lens: list[int],
+    rows: list[TraceRow],
+    load: float,
     max_tokens: int,
     num_blocks: int,
     arguments: dict[str, Any],
     cost: StepCost | None = None,
 ) -> Replay:
-    """Run a trace to its end. A request's output is cut at `max_tokens`."""
+    """Run a trace to its end, `load` times as fast as it was. A request's output is cut at `max_tokens`."""
     config = engine_config_from_dict({"model": "replay", "run_ahead": 2, **arguments})
-    clock, count = Clock(), len(arrivals)
-    lengths = np.minimum(np.array(output_lens, np.int32), max_tokens)
+    clock, count = VirtualClock(), len(rows)
+    arrivals = [(row.arrival_s or 0.0) / load for row in rows]
+    lengths = np.array([min(row.num_output_tokens, max_tokens) for row in rows], np.int32)
     runner = LengthRunner(clock, lengths, cost or StepCost(), config.max_num_seqs)
     engine = LLMEngine(config, runner, _info(config, num_blocks), clock)
     due = deque(range(count))
@@ -147,10 +140,10 @@ def replay(
     requests, refused, steps, running, usage = {}, 0, 0, 0, 0.0
     while due or engine.has_unfinished():
         if not engine.has_unfinished():
-            clock.now = max(clock.now, arrivals[due[0]])
+            clock.advance_to(arrivals[due[0]])
         while due and arrivals[due[0]] <= clock.now:
             number = due.popleft()
-            prompt = np.full(prompt_lens[number], 3 + number, np.int32)
+            prompt = np.full(rows[number].num_prompt_tokens, 3 + number, np.int32)
             params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(_STOP,), seed=1)
             try:
                 request = engine.make_request(number, prompt, params, SchedulingParams())
@@ -187,7 +180,9 @@ def _info(config: EngineConfig, num_blocks: int) -> ModelInfo:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="a CSV of the Azure LLM inference trace 2023")
+    parser.add_argument(
+        "--trace", type=Path, required=True, help="a CSV of the Azure LLM inference trace 2023, or another"
+    )
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--blocks", type=int, nargs="+", default=[2000], help="KV blocks of 16 tokens")
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[1024], help="what every request asks for")
@@ -195,13 +190,11 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="engine arguments")
     options = parser.parse_args()
     arguments = dict(item.split("=", 1) for item in options.set)
-    arrivals, prompt_lens, output_lens = read_azure_trace(options.trace, options.requests)
+    rows = read_trace(options.trace, limit=options.requests)
     for blocks in options.blocks:
         for max_tokens in options.max_tokens:
             for load in options.load:
-                found = replay(
-                    [moment / load for moment in arrivals], prompt_lens, output_lens, max_tokens, blocks, arguments
-                )
+                found = replay(rows, load, max_tokens, blocks, arguments)
                 print(f"--- {options.trace.stem}, {blocks} blocks, max_tokens {max_tokens}, load {load:g}, {arguments}")
                 print(found.table(), flush=True)
 

@@ -77,6 +77,7 @@ def make_scenario(seed: int) -> Scenario:
         scheduling_policy="static" if rng.random() < 0.1 else "fcfs",
         run_ahead=run_ahead,
         max_itl_ms=max_itl_ms if is_chunking else None,
+        admission_reserve=rng.choice((-10.0, -10.0, 0.5)),
         max_queue_tokens=rng.choice((1 << 24, 1 << 24, 200)),
         priority_aging_s=rng.choice((0.0, 0.05, 10.0)),
         queue_timeout_ms=rng.choice((None, None, 10_000)),

@@ -61,14 +61,19 @@ def test_a_static_batch_reserves_what_clients_allow() -> None:
     known = simulate(load.with_known_lengths(), **settings)
     assert reserved.steps.num_rows.max() == 2
     assert known.steps.num_rows.max() == 8
-    assert simulate(load, max_num_seqs=8, num_gpu_blocks_override=40).steps.num_rows.max() == 8
+    assert simulate(load, max_num_seqs=8, num_gpu_blocks_override=40, admission_reserve=-10.0).steps.num_rows.max() == 8
 
 
 @pytest.mark.parametrize(("run_ahead", "policy"), [(0, "fcfs"), (0, "static"), (2, "fcfs")])
 def test_plans_are_those_of_the_engine(run_ahead: int, policy: str) -> None:
     """The same requests at once through another runner: step for step the same rows, tokens, blocks, preemptions."""
     load = mixed_traffic(40).at_once()
-    settings = {"run_ahead": run_ahead, "scheduling_policy": policy, "max_num_batched_tokens": 32}
+    settings = {
+        "run_ahead": run_ahead,
+        "scheduling_policy": policy,
+        "max_num_batched_tokens": 32,
+        "admission_reserve": -10.0,
+    }
     simulated = simulate(load, num_gpu_blocks_override=40, **settings)
     real = replay(scripted_engine(40, is_delayed=run_ahead > 0, **settings), load)
     assert simulated.steps.shapes.tolist() == real.steps.shapes.tolist()

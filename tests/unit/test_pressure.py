@@ -1,68 +1,101 @@
 """Admission under pressure: fewer preemptions where requests grow, nothing held back where they do not.
 
-The reserve is a part of the growth that is expected of running requests, learned from those that have ended.
+What running requests are going to need is expected from the lengths of those that have ended.
 """
 
 from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from cb_backend.engine.output_lengths import MAX_SAMPLES, OutputLengths, most_growth
 from cb_backend.errors import ConfigError
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
+STOP = 99
 
-def preempted_share(reserve: float) -> float:
-    """Of 300 requests whose outputs are long beside the cache: how many are preempted."""
-    engine = FakeEngine(
-        num_blocks=300, block_size=16, max_num_seqs=64, max_num_batched_tokens=512, enable_prefix_caching=False,
-        admission_reserve=reserve,
-    )  # fmt: skip
+
+def preempted_share(reserve: float, num_blocks: int) -> float:
+    """Of 100 requests whose outputs are long beside the cache, and end at their own lengths: how many are preempted."""
     rng = random.Random(5)
-    requests = [engine.add(number, rng.randint(16, 120), max_tokens=200) for number in range(300)]
+    lengths = [min(60, int(rng.lognormvariate(2.8, 0.9)) + 1) for _ in range(100)]
+    engine = FakeEngine(
+        num_blocks=num_blocks, block_size=4, max_num_seqs=32, max_num_batched_tokens=256, enable_prefix_caching=False,
+        admission_reserve=reserve, script=lambda number, index: STOP if index + 1 == lengths[number] else 1,
+    )  # fmt: skip
+    requests = []
+    for number in range(100):
+        requests.append(engine.add(number, rng.randint(4, 24), max_tokens=60, stop_ids=(STOP,)))
+        engine.step()
     engine.run()
     return sum(request.num_preemptions > 0 for request in requests) / len(requests)
 
 
-def test_a_reserve_keeps_preemptions_rare() -> None:
-    without, some, all_of_it = (preempted_share(reserve) for reserve in (0.0, 0.25, 1.0))
-    assert without > 0.35, "the load is not what it should be"
-    assert some < 0.7 * without
-    assert all_of_it < 0.25 * without
+def test_preemptions_are_rare_at_the_default_and_common_without_the_expectation() -> None:
+    assert preempted_share(-10.0, num_blocks=40) > 0.15, "the load is not what it should be"
+    assert preempted_share(0.5, num_blocks=40) <= 0.05, "though the cache holds only two of the longest"
 
 
-def test_nothing_is_held_back_before_anything_is_known() -> None:
-    engine = FakeEngine(num_blocks=40, admission_reserve=1.0, enable_prefix_caching=False)
-    for number in range(8):
-        engine.add(number, 12, max_tokens=400)
-    engine.step()
-    assert engine.scheduler.num_running == 8
-
-
-def test_what_is_expected_follows_what_requests_use() -> None:
-    engine = FakeEngine(num_blocks=400, script=lambda _, index: 99 if index == 9 else 1, max_num_seqs=4)
-    for number in range(200):
-        engine.add(number, 4, max_tokens=40, stop_ids=(99,))
-    engine.run()
-    assert engine.scheduler._results.output_fraction == pytest.approx(0.25, abs=0.01)
+def test_before_anything_is_known_a_usual_length_is_expected_but_no_more_than_is_allowed() -> None:
+    for max_tokens, num_running in ((4, 8), (400, 5)):
+        engine = FakeEngine(num_blocks=40, enable_prefix_caching=False, admission_reserve=0.5)
+        for number in range(8):
+            engine.add(number, 12, max_tokens=max_tokens)
+        engine.step()
+        assert engine.scheduler.num_running == num_running
 
 
 def test_the_growth_of_less_urgent_requests_does_not_count() -> None:
-    engine = FakeEngine(num_blocks=64, admission_reserve=1.0, enable_prefix_caching=False)
-    engine.scheduler._results.output_fraction = 1.0
+    engine = FakeEngine(num_blocks=64, enable_prefix_caching=False, admission_reserve=0.5)
+    for _ in range(50):
+        engine.scheduler._results.output_lengths.add(200)
     engine.add(1, 4, max_tokens=200, scheduling=SchedulingParams(priority=1))
     engine.step()
-    engine.add(2, 100, max_tokens=4, scheduling=SchedulingParams(priority=1))
+    engine.add(2, 100, max_tokens=100, scheduling=SchedulingParams(priority=1))
     engine.step()
-    assert engine.scheduler.num_waiting == 1, "50 blocks are kept free for the first"
-    engine.add(3, 100, max_tokens=4)
+    assert engine.scheduler.num_waiting == 1, "at its end both would hold 76 blocks"
+    engine.add(3, 100, max_tokens=100)
     engine.step()
     assert [row.request_id for plan in engine.plans for row in plan.joined] == [1, 3]
 
 
-@pytest.mark.parametrize("reserve", [-0.1, 1.1, float("nan")])
+def test_what_is_still_to_come_is_that_of_requests_that_ran_as_long() -> None:
+    lengths = OutputLengths()
+    for value in [10] * 30 + [100] * 10:  # more than what was believed at first
+        lengths.add(value)
+    mean, deviation = lengths.still_to_come(np.array([0, 9, 10, 50, 100]))
+    assert mean.tolist() == [32.5, 23.5, 90.0, 50.0, 100.0]
+    assert deviation[2:].tolist() == [0.0, 0.0, 100.0], "all alike; beyond all that is known as much again"
+    assert deviation[0] == pytest.approx(np.std([10] * 30 + [100] * 10))
+
+
+def test_only_the_last_lengths_count() -> None:
+    lengths = OutputLengths()
+    for value in [500] * MAX_SAMPLES + [20] * MAX_SAMPLES:
+        lengths.add(value)
+    assert lengths.still_to_come(np.array([0]))[0].tolist() == [20.0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_most_growth_is_that_of_the_worst_moment(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 12))
+    held, to_come = rng.integers(1, 100, count).astype(float), rng.integers(0, 100, count).astype(float)
+    worst = max(
+        sum(have + moment for have, more in zip(held, to_come, strict=True) if more >= moment)
+        for moment in range(int(to_come.max()) + 1)
+    )
+    assert most_growth(held, to_come) == worst - held.sum()
+
+
+def test_nobody_grows_where_nobody_runs() -> None:
+    assert most_growth(np.zeros(0), np.zeros(0)) == 0.0
+
+
+@pytest.mark.parametrize("reserve", [-10.1, 10.1, float("nan")])
 def test_a_reserve_out_of_range_is_refused(reserve: float) -> None:
     with pytest.raises(ConfigError, match="admission_reserve"):
         FakeEngine(admission_reserve=reserve)

@@ -21,7 +21,7 @@ from tests.fakes.runners import ScriptedRunner
 
 
 def make_engine(run_ahead: int, num_blocks: int = 100, **arguments: int) -> LLMEngine:
-    config = EngineConfig(model="fake", block_size=4, run_ahead=run_ahead, **arguments)  # type: ignore[arg-type]
+    config = EngineConfig(model="fake", block_size=4, run_ahead=run_ahead, admission_reserve=-10.0, **arguments)  # type: ignore[arg-type]
     info = ModelInfo(
         model="m", tokenizer_dir="t", vocab_size=100, max_model_len=200, eos_token_ids=(), block_size=4,
         num_blocks=num_blocks, max_num_seqs=config.max_num_seqs, dtype="float32", device="cpu",
