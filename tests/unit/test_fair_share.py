@@ -122,7 +122,7 @@ def test_a_more_urgent_class_comes_before_any_tenants_turn_and_waiting_makes_up_
 
 
 def test_o10_a_preempted_request_comes_before_every_tenants_turn() -> None:
-    engine = FakeEngine(num_blocks=16, max_num_seqs=3, enable_prefix_caching=False, admission_reserve=0.0)
+    engine = FakeEngine(num_blocks=16, max_num_seqs=3, enable_prefix_caching=False)
     first = engine.add(1, 20, max_tokens=30, scheduling=of("a"))
     second = engine.add(2, 20, max_tokens=30, scheduling=of("b"))
     while not second.num_preemptions:

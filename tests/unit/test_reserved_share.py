@@ -33,7 +33,7 @@ def test_reserved_slots_are_left_for_the_urgent_and_nobody_is_preempted_for_them
 
 
 def test_reserved_blocks_are_left_for_the_urgent() -> None:
-    engine = FakeEngine(num_blocks=40, reserved_share=0.5, enable_prefix_caching=False, admission_reserve=0.0)
+    engine = FakeEngine(num_blocks=40, reserved_share=0.5, enable_prefix_caching=False)
     for number in range(8):
         engine.add(number, 20, max_tokens=2)
     engine.step()
@@ -45,7 +45,7 @@ def test_reserved_blocks_are_left_for_the_urgent() -> None:
 
 
 def test_what_the_urgent_hold_of_their_share_is_not_kept_free_twice() -> None:
-    engine = FakeEngine(num_blocks=40, reserved_share=0.5, enable_prefix_caching=False, admission_reserve=0.0)
+    engine = FakeEngine(num_blocks=40, reserved_share=0.5, enable_prefix_caching=False)
     engine.add(100, 76, max_tokens=3, scheduling=urgent())
     for number in range(8):
         engine.add(number, 15, max_tokens=2)
