@@ -22,7 +22,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from cb_backend.config import engine_folder, load_engine_config
-from cb_backend.errors import CbError, ConfigError, ErrorCode, UnavailableError
+from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
 from cb_backend.front_end.bad_words import with_bad_word_ids
 from cb_backend.front_end.chat import Chat
 from cb_backend.front_end.logprobs import OutputLogprobs, PromptFigures
@@ -128,7 +128,7 @@ class TritonPythonModel:
                 raise UnavailableError(STOPPING)
             # Copies: the tensors lie in shared memory that the server takes back when `execute` returns.
             inputs = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-            self._work.put((live, inputs, request.parameters()))
+            self._work.put((live, inputs, read_parameters(request)))
         except Exception as error:
             end_with(live, error)
 
@@ -186,6 +186,16 @@ class TritonPythonModel:
         self._client.submit(request, answer)
         if live.is_ended:  # cancelled just before the engine client knew of it
             self._client.cancel([request.request_id])
+
+
+def read_parameters(request: Any) -> str:
+    """The request parameters as JSON text. The server does not check them. Raises `InvalidRequestError`."""
+    try:
+        return str(request.parameters())
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"the request parameters (over HTTP: fields that are no inputs) are not valid UTF-8: {error.reason}"
+        ) from None
 
 
 def end_with(live: LiveRequest, error: Exception) -> None:

@@ -101,6 +101,20 @@ def test_request_parameters_are_sampling_parameters(model: Any) -> None:
     assert request.sender.wait().text == "bc"
 
 
+def test_request_parameters_that_are_no_text(model: Any) -> None:
+    """The server passes on what HTTP clients send; its own JSON of it cannot be decoded then."""
+
+    class BrokenRequest(InferenceRequest):
+        def parameters(self) -> str:
+            return b'{"max_t\xbdkens": 2}'.decode()
+
+    request = BrokenRequest({"text_input": "a"})
+    model.execute([request])
+    code, message = request.sender.wait().error or (None, "")
+    assert code == TritonError.INVALID_ARG
+    assert "not valid UTF-8" in message
+
+
 def test_one_bad_request_among_seven_good_ones(model: Any) -> None:
     good = [InferenceRequest({"text_input": chr(97 + i), "sampling_parameters": '{"max_tokens": 2}'}) for i in range(7)]
     bad = InferenceRequest({"text_input": "a", "sampling_parameters": "{max_tokens: 2"})

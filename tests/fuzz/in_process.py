@@ -1,0 +1,87 @@
+"""Fuzzed requests through the front end's parsing, without a server: the wire, the tokenizer, bad words, chat.
+
+Whatever a client sends ends as a checked request or as an `InvalidRequestError` whose text is for the client.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.bad_words import with_bad_word_ids
+from cb_backend.front_end.chat import Chat
+from cb_backend.front_end.prompt import prompt_token_ids
+from cb_backend.front_end.protocol import parse_request
+from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.messages import AddRequest, decode_front_end_message, encode, token_ids_to_bytes
+from tests.fuzz.mutations import FuzzedRequest, make_request
+from tests.server.cases.case import assert_clean
+
+MAX_MODEL_LEN = 128
+MAX_SECONDS = 5.0  # of one request, on a machine that does other things too
+
+
+class FrontEnd:
+    """What stands between the server and the engine in a front end."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        """`folder` holds the tokenizer, with a chat template."""
+        self._tokenizer = Tokenizer(folder)
+        self._chat = Chat(self._tokenizer)
+        self._vocab_size = vocab_size
+
+    def close(self) -> None:
+        self._chat.close()
+
+    def take(self, request: FuzzedRequest) -> str | None:
+        """None, or the text of the refusal. Anything else that is raised is a finding."""
+        try:
+            generate = parse_request(request.inputs, request.parameters, self._vocab_size)
+            ids = prompt_token_ids(generate, self._tokenizer, self._chat, MAX_MODEL_LEN)
+            params = with_bad_word_ids(generate.params, self._tokenizer)
+        except InvalidRequestError as error:
+            return str(error)
+        # What was let through is sound: it fits, it is in the vocabulary, and the engine can read it.
+        assert 0 < len(ids) < MAX_MODEL_LEN
+        assert 0 <= min(ids) <= max(ids) < self._vocab_size
+        params.check(self._vocab_size)
+        assert params.seed is not None
+        message = AddRequest(1, token_ids_to_bytes(ids), params, generate.scheduling)
+        assert decode_front_end_message(encode(message)) == message
+        return None
+
+
+def fuzz(front_end: FrontEnd, seed: int, start: int, count: int) -> Counter[str]:
+    """Requests start to start + count of a seed. Returns how many were `accepted` and `refused`, and the slowest ms.
+
+    Raises `AssertionError` that names seed and index of the first finding.
+    """
+    counts: Counter[str] = Counter()
+    slowest = 0.0
+    for index in range(start, start + count):
+        request = make_request(seed, index)
+        began = time.perf_counter()
+        try:
+            refusal = front_end.take(request)
+            if refusal is not None:
+                assert refusal
+                assert_clean(refusal)
+                refusal.encode()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, request {index}: {error!r}\n{shown(request)}") from error
+        seconds = time.perf_counter() - began
+        assert seconds < MAX_SECONDS, f"seed {seed}, request {index} took {seconds:.1f} s\n{shown(request)}"
+        slowest = max(slowest, seconds)
+        counts["accepted" if refusal is None else "refused"] += 1
+    counts["slowest_ms"] = round(slowest * 1000)
+    return counts
+
+
+def shown(request: FuzzedRequest) -> str:
+    with np.printoptions(threshold=sys.maxsize):
+        return repr(request)[:2000]
