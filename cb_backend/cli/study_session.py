@@ -20,6 +20,7 @@ from cb_backend.study.traffic import Traffic
 
 SHARE_OF_CAPACITY = 0.8  # the load of interest where neither the user nor the trace gives one
 MIN_REQUESTS = 8
+_MARGIN = 1.1  # steps may be so much larger than the measured ones before it is said
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Session:
         study.prompt_share = prompt_time_share(saturated, times)
         if self._engine is not None and self.is_confirmed:
             self._confirm(study, simulator)
-        study.warnings += advise(study) + _beyond(setting, times)
+        study.warnings += advise(study) + _beyond(saturated, times)
         return study
 
     def _traffic(self) -> tuple[Traffic, list[str]]:
@@ -116,7 +117,7 @@ class Session:
         assert self._engine is not None
         self.note("calibrating: how long steps take")
         settings = [Setting(max(self.seqs), max(budget, max(self.seqs))) for budget in self.budgets]
-        replays = calibrate(RealBench(self._engine), traffic, settings)
+        replays = calibrate(RealBench(self._engine), traffic, settings, self.max_run_s)
         times = self._fit(replays)
         self.note(f"{times.num_steps} steps measured, median error of the fit {times.relative_error:.1%}")
         return times
@@ -183,13 +184,13 @@ def _shown(times: StepTimes) -> dict[str, str]:
     }
 
 
-def _beyond(setting: Setting, times: StepTimes) -> list[str]:
-    is_beyond = (
-        setting.max_num_seqs > times.max_num_seqs or setting.max_num_batched_tokens > times.max_num_batched_tokens
-    )
-    if not is_beyond:
+def _beyond(saturated: Replay, times: StepTimes) -> list[str]:
+    """Whether steps of the recommended setting are larger than those that were measured."""
+    shapes = saturated.steps.shapes
+    num_rows, num_tokens = int(saturated.steps.num_rows.max()), int((shapes[:, 0] + shapes[:, 2]).max())
+    if num_rows <= _MARGIN * times.max_num_seqs and num_tokens <= _MARGIN * times.max_num_batched_tokens:
         return []
     return [
-        f"the step times were measured up to {times.max_num_seqs} requests and {times.max_num_batched_tokens} tokens a"
-        f" step; what is said of {setting} goes beyond them"
+        f"step times were measured up to {times.max_num_seqs} requests and {times.max_num_batched_tokens} tokens in a"
+        f" step; the recommended setting runs steps of {num_rows} requests and {num_tokens} tokens, which is a guess"
     ]

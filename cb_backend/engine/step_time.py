@@ -51,7 +51,7 @@ class StepTimeModel:
     def coefficients(self) -> tuple[float, float, float]:
         """(a, b, c) in seconds, a token, an attention pair."""
         if self._coefficients is None:
-            self._coefficients = solve_non_negative(self._matrices.sum(0), self._sides.sum(0)) * _SCALE
+            self._coefficients = _solve_non_negative(self._matrices.sum(0), self._sides.sum(0)) * _SCALE
         a, b, c = self._coefficients.tolist()
         return a, b, c
 
@@ -60,13 +60,10 @@ class StepTimeModel:
         return a + b * num_tokens + c * num_pairs
 
 
-def solve_non_negative(matrix: NDArray[np.float64], side: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares [num_features] out of its normal matrix and right-hand side.
-
-    A feature whose coefficient would be negative is left out.
-    """
-    kept = list(range(len(side)))
-    solution = np.zeros(len(side))
+def _solve_non_negative(matrix: NDArray[np.float64], side: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares; a feature whose coefficient would be negative is left out."""
+    kept = [0, 1, 2]
+    solution = np.zeros(3)
     while kept:
         ridge = 1e-9 * np.trace(matrix) * np.eye(len(kept))
         part = np.linalg.solve(matrix[np.ix_(kept, kept)] + ridge + 1e-12 * np.eye(len(kept)), side[kept])

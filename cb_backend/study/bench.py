@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,11 +13,12 @@ from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.study.replay import Progress, Replay, fresh_engine, no_collections, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
-from cb_backend.study.step_times import StepTimes, fit_lines
+from cb_backend.study.step_times import StepTimes, fit_laws
 from cb_backend.study.traffic import Traffic
 
 CALIBRATION_BATCHES = (1, 4, 16, 64, 256)
-CALIBRATION_OUTPUT_TOKENS = 48  # answers are cut to this: what a step costs does not depend on how many follow
+CALIBRATION_OUTPUT_TOKENS = 32  # in an answer, beside those that are needed to fill a batch
+CALIBRATION_LOAD = 0.7  # of the requests/s of all at once
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,6 +50,8 @@ class RealBench:
     def __init__(self, engine: LLMEngine) -> None:
         """`engine` must have been made for the largest setting that will be asked for."""
         self.engine = engine
+        gc.collect()
+        gc.freeze()  # the loaded model and its libraries are not looked through again before each replay
 
     def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
         engine = fresh_engine(
@@ -80,31 +84,47 @@ class SimulatedBench:
         return replay(simulated_engine(config, self.times, clock), traffic, clock, clock.sleep, progress)
 
 
-def calibrate(bench: RealBench, traffic: Traffic, settings: Sequence[Setting]) -> list[Replay]:
+def calibrate(bench: RealBench, traffic: Traffic, settings: Sequence[Setting], limit_s: float) -> list[Replay]:
     """Short replays whose steps cover batches from one request to the largest setting, and its budgets.
 
-    The first of them warms up (kernels compile, memory is touched) and is not among those returned.
+    With everything there at once for each size of batch; then once more with requests that come one by one, so that
+    single prompts are computed beside running answers. Stops before it takes much longer than `limit_s`. A replay that
+    warms up (kernels compile, memory is touched) is not among those returned.
     """
     largest = max(setting.max_num_seqs for setting in settings)
     budgets = sorted({setting.max_num_batched_tokens for setting in settings})
     sizes = sorted({*(size for size in CALIBRATION_BATCHES if size < largest), largest})
-    short = replace(traffic, output_lens=[min(length, CALIBRATION_OUTPUT_TOKENS) for length in traffic.output_lens])
-    bench.run(first(short, 2).at_once(), Setting(largest, budgets[-1]))
-    replays = []
+    bench.run(_cut(first(traffic, 2), 1).at_once(), Setting(largest, budgets[-1]))
+    replays: list[Replay] = []
     for index, size in enumerate(sizes):
-        # Batches change from full to nearly empty in every pass; the budgets take turns, the largest first.
-        budget = budgets[-1 - index % len(budgets)]
-        count = min(max(size + size // 2, 4), len(traffic))
-        replays.append(bench.run(first(short, count).at_once(), Setting(size, max(budget, size))))
+        budget = budgets[-1 - index % len(budgets)]  # they take turns
+        load = first(traffic, max(size, 4))
+        # Answers so long that the whole batch is decoding for a while before the first of it ends.
+        num_prompt_steps = sum(load.prompt_lens) // max(budget, size) + CALIBRATION_OUTPUT_TOKENS
+        load = _cut(load, num_prompt_steps)
+        if replays and replays[-1].seconds * size / sizes[index - 1] > limit_s - sum(one.seconds for one in replays):
+            break
+        replays.append(bench.run(load.at_once(), Setting(size, max(budget, size))))
+    last = replays[-1]
+    setting = Setting(last.num_slots, max(budgets[len(budgets) // 2], last.num_slots))
+    load = _cut(first(traffic, 2 * last.num_requests), CALIBRATION_OUTPUT_TOKENS)
+    replays.append(bench.run(load.at_rate(CALIBRATION_LOAD * last.num_requests / last.seconds), setting))
     return replays
+
+
+def _cut(traffic: Traffic, num_tokens: int) -> Traffic:
+    """Answers of half to one and a half times `num_tokens`, all different ends; clients allow just so many."""
+    count = len(traffic)
+    lengths = [max(num_tokens // 2 + num_tokens * i // count, 2) for i in range(count)]
+    return replace(traffic, output_lens=lengths, max_tokens=lengths)
 
 
 def fitted(engine: LLMEngine, replays: Sequence[Replay], conditions: dict[str, str]) -> StepTimes:
     """Step times out of real replays of this engine. Raises `ConfigError` if they have too few steps."""
     shapes = np.concatenate([result.steps.shapes for result in replays])
-    seconds = np.concatenate([result.steps.seconds for result in replays])
-    decode, mixed, error = fit_lines(shapes, seconds)
-    info, config = engine.info, engine.config
+    costs = np.concatenate([result.steps.costs for result in replays])
+    decode, mixed, error = fit_laws(shapes, costs)
+    info = engine.info
     return StepTimes(
         conditions=conditions,
         model=info.model,
@@ -115,9 +135,9 @@ def fitted(engine: LLMEngine, replays: Sequence[Replay], conditions: dict[str, s
         vocab_size=info.vocab_size,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        num_steps=len(seconds),
+        max_num_seqs=max(result.num_slots for result in replays),
+        max_num_batched_tokens=int(max(result.steps.shapes[:, :3:2].sum(1).max() for result in replays)),
+        num_steps=len(costs),
         relative_error=round(error, 4),
         decode=decode,
         mixed=mixed,

@@ -45,6 +45,7 @@ class Steps:
     shapes: Floats  # [num_steps, 5], columns as in `step_times`
     begins: Floats  # [num_steps] when the engine began to plan it, or the end of the step before if that was later
     ends: Floats  # [num_steps] when its result had been taken in
+    costs: Floats  # [num_steps] seconds that are its own: see `StepNotes.steps`
     num_free_blocks: NDArray[np.int64]  # [num_steps] after it
     num_waiting: NDArray[np.int64]  # [num_steps] after it
 
@@ -97,7 +98,7 @@ def replay(
     `clock` and `sleep` must be those that the engine lives by. Raises `ReplayError` when a request ends with another
     number of tokens than it should, and the engine's own errors for a request that it refuses.
     """
-    runner = AnswerLengths(engine, traffic)
+    runner = AnswerLengths(engine, traffic, clock)
     wall = time.perf_counter()
     start = clock()
     requests = _requests(engine, traffic, runner.stop_id)
@@ -115,7 +116,7 @@ def replay(
         num_cached_prompt_tokens=stats.num_cached_prompt_tokens,
         num_preemptions=stats.num_preemptions,
         latencies=token_latencies(traffic.arrivals, traffic.output_lens, outputs, start),
-        steps=notes.steps(np.array(runner.shapes, np.float64).reshape(-1, 5), start),
+        steps=notes.steps(np.array(runner.shapes, np.float64).reshape(-1, 5), np.array(runner.launch_seconds), start),
         wall_seconds=time.perf_counter() - wall,
     )
 
@@ -149,17 +150,28 @@ def _requests(engine: LLMEngine, traffic: Traffic, stop_id: int) -> Callable[[in
 class StepNotes:
     """Filled by `drive`, a step at a time: a few list appends, so that the device does not wait for it."""
 
-    launched_at: list[float] = field(default_factory=list)  # when the call began that launched it
+    num_launched: list[int] = field(default_factory=list)  # by call of `step` that finished a step
+    begins: list[float] = field(default_factory=list)  # of those calls
     ends: list[float] = field(default_factory=list)
     num_free_blocks: list[int] = field(default_factory=list)
     num_waiting: list[int] = field(default_factory=list)
 
-    def steps(self, shapes: Floats, start: float) -> Steps:
+    def steps(self, shapes: Floats, launch_seconds: Floats, start: float) -> Steps:
+        """`shapes` [num_steps, 5] and seconds in `execute_model` [num_steps] of all steps, in order of their launch.
+
+        With run-ahead a call of `step` launches one step and waits for an earlier one. Where launching takes long (it
+        may have to wait for the device), that time belongs to the step that is launched; the rest of the call to the
+        one that ends.
+        """
         count = len(self.ends)
-        ends = np.array(self.ends) - start
-        launched = np.array(self.launched_at[:count]) - start
+        call = np.repeat(np.arange(count), self.num_launched)[:count]  # the call that launched each step
+        begins, ends = np.array(self.begins) - start, np.array(self.ends) - start
+        launched = begins[call]
         begins = np.maximum(launched, np.append(-np.inf, ends[:-1])) if count else launched
-        return Steps(shapes[:count], begins, ends, np.array(self.num_free_blocks), np.array(self.num_waiting))
+        own = launch_seconds[:count]
+        costs = ends - begins - np.bincount(call, own, count) + own if count else own
+        free, waiting = np.array(self.num_free_blocks), np.array(self.num_waiting)
+        return Steps(shapes[:count], begins, ends, costs, free, waiting)
 
 
 def drive(
@@ -192,11 +204,12 @@ def drive(
             continue
         num_steps = engine.log.num_steps
         output = engine.step()
-        notes.launched_at += [now] * (engine.log.num_steps - num_steps)
         if output is None:
             continue
         end = clock()
         outputs.append((end, output))
+        notes.num_launched.append(engine.log.num_steps - num_steps)
+        notes.begins.append(now)
         notes.ends.append(end)
         notes.num_free_blocks.append(scheduler.num_free_blocks)
         notes.num_waiting.append(scheduler.num_waiting)
@@ -253,12 +266,14 @@ class _Cut:
 class AnswerLengths:
     """Stands in front of an engine's runner and ends each answer where the traffic wants it, by a stop token.
 
-    So the scheduler does not know lengths beforehand, as in life. Keeps the shape of every step on the way.
+    So the scheduler does not know lengths beforehand, as in life. Keeps each step's shape and launch time on the way.
     """
 
-    def __init__(self, engine: LLMEngine, traffic: Traffic) -> None:
+    def __init__(self, engine: LLMEngine, traffic: Traffic, clock: Clock) -> None:
+        self._clock = clock
         self.stop_id = engine.info.vocab_size - 1
         self.shapes: list[tuple[float, ...]] = []
+        self.launch_seconds: list[float] = []
         self._inner: Any = engine.runner
         self._output_lens = traffic.output_lens
         # By slot: the position whose token is the last.
@@ -271,7 +286,10 @@ class AnswerLengths:
         self.shapes.append(shape_of(plan))
         sampled_at = plan.num_computed_tokens + plan.num_scheduled_tokens
         is_end = plan.is_sampling & (sampled_at >= self._last[plan.slots])
-        return _Cut(self._inner.execute_model(plan), is_end, self.stop_id)
+        begin = self._clock()
+        pending = self._inner.execute_model(plan)
+        self.launch_seconds.append(self._clock() - begin)
+        return _Cut(pending, is_end, self.stop_id)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -1,10 +1,9 @@
 """How long a step takes, fitted from measured steps and kept as a small JSON file.
 
-Steps with and without prompt tokens have a line each: seconds = a constant, plus so much a decode row, a token of
-their contexts, a prompt token, a pair of prompt token and earlier token, and a prompt. Real steps are not that
-straight (padded shapes, kernels that fill up), so each line is bent afterwards by what was left over, by the size of
-the step in powers of two. It does not know schedulers or clocks; `engine.step_time` is its cousin that learns while
-serving and has to be right only about prompts.
+Steps with and without prompt tokens have a law each: a level by the size of the step (in powers of two: devices run
+padded shapes, so time goes up in stairs), plus so much a decode row, a token of their contexts, a prompt token, a pair
+of a prompt token and one before it, and a prompt. It does not know schedulers or clocks; `engine.step_time` is its
+cousin that learns while serving and has to be right only about prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.step_time import solve_non_negative
 from cb_backend.errors import ConfigError
 from cb_backend.outputs import SchedulerOutput
 
@@ -24,7 +22,7 @@ FORMAT = 1
 # Columns of a step's shape.
 DECODE_ROWS, DECODE_CONTEXT, PROMPT_TOKENS, PROMPT_PAIRS, PROMPT_ROWS = range(5)
 _MIN_SAMPLES = 8  # of a kind of step; fewer are fitted together with the other kind
-_MIN_IN_BUCKET = 3
+_MIN_OF_A_SIZE = 3  # steps; the level of a size with fewer is taken from its neighbours
 _OUTLIER = 3.0  # times the fit, either way: such steps (a pause of the host) are left out of the second fit
 
 Floats = NDArray[np.float64]
@@ -42,18 +40,24 @@ def shape_of(plan: SchedulerOutput) -> tuple[float, float, float, float, float]:
     return float(decode), context, float(scheduled.sum()), pairs, float(len(scheduled))
 
 
-class Line(msgspec.Struct, frozen=True):
+class Law(msgspec.Struct, frozen=True):
     """Seconds of one kind of step."""
 
-    coefficients: list[float]  # of the constant and the five columns of a shape
-    bends: list[float]  # factor for steps of 1, 2, 4, 8, ... tokens; in between it is interpolated
+    levels: list[float]  # of steps of size 1, 2, 3 to 4, 5 to 8, ...
+    slopes: list[float]  # of the five columns of a shape
 
     def seconds(self, shape: tuple[float, ...]) -> float:
-        c = self.coefficients
-        straight = c[0] + c[1] * shape[0] + c[2] * shape[1] + c[3] * shape[2] + c[4] * shape[3] + c[5] * shape[4]
-        place = min(math.log2(max(shape[DECODE_ROWS] + shape[PROMPT_TOKENS], 1.0)), len(self.bends) - 1)
-        low = min(int(place), len(self.bends) - 2)
-        return straight * (self.bends[low] + (place - low) * (self.bends[low + 1] - self.bends[low]))
+        s = self.slopes
+        size_class, last = _size_class(shape), len(self.levels) - 1
+        level = self.levels[min(size_class, last)]
+        if size_class > last and shape[PROMPT_TOKENS]:
+            level *= 2.0 ** (size_class - last)  # a guess beyond what was measured: in proportion to the prompt tokens
+        return level + s[0] * shape[0] + s[1] * shape[1] + s[2] * shape[2] + s[3] * shape[3] + s[4] * shape[4]
+
+
+def _size_class(shape: tuple[float, ...]) -> int:
+    """The size of a step is its prompt tokens, or where it has none its rows: n is in class ceil(log2(n))."""
+    return math.ceil(math.log2(max(shape[PROMPT_TOKENS] or shape[DECODE_ROWS], 1.0)))
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +77,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     num_steps: int
     relative_error: float  # median of |predicted - measured| / measured over the steps
-    decode: Line
-    mixed: Line
+    decode: Law
+    mixed: Law
 
     def seconds(self, shape: tuple[float, ...]) -> float:
         """Predicted seconds of a step, from the end of the one before while the engine is busy."""
@@ -103,12 +107,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
             ) from None
         if times.format != FORMAT:
             raise ConfigError(f"{path} has format {times.format}, known is {FORMAT}; measure again: cb-backend study")
-        if any(len(line.coefficients) != 6 or len(line.bends) < 2 for line in (times.decode, times.mixed)):
-            raise ConfigError(f"{path} is damaged: a line of it has not six coefficients; measure again")
+        if any(len(law.slopes) != 5 or not law.levels for law in (times.decode, times.mixed)):
+            raise ConfigError(f"{path} is damaged: a law of it has not five slopes and some levels; measure again")
         return times
 
 
-def fit_lines(shapes: Floats, seconds: Floats) -> tuple[Line, Line, float]:
+def fit_laws(shapes: Floats, seconds: Floats) -> tuple[Law, Law, float]:
     """(decode, mixed, median relative error) from measured steps: `shapes` [num_steps, 5], `seconds` [num_steps].
 
     Raises `ConfigError` if there are too few steps to tell anything.
@@ -118,48 +122,74 @@ def fit_lines(shapes: Floats, seconds: Floats) -> tuple[Line, Line, float]:
     if len(seconds) < _MIN_SAMPLES:
         raise ConfigError(f"only {len(seconds)} steps were measured; at least {_MIN_SAMPLES} are needed")
     is_mixed = shapes[:, PROMPT_TOKENS] > 0
-    lines = []
+    laws = []
     for kind in (~is_mixed, is_mixed):
         chosen = kind if np.count_nonzero(kind) >= _MIN_SAMPLES else np.ones_like(kind)
-        lines.append(_fit(shapes[chosen], seconds[chosen]))
-    predicted = np.array(
-        [lines[int(mixed)].seconds(tuple(shape)) for mixed, shape in zip(is_mixed, shapes.tolist(), strict=True)]
-    )
-    return lines[0], lines[1], float(np.median(np.abs(predicted - seconds) / seconds))
+        laws.append(_fit(shapes[chosen], seconds[chosen]))
+    predicted = np.where(is_mixed, _predict(laws[1], shapes), _predict(laws[0], shapes))
+    return laws[0], laws[1], float(np.median(np.abs(predicted - seconds) / seconds))
 
 
-def _fit(shapes: Floats, seconds: Floats) -> Line:
-    coefficients = _solve(shapes, seconds)
-    ratio = seconds / np.maximum(_straight(shapes, coefficients), 1e-9)
+def _fit(shapes: Floats, seconds: Floats) -> Law:
+    """Fit, leave out what is far from the fit, and fit again; at last the sum of all is made to agree."""
+    law = _solve(shapes, seconds)
+    ratio = seconds / np.maximum(_predict(law, shapes), 1e-9)
     usual = (ratio < _OUTLIER) & (ratio > 1 / _OUTLIER)
     if np.count_nonzero(usual) >= _MIN_SAMPLES:
         shapes, seconds = shapes[usual], seconds[usual]
-        coefficients = _solve(shapes, seconds)
-    return Line(coefficients.tolist(), _bends(shapes, seconds, _straight(shapes, coefficients)))
+        law = _solve(shapes, seconds)
+    scale = float(seconds.sum() / _predict(law, shapes).sum())
+    return Law([scale * level for level in law.levels], [scale * slope for slope in law.slopes])
 
 
-def _straight(shapes: Floats, coefficients: Floats) -> Floats:
-    return coefficients[0] + shapes @ coefficients[1:]
+def _predict(law: Law, shapes: Floats) -> Floats:
+    return np.array([law.seconds(tuple(shape)) for shape in shapes.tolist()])
 
 
-def _solve(shapes: Floats, seconds: Floats) -> Floats:
-    """Least squares of the relative error, no coefficient below zero."""
-    features = np.column_stack([np.ones(len(shapes)), shapes]) / seconds[:, None]
+def _solve(shapes: Floats, seconds: Floats) -> Law:
+    """Least squares of the relative error; no slope and no level is below zero."""
+    classes = np.array([_size_class(tuple(shape)) for shape in shapes.tolist()])
+    counts = np.bincount(classes)
+    seen = np.flatnonzero(counts >= _MIN_OF_A_SIZE)
+    if not len(seen):
+        seen, classes = np.array([0]), np.zeros_like(classes)
+    chosen = np.isin(classes, seen)
+    is_of_class = classes[chosen, None] == seen  # [num_steps, num_seen]
+    features = np.column_stack([is_of_class, shapes[chosen]]) / seconds[chosen, None]
     scale = np.linalg.norm(features, axis=0)
     scale[scale == 0] = 1.0
-    features /= scale
-    return solve_non_negative(features.T @ features, features.sum(0)) / scale
+    solution = non_negative_least_squares(features / scale, np.ones(len(features))) / scale
+    levels, slopes = solution[: len(seen)], solution[len(seen) :]
+    return Law(_all_levels(seen, levels, len(counts)).tolist(), slopes.tolist())
 
 
-def _bends(shapes: Floats, seconds: Floats, straight: Floats) -> list[float]:
-    """Measured over fitted time by size; where a size was not seen, that of the nearest one that was."""
-    place = np.rint(np.log2(np.maximum(shapes[:, DECODE_ROWS] + shapes[:, PROMPT_TOKENS], 1.0))).astype(int)
-    count = max(int(place.max()) + 1, 2)
-    known = {
-        size: float(seconds[place == size].sum() / straight[place == size].sum())
-        for size in range(count)
-        if np.count_nonzero(place == size) >= _MIN_IN_BUCKET
-    }
-    if not known:
-        return [float(seconds.sum() / straight.sum())] * 2
-    return [known[min(known, key=lambda other: (abs(other - size), other))] for size in range(count)]
+def _all_levels(seen: NDArray[np.int64], levels: Floats, count: int) -> Floats:
+    """Levels of classes 0 to `count` - 1: between those that were seen in proportion to the size, else the nearest."""
+    return np.interp(2.0 ** np.arange(count), 2.0**seen, levels)
+
+
+def non_negative_least_squares(features: Floats, target: Floats) -> Floats:
+    """The x >= 0 [num_features] with the least |features @ x - target| (Lawson and Hanson's active sets, 1974)."""
+    matrix, side = features.T @ features, features.T @ target
+    count = len(side)
+    solution = np.zeros(count)
+    is_free = np.zeros(count, np.bool_)
+    tolerance = 1e-10 * max(float(np.abs(side).max(initial=0.0)), 1e-300)
+    for _ in range(10 * count):
+        gradient = np.where(is_free, -np.inf, side - matrix @ solution)
+        if gradient.max(initial=-np.inf) <= tolerance:
+            break
+        is_free[gradient.argmax()] = True
+        while True:
+            trial = np.zeros(count)
+            trial[is_free] = np.linalg.lstsq(matrix[np.ix_(is_free, is_free)], side[is_free], rcond=None)[0]
+            is_below = is_free & (trial <= 0)
+            if not is_below.any():
+                solution = trial
+                break
+            # As far towards the trial as no coefficient goes below zero; those that reach it are fixed there.
+            step = float(np.min(solution[is_below] / (solution[is_below] - trial[is_below])))
+            solution = solution + step * (trial - solution)
+            is_free &= solution > 1e-15
+            solution[~is_free] = 0.0
+    return solution

@@ -13,7 +13,7 @@ from cb_backend.messages import ModelInfo
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
-from cb_backend.study.step_times import Line, StepTimes
+from cb_backend.study.step_times import Law, StepTimes
 from cb_backend.study.traffic import Traffic, traffic_of
 from cb_backend.traffic.workload import PlannedRequest
 from tests.fakes.runners import FakePending, ScriptedRunner
@@ -38,8 +38,8 @@ def step_times(**changes: Any) -> StepTimes:
         max_num_batched_tokens=256,
         num_steps=100,
         relative_error=0.01,
-        decode=Line([STEP_S, ROW_S, 0, 0, 0, 0], [1.0, 1.0]),
-        mixed=Line([STEP_S, ROW_S, 0, TOKEN_S, 0, 0], [1.0, 1.0]),
+        decode=Law([STEP_S], [ROW_S, 0, 0, 0, 0]),
+        mixed=Law([STEP_S] * 14, [ROW_S, 0, TOKEN_S, 0, 0]),
     )
     return StepTimes(**{**{name: getattr(times, name) for name in times.__struct_fields__}, **changes})
 

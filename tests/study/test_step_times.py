@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cb_backend.errors import ConfigError
 from cb_backend.outputs import SchedulerOutput
-from cb_backend.study.step_times import StepTimes, fit_lines, shape_of
+from cb_backend.study.step_times import StepTimes, fit_laws, shape_of
 from tests.study.made_up import step_times
 
 
@@ -32,7 +32,7 @@ def test_straight_laws_are_found_again() -> None:
     decode, mixed = random_shapes(300, False), random_shapes(300, True, seed=1)
     decode_s = line_seconds(decode, 1e-3, 5e-6, 1e-8, 0, 0, 0)
     mixed_s = line_seconds(mixed, 2e-3, 8e-6, 1e-8, 2e-6, 1e-10, 1e-4)
-    lines = fit_lines(np.concatenate([decode, mixed]), np.concatenate([decode_s, mixed_s]))
+    lines = fit_laws(np.concatenate([decode, mixed]), np.concatenate([decode_s, mixed_s]))
     assert lines[2] < 0.01
     times = step_times(decode=lines[0], mixed=lines[1])
     new_decode, new_mixed = random_shapes(50, False, seed=2), random_shapes(50, True, seed=3)
@@ -48,7 +48,7 @@ def test_a_law_that_is_not_straight_is_bent() -> None:
     """Flat to 64 rows, then four times as steep as a line could be: sums stay within 3 %, also of each half."""
     shapes = random_shapes(2000, False)
     seconds = 1e-3 + 2e-5 * np.maximum(shapes[:, 0] - 64, 0)
-    decode, _, _ = fit_lines(shapes, seconds)
+    decode, _, _ = fit_laws(shapes, seconds)
     predicted = np.array([decode.seconds(tuple(shape)) for shape in shapes.tolist()])
     for half in (shapes[:, 0] < 64, shapes[:, 0] > 64):
         assert predicted[half].sum() == pytest.approx(seconds[half].sum(), rel=0.03)
@@ -58,14 +58,14 @@ def test_pauses_of_the_host_do_not_bend_the_fit() -> None:
     shapes = random_shapes(400, False)
     seconds = line_seconds(shapes, 1e-3, 5e-6, 0, 0, 0, 0)
     seconds[::50] *= 40
-    decode, _, error = fit_lines(shapes, seconds)
+    decode, _, error = fit_laws(shapes, seconds)
     assert error < 0.05
     assert decode.seconds((100.0, 0.0, 0.0, 0.0, 0.0)) == pytest.approx(1.5e-3, rel=0.1)
 
 
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="only 3 steps were measured"):
-        fit_lines(random_shapes(3, False), np.ones(3))
+        fit_laws(random_shapes(3, False), np.ones(3))
 
 
 def test_the_shape_of_a_plan() -> None:
@@ -106,6 +106,6 @@ def test_a_file_of_another_format_or_with_missing_figures_is_refused(tmp_path: P
     with pytest.raises(ConfigError, match="format 99, known is 1"):
         StepTimes.load(path)
     decode = step_times().decode
-    step_times(decode=type(decode)(decode.coefficients[:3], decode.bends)).save(path)
-    with pytest.raises(ConfigError, match="has not six coefficients"):
+    step_times(decode=type(decode)(decode.levels, decode.slopes[:3])).save(path)
+    with pytest.raises(ConfigError, match="has not five slopes"):
         StepTimes.load(path)

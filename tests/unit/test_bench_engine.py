@@ -185,5 +185,5 @@ def test_the_driver_sleeps_until_the_next_arrival() -> None:
     outputs, idle, notes = drive(it, make_request, [2.0, 5.0], 0.0, lambda: now[0], sleep)
     assert slept == [2.0, 3.0]
     assert idle == 5.0
-    assert notes.launched_at == notes.ends == [moment for moment, _ in outputs] == [2.0, 5.0]
+    assert notes.begins == notes.ends == [moment for moment, _ in outputs] == [2.0, 5.0]
     assert np.concatenate([output.request_ids for _, output in outputs]).tolist() == [0, 1]
