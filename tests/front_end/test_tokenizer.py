@@ -96,6 +96,12 @@ def test_lone_surrogates_are_refused(byte_level: ByteLevelKit) -> None:
     for max_model_len in (None, 100):
         with pytest.raises(InvalidRequestError, match="surrogates"):
             byte_level.tokenizer.encode("a\ud800", max_model_len)
+    for encode in (
+        byte_level.tokenizer.encode_plain,
+        byte_level.tokenizer.encode_characters,
+    ):  # what messages go through
+        with pytest.raises(InvalidRequestError, match="surrogates"):
+            encode("a\ud800")
 
 
 def test_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
