@@ -26,6 +26,9 @@ DTYPES = {
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 
 
+_AT_LEAST_ONE = (
+    "max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size", "max_queue_tokens", "stream_interval"
+)  # fmt: skip
 _AT_LEAST_ONE_IF_GIVEN = (
     "max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "queue_timeout_ms", "timeout_ms"
 )  # fmt: skip
@@ -78,6 +81,8 @@ class EngineConfig:
     enforce_eager: bool = False  # True: no CUDA graphs
     run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU
     watchdog_timeout_s: float = 300.0  # an engine that has work and says nothing for so long is replaced; 0: never
+    # What is sent
+    stream_interval: int = 1  # tokens from one response of a stream to the next; more: fewer and larger responses
     # What is told
     disable_log_stats: bool = False  # True: no vllm:* metrics, even where config.pbtxt asks for them
 
@@ -97,7 +102,7 @@ class EngineConfig:
             1 <= self.data_parallel_size <= 64,
             f"data_parallel_size is {self.data_parallel_size}; it must be between 1 and 64",
         )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size", "max_queue_tokens"):
+        for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in _AT_LEAST_ONE_IF_GIVEN:
             value = getattr(self, name)

@@ -36,7 +36,7 @@ from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
-from cb_backend.serving.responder import Responder
+from cb_backend.serving.responder import DEFAULT_SLOW_READER_TIMEOUT_S, Responder
 from cb_backend.serving.server_watch import start_server_watch
 
 NUM_WORKERS = 2
@@ -62,6 +62,7 @@ class TritonPythonModel:
         refuse_unusable_numpy()
         model_config = json.loads(args["model_config"])
         num_senders = sender_threads(model_config)
+        slow_reader_timeout = slow_reader_timeout_s(model_config)
         name, version = args["model_name"], args["model_version"]
         folder = Path(args["model_repository"]) / version
         engine = engine_folder(folder)
@@ -78,7 +79,7 @@ class TritonPythonModel:
             self._supervisor.close()
             raise
         self._client = self._supervisor.client
-        self._responder = Responder(num_senders, self._client.cancel)
+        self._responder = Responder(num_senders, self._client.cancel, slow_reader_timeout, config.stream_interval)
         self._cancellation = CancellationPoller(self._responder, self._client.cancel)
         self._housekeeping = Housekeeping(self._responder, self._supervisor, server_pid, model_config)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -207,9 +208,29 @@ def end_with(live: LiveRequest, error: Exception) -> None:
     live.end(ErrorCode.INTERNAL, "the request could not be processed; the server's log says why")
 
 
+def slow_reader_timeout_s(model_config: dict[str, Any]) -> float:
+    """The parameter `slow_reader_timeout_s` of config.pbtxt: seconds for which a response may wait to be taken."""
+    value = _parameter(model_config, "slow_reader_timeout_s")
+    if not value:
+        return DEFAULT_SLOW_READER_TIMEOUT_S
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(
+            f"parameter slow_reader_timeout_s in config.pbtxt is {value!r}; use a number of seconds above 0"
+        )
+    return seconds
+
+
+def _parameter(model_config: dict[str, Any], name: str) -> str:
+    return str(model_config.get("parameters", {}).get(name, {}).get("string_value", ""))
+
+
 def sender_threads(model_config: dict[str, Any]) -> int:
     """The parameter `sender_threads` of config.pbtxt: threads that send responses, in each front end."""
-    value = model_config.get("parameters", {}).get("sender_threads", {}).get("string_value", "")
+    value = _parameter(model_config, "sender_threads")
     if not value:
         return DEFAULT_SENDER_THREADS
     if not value.isdigit() or not 1 <= int(value) <= 64:

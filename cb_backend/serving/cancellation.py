@@ -66,5 +66,9 @@ def _is_cancelled(live: LiveRequest) -> bool:
     """NOTE: the server frees its side of a request with the final flag; asking after that reads freed memory."""
     if live.is_ended:
         return False
-    with live.close_lock:
+    if not live.close_lock.acquire(blocking=False):
+        return False  # its final response is on its way, however long that takes
+    try:
         return not live.is_closed and bool(live.response_sender.is_cancelled())
+    finally:
+        live.close_lock.release()

@@ -75,18 +75,23 @@ class Latencies:
     because a thousand at once cost a tenth of one by one.
     """
 
-    def __init__(self, num_threads: int) -> None:
-        self.threads = [ThreadLatencies() for _ in range(num_threads)]
+    def __init__(self) -> None:
+        self.threads: list[ThreadLatencies] = []
         self.inter_token_seconds: list[float] = []
         self._inter_token = BucketCounts(BOUNDS["inter_token"])
+
+    def new_thread(self) -> ThreadLatencies:
+        self.threads.append(ThreadLatencies())
+        return self.threads[-1]
 
     def totals(self) -> dict[str, Totals]:
         """Since the start, by the names of `BOUNDS`. Always to be called by the same thread."""
         count = len(self.inter_token_seconds)  # NOTE: more may be appended meanwhile, at the end
         self._inter_token.add_all(self.inter_token_seconds[:count])
         del self.inter_token_seconds[:count]
-        names = self.threads[0].buckets
-        totals = {name: total_of(thread.buckets[name] for thread in self.threads) for name in names}
+        names = (name for name in BOUNDS if name != "inter_token")
+        threads = self.threads or [ThreadLatencies()]
+        totals = {name: total_of(thread.buckets[name] for thread in threads) for name in names}
         return {**totals, "inter_token": self._inter_token.read()}
 
 

@@ -134,6 +134,7 @@ class LiveRequest:
         self._error: tuple[ErrorCode, str] | None = None
         self._is_queued = False
         self.is_ended = False  # nothing more is wanted of the engine
+        self.turn_lock = threading.Lock()  # held by the sender thread that serves it
         self.close_lock = threading.Lock()  # held while the final flag is sent, and while the server is asked about it
         self.is_finishing = False  # the sender thread's own: the request is counted, its final response is to be sent
         self.is_closed = False  # the final flag is out; the server's side of the request no longer exists

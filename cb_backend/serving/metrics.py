@@ -128,6 +128,7 @@ class Metrics:
         for name, key, description in (
             ("cb_responses_total", "responses", "Responses sent"),
             ("cb_coalesced_responses_total", "coalesced", "Streamed responses that carried several tokens"),
+            ("cb_slow_readers_total", "slow_readers", "Requests ended because their client did not read"),
         ):
             exporter.count(name, description, counts[key] - last[key])
         self._last_counts = counts

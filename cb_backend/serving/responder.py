@@ -1,4 +1,4 @@
-"""Turns the engine's tokens into the server's responses: several sender threads, requests sharded over them.
+"""Turns the engine's tokens into the server's responses, on the sender threads.
 
 One response a token while a sender keeps up; when it is behind, one response carries everything since the last one.
 Everything that is sent for a request is sent by its one sender thread, so its responses keep their order and its
@@ -11,7 +11,6 @@ touched when this room is imported.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.request import FinishReason
 from cb_backend.serving.latency import Latencies, ThreadLatencies
 from cb_backend.serving.live_request import LiveRequest, News
+from cb_backend.serving.senders import Senders, Tally
 
 # What the engine's own ends mean for the client, where no text can follow.
 _ENGINE_ERROR = {
@@ -33,32 +33,37 @@ _ENGINE_ERROR = {
 }
 _FINISH_NAME = {FinishReason.NONE: "None", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
+DEFAULT_SLOW_READER_TIMEOUT_S = 30.0
+
 logger = logging.getLogger("cb_backend.serving")
 
 
 class Responder:
     """The sender threads and the requests that are open. `cancel` ends a request at the engine."""
 
-    def __init__(self, num_threads: int, cancel: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        cancel: Callable[[list[int]], None],
+        slow_reader_timeout_s: float = DEFAULT_SLOW_READER_TIMEOUT_S,
+        stream_interval: int = 1,
+    ) -> None:
+        """`stream_interval`: tokens from one streamed response to the next, after the first."""
         self._cancel = cancel
-        self._news: list[queue.SimpleQueue[LiveRequest | None]] = [queue.SimpleQueue() for _ in range(num_threads)]
-        self._counts: list[Counter[str]] = [Counter() for _ in range(num_threads)]  # one a thread, so no lock
-        self.latencies = Latencies(num_threads)
+        self._slow_reader_timeout_s = slow_reader_timeout_s
+        self._stream_interval = stream_interval
+        self.latencies = Latencies()
         self._live: dict[int, LiveRequest] = {}  # by request id
         self.on_idle: Callable[[], None] = lambda: None  # before the last open request's final response goes out
         self._num_unfinished = 0
         self._unfinished_lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=(index,), name=f"sender-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._senders = Senders(num_threads, self.latencies, self._run, self._end_slow_reader, slow_reader_timeout_s)
 
     def open(self, request_id: int, response_sender: Any) -> LiveRequest:
         """Take responsibility for one final response. Requests go round the sender threads."""
+        queues = self._senders.queues
         live = LiveRequest(
-            request_id, response_sender, self._news[request_id % len(self._news)], self.latencies.inter_token_seconds
+            request_id, response_sender, queues[request_id % len(queues)], self.latencies.inter_token_seconds
         )
         self._live[request_id] = live
         with self._unfinished_lock:
@@ -72,11 +77,16 @@ class Responder:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def num_held_up(self) -> int:
+        """Sender threads that wait for a client to read."""
+        return self._senders.num_held_up
+
     def counts(self) -> Counter[str]:
         """Totals since the start: `responses`, `coalesced` ones, `output_tokens`, `input_tokens`, and outcomes."""
         total: Counter[str] = Counter()
-        for counts in self._counts:
-            total.update(counts.copy())
+        for tally in list(self._senders.tallies):
+            total.update(tally.counts.copy())
         return total
 
     def end_all(self, code: ErrorCode, message: str) -> None:
@@ -86,23 +96,26 @@ class Responder:
 
     def close(self) -> None:
         """Send what is still to be sent, then stop the threads. Call `end_all` first."""
-        for news in self._news:
-            news.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._senders.close()
 
     # ---- sender threads ---------------------------------------------------------------------------------------
 
-    def _run(self, index: int) -> None:
-        news, counts, latencies = self._news[index], self._counts[index], self.latencies.threads[index]
-        while (live := news.get()) is not None:
-            if live.is_closed:
-                continue
-            try:
-                self._serve(live, counts, latencies)
-            except Exception:
-                logger.exception("a response could not be made or sent")
-                self._give_up(live, counts)
+    def _run(self, live: LiveRequest, tally: Tally) -> None:
+        try:
+            self._serve(live, tally.counts, tally.latencies)
+        except Exception:
+            logger.exception("a response could not be made or sent")
+            self._give_up(live, tally.counts)
+
+    def _end_slow_reader(self, live: LiveRequest, tally: Tally) -> None:
+        """A response has waited for so long to be taken. What is told here is sent if the client ever reads again."""
+        reason = (
+            f"the client has not read its responses for {self._slow_reader_timeout_s:g} s, so the request was ended"
+        )
+        if live.end(ErrorCode.CANCELLED, reason):
+            logger.warning("request %d was ended: its client does not read", live.request_id)
+            tally.counts["slow_readers"] += 1
+            self._cancel(live.request_ids)
 
     def _serve(self, live: LiveRequest, counts: Counter[str], latencies: ThreadLatencies) -> None:
         """Send what is new of one request, if it makes a response."""
@@ -114,14 +127,16 @@ class Responder:
                 self._cancel(live.request_ids)
             self._send_error(live, *error, counts)
             return
+        if not all_news:
+            return
         for news in all_news:
             self._take_in(live, news)
-        if live.start_others is not None and all_news:
+        if live.start_others is not None:
             start_others, live.start_others = live.start_others, None
             start_others()
         assert live.generate is not None  # tokens come only after `begin`
         is_final = all(answer.finish_reason for answer in live.answers)
-        if is_final or (live.generate.is_stream and any(answer.unsent_text for answer in live.answers)):
+        if is_final or (live.generate.is_stream and self._is_enough(live)):
             response = self._data_response(live, live.generate, counts)
             if not is_final:
                 live.response_sender.send(response, flags=0)
@@ -133,6 +148,13 @@ class Responder:
                 counts["input_tokens"] += live.num_input_tokens
                 latencies.note_end(live)
                 self._send_final(live, response)
+
+    def _is_enough(self, live: LiveRequest) -> bool:
+        """Whether what is there makes a response before the end: text, and of tokens as many as the interval."""
+        if not any(answer.unsent_text for answer in live.answers):
+            return False
+        most_tokens = max(answer.num_unsent_tokens for answer in live.answers)
+        return not live.is_first_response_out or most_tokens >= self._stream_interval
 
     def _take_in(self, live: LiveRequest, news: News) -> None:
         delta = news.answer.push(news)

@@ -19,6 +19,8 @@ class RawStream:
     ) -> None:
         self.events: list[tuple[float, Any, Any]] = []  # (time.monotonic(), result, error)
         self._arrived = threading.Condition()
+        self._may_read = threading.Event()
+        self._may_read.set()
         self._connection = grpc.InferenceServerClient(url)
         self._connection.start_stream(self._on_event)
         text = prompt.encode() if isinstance(prompt, str) else prompt
@@ -28,6 +30,13 @@ class RawStream:
             body = sampling if isinstance(sampling, str) else json.dumps(sampling)
             inputs.append(_tensor("sampling_parameters", "BYTES", body.encode()))
         self._connection.async_stream_infer("llm", inputs, enable_empty_final_response=True)
+
+    def stop_reading(self) -> None:
+        """Take nothing more from the connection: its windows fill up, and the rest stays at the server."""
+        self._may_read.clear()
+
+    def read_on(self) -> None:
+        self._may_read.set()
 
     @property
     def text(self) -> str:
@@ -72,6 +81,7 @@ class RawStream:
         self._connection.close()
 
     def _on_event(self, result: Any, error: Any) -> None:
+        self._may_read.wait()
         with self._arrived:
             self.events.append((time.monotonic(), result, error))
             self._arrived.notify_all()

@@ -69,6 +69,8 @@ class ResponseSender:
         self.send_s = send_s
         self.ask_s = 0.0
         self.fails_to_send = False
+        self.may_send = threading.Event()  # clear: the client does not read, and a send waits for it
+        self.may_send.set()
         self._is_cancelled = False
         self._closed = threading.Event()
         self._sending = threading.Lock()
@@ -90,6 +92,7 @@ class ResponseSender:
                 self.fails_to_send = False
                 raise TritonModelException("Failed to increase the shared memory pool size")
             time.sleep(self.send_s)
+            self.may_send.wait()
             if response is not None:
                 self.responses.append(response)
             if flags == FINAL:

@@ -22,11 +22,11 @@ PROMPT_IDS = list(b"prompt ")
 class Bench:
     """Opens requests on it; `cancelled` are the ids that it ended at the engine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: float) -> None:
         write_byte_tokenizer(folder)
         self.tokenizer = Tokenizer(folder)
         self.cancelled: list[int] = []
-        self.responder = Responder(2, self.cancelled.extend)
+        self.responder = Responder(2, self.cancelled.extend, **options)  # type: ignore[arg-type]
         self.next_id = 0
 
     def open(

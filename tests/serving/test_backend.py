@@ -268,6 +268,8 @@ def test_failed_loads_say_why(folder: Path) -> None:
         ({"max_num_sequences": 3}, {}, "unknown engine argument 'max_num_sequences'"),
         ({"model": "no-such-model"}, {}, "'no-such-model' does not exist"),
         ({}, {"parameters": {"sender_threads": {"string_value": "many"}}}, "sender_threads in config.pbtxt"),
+        ({}, {"parameters": {"slow_reader_timeout_s": {"string_value": "0"}}}, "slow_reader_timeout_s in config.pbtxt"),
+        ({"stream_interval": 0}, {}, "stream_interval is 0; it must be at least 1"),
     ]
     for index, (arguments, config, reason) in enumerate(cases):
         model = TritonPythonModel()

@@ -20,7 +20,7 @@ INFO = ModelInfo(
 )  # fmt: skip
 
 
-NO_TOTALS = Latencies(1).totals()
+NO_TOTALS = Latencies().totals()
 
 
 def make_metrics(has_vllm_names: bool = False, is_on: bool = True) -> Metrics:
