@@ -23,7 +23,7 @@ th,td{padding:4px 14px;text-align:right;border-bottom:1px solid #ddd;white-space
 th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid #999}
 .good{color:#00704e}.bad{color:#b03a00}
 .warn{background:#fff4e0;border-left:4px solid #d98200;padding:8px 14px;margin:8px 0}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(480px,1fr));gap:18px}
+.plots{margin-top:18px;display:grid;grid-template-columns:repeat(auto-fit,minmax(480px,1fr));gap:18px}
 svg{width:100%;height:auto;border:1px solid #e2e2e2;border-radius:6px;background:#fff}
 svg text{font:13px system-ui,"DejaVu Sans",sans-serif;fill:#222}svg .title{font-weight:600;font-size:15px}
 svg .mid{text-anchor:middle}svg .end{text-anchor:end}svg .grid{stroke:#e6e6e6}

@@ -13,6 +13,7 @@ from cb_backend.study.replay import Replay
 from cb_backend.study.step_times import StepTimes
 
 Percentiles = dict[str, float]  # mean, min, p50, p90, p99, max, in milliseconds
+CURVE_POINTS = (*range(0, 100, 2), 99, 100)  # percentiles at which a distribution is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,12 @@ class Figures:
     num_preemptions: int
     preemption_rate: float  # preemptions / requests
     cached_share: float  # of all prompt tokens, those found in the prefix cache
+    ttft_curve: list[float]  # milliseconds at CURVE_POINTS
+    e2e_curve: list[float]
 
     def to_json(self) -> dict[str, Any]:
-        """As the report's JSON has it, rounded to what can be told."""
-        return {name: _rounded(getattr(self, name)) for name in self.__slots__}
+        """As the report's JSON has it, rounded to what can be told; without the curves."""
+        return {name: _rounded(getattr(self, name)) for name in self.__slots__ if not name.endswith("_curve")}
 
 
 def figures(result: Replay) -> Figures:
@@ -60,6 +63,8 @@ def figures(result: Replay) -> Figures:
         num_preemptions=result.num_preemptions,
         preemption_rate=result.num_preemptions / result.num_requests,
         cached_share=result.num_cached_prompt_tokens / max(result.num_prompt_tokens, 1),
+        ttft_curve=(np.percentile(found.ttft, CURVE_POINTS) * 1e3).tolist(),
+        e2e_curve=(np.percentile(found.e2e, CURVE_POINTS) * 1e3).tolist(),
     )
 
 

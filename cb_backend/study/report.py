@@ -8,7 +8,7 @@ from html import escape
 
 from cb_backend.charts import COLOURS, Line, line_chart, page
 from cb_backend.study.advice import Study, percentiles
-from cb_backend.study.figures import Figures
+from cb_backend.study.figures import CURVE_POINTS, Figures
 from cb_backend.study.sweep import Comparison, Trial
 
 Table = list[list[str]]
@@ -24,7 +24,7 @@ def text_report(study: Study) -> str:
         "",
         aligned(comparison_table(study, 1)),
         "",
-        "Settings tried:",
+        f"Settings tried (latencies at {study.rate:.3g} requests/s):",
         aligned(trial_table(study)),
     ]
     if study.checks:
@@ -50,6 +50,7 @@ def html_report(study: Study) -> str:
         *comparison_charts(study),
         "</div>",
         "<h2>Settings tried</h2>",
+        f'<p class="dim">Latencies at {study.rate:.3g} requests/s; slots busy with all requests at once.</p>',
         html_table(trial_table(study)),
         '<div class="plots">',
         *trial_charts(study),
@@ -124,8 +125,8 @@ _FIGURES: list[tuple[str, Callable[[Figures], str]]] = [
 
 
 def trial_table(study: Study) -> Table:
-    header = ["max_num_seqs", "max_num_batched_tokens", "tokens/s at once", "TTFT p99, ms", "inter-token p99, ms"]
-    header += ["E2E p99, ms", "slots busy", "preempted", "target"]
+    header = ["seqs", "tokens a step", "tokens/s at once", "TTFT p99, ms", "inter-token p99, ms", "E2E p99, ms"]
+    header += ["slots busy", "preempted", "target"]
     rows = []
     for trial in study.trials:
         loaded, setting = trial.loaded, trial.setting
@@ -152,17 +153,17 @@ def check_table(study: Study) -> Table:
 
 
 def comparison_charts(study: Study) -> list[str]:
-    """Percentiles of the time to the last token, and of the time to the first, for the three ways."""
+    """Distributions of the times to the last token and to the first, for the three ways."""
     assert study.comparison is not None
-    ranks = ("p50", "p90", "p99")
+    sides = list(_sides(study.comparison).items())
     charts = []
     for which, when in enumerate(_when(study)):
-        for name, label in (("e2e_ms", "E2E"), ("ttft_ms", "TTFT")):
+        for name, label in (("e2e_curve", "E2E"), ("ttft_curve", "TTFT")):
             lines = [
-                Line(side, [50, 90, 99], [getattr(pair[which], name)[rank] for rank in ranks], colour, has_markers=True)
-                for (side, pair), colour in zip(_sides(study.comparison).items(), COLOURS, strict=False)
+                Line(side, getattr(pair[which], name), CURVE_POINTS, COLOURS[index], is_dashed=index == len(sides) - 1)
+                for index, (side, pair) in enumerate(sides)
             ]
-            charts.append(line_chart(f"{label}, {when}", "percentile", "ms", lines))
+            charts.append(line_chart(f"{label}, {when}", "ms", "% of requests at or below", lines, y_max=100))
     return charts
 
 
