@@ -68,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--max-run-s", type=float, default=60.0, help="most seconds a real run may take: it gets fewer requests"
     )
+    how.add_argument(
+        "--cpu-time", action="store_true", help="count this process's CPU seconds: for a busy machine and one thread"
+    )
     how.add_argument("--html", type=Path, metavar="FILE", help="write the report here")
     how.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
 
@@ -97,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         max_run_s=args.max_run_s,
         is_simulated=args.simulate,
         is_confirmed=not args.no_confirm,
+        is_cpu_time=args.cpu_time,
         times=times,
         say=Teller(begin),
         note=lambda text: print(f"{time.monotonic() - begin:7.1f} s  {text}", file=sys.stderr, flush=True),

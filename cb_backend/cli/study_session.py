@@ -38,6 +38,7 @@ class Session:
     max_run_s: float
     is_simulated: bool
     is_confirmed: bool
+    is_cpu_time: bool
     times: StepTimes | None
     say: Say
     note: Callable[[str], None]
@@ -49,6 +50,8 @@ class Session:
         if self.times is None or self.is_confirmed or not self.is_simulated:
             self.note(f"loading {self.config.model}")
             self._engine = create_engine(self.config)
+            if self.is_cpu_time and self._engine.info.device != "cpu":
+                raise ConfigError("--cpu-time is for engines on the CPU: this one computes elsewhere")
         try:
             return self._study()
         finally:
@@ -64,7 +67,7 @@ class Session:
         bench: Bench = simulator
         if not self.is_simulated:
             assert self._engine is not None
-            bench = RealBench(self._engine)
+            bench = RealBench(self._engine, self.is_cpu_time)
             traffic, shortened = self._short_enough(simulator, traffic, base, rate)
             warnings += shortened
         study = Study(
@@ -117,7 +120,7 @@ class Session:
         assert self._engine is not None
         self.note("calibrating: how long steps take")
         settings = [Setting(max(self.seqs), max(budget, max(self.seqs))) for budget in self.budgets]
-        replays = calibrate(RealBench(self._engine), traffic, settings, self.max_run_s)
+        replays = calibrate(RealBench(self._engine, self.is_cpu_time), traffic, settings, self.max_run_s)
         times = self._fit(replays)
         self.note(f"{times.num_steps} steps measured, median error of the fit {times.relative_error:.1%}")
         return times
@@ -125,7 +128,8 @@ class Session:
     def _fit(self, replays: list[Replay]) -> StepTimes:
         assert self._engine is not None
         found = self.conditions(self._engine.info.device)
-        return fitted(self._engine, replays, {name: str(value) for name, value in found.items()})
+        conditions = {name: str(value) for name, value in found.items()}
+        return fitted(self._engine, replays, {**conditions, "clock": "CPU time" if self.is_cpu_time else ""})
 
     def _simulator_config(self, times: StepTimes) -> EngineConfig:
         num_blocks = self.config.num_gpu_blocks_override or times.num_blocks
@@ -171,12 +175,12 @@ class Session:
                 short = run_trial(simulator, traffic, study.rate, trial.setting, self.say)
                 predicted = (short.saturated, short.loaded)
         self.note("confirming the recommended setting on the engine")
-        measured = run_trial(RealBench(self._engine), traffic, study.rate, trial.setting, self.say)
+        measured = run_trial(RealBench(self._engine, self.is_cpu_time), traffic, study.rate, trial.setting, self.say)
         study.checks = checks(predicted, (measured.saturated, measured.loaded))
 
 
 def _shown(times: StepTimes) -> dict[str, str]:
-    names = ("card", "driver", "torch", "commit")
+    names = ("card", "driver", "torch", "commit", "clock")
     return {
         "model": f"{times.model} ({times.dtype})",
         **{name: times.conditions.get(name, "") for name in names},

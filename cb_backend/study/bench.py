@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -42,26 +43,47 @@ class Bench(Protocol):
     ) -> Replay: ...
 
 
+class CpuClock:
+    """CPU seconds of this process; pauses are skipped, and count as if they had been waited for.
+
+    For an engine that computes on one CPU thread, on a machine that has other work as well: the wall clock would
+    measure the neighbours.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        self._skipped += max(seconds, 0.0)
+
+
 class RealBench:
     """Over one loaded engine; each replay gets a new scheduler and an empty cache of the same size."""
 
     is_simulated = False
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine, is_cpu_time: bool = False) -> None:
         """`engine` must have been made for the largest setting that will be asked for."""
         self.engine = engine
+        self._is_cpu_time = is_cpu_time
         gc.collect()
         gc.freeze()  # the loaded model and its libraries are not looked through again before each replay
 
     def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
+        cpu = CpuClock()
+        clock, sleep = (cpu, cpu.sleep) if self._is_cpu_time else (time.monotonic, time.sleep)
         engine = fresh_engine(
             self.engine,
+            clock,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
             scheduling_policy=policy,
         )
         with no_collections():
-            return replay(engine, traffic, progress=progress)
+            return replay(engine, traffic, clock, sleep, progress)
 
 
 class SimulatedBench:

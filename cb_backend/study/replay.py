@@ -77,13 +77,13 @@ class Replay:
     wall_seconds: float  # that the replay itself took; less than `seconds` in a simulation
 
 
-def fresh_engine(engine: LLMEngine, **changes: object) -> LLMEngine:
+def fresh_engine(engine: LLMEngine, clock: Clock = time.monotonic, /, **changes: object) -> LLMEngine:
     """A new scheduler and an empty KV cache over the same runner; `changes` are engine arguments."""
     config = dataclasses.replace(engine.config, **changes)  # type: ignore[arg-type]
     info = engine.info
     if config.num_gpu_blocks_override is not None:
         info = msgspec.structs.replace(info, num_blocks=min(info.num_blocks, config.num_gpu_blocks_override))
-    return LLMEngine(config, engine.runner, info)
+    return LLMEngine(config, engine.runner, info, clock)
 
 
 def replay(

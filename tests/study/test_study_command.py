@@ -42,7 +42,7 @@ def test_simulated_and_confirmed(
     """Calibrates the engine, simulates the grid, runs the recommendation for real; all files are written."""
     out, html, times = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "times.json"
     files = ["--json", str(out), "--html", str(html), "--save-times", str(times)]
-    flags = ["--trace", str(trace), "--num-requests", "12", "--rate", "40", "--simulate", "--target-ttft-ms", "1e6"]
+    flags = ["--trace", str(trace), "--num-requests", "12", "--rate", "40", "--simulate", "--cpu-time"]
     assert main(["study", *flags, *GRID, *tiny, *files]) == 0
     printed = capsys.readouterr()
     result = json.loads(out.read_text())
