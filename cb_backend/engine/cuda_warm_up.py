@@ -6,6 +6,7 @@ then takes the rest of the allowance; graphs are captured last, on the real cach
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -29,8 +30,9 @@ MIB = 1 << 20
 
 
 def log(message: str) -> None:
-    """Progress of a start-up, for the server's log."""
-    print(f"cb_backend engine: {message}", file=sys.stderr, flush=True)
+    """Progress of a start-up, for the server's log. A log that cannot be written (a full disk) is no reason to fail."""
+    with contextlib.suppress(OSError):
+        print(f"cb_backend engine: {message}", file=sys.stderr, flush=True)
 
 
 def new_storage(

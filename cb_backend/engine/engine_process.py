@@ -13,6 +13,7 @@ Exit codes: 0 nothing more to do, 1 the start failed, 2 the start failed for a r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -290,9 +291,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def leave(exit_code: int) -> NoReturn:
     """End at once: taking torch and its threads down in order takes seconds, out of the server's exit timeout."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # of a log that cannot be written
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(exit_code)
 
 

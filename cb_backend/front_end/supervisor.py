@@ -73,6 +73,11 @@ class EngineSupervisor:
         """Whether this front end is the one that looks after the engines."""
         return self._directory.is_owner
 
+    @property
+    def runtime_folder(self) -> Path:
+        """Where the front ends of this model copy meet; gone once the last of them has closed."""
+        return self._directory.path
+
     def start(self) -> ModelInfo:
         """Wait until this front end is connected to every engine. Raises `ConfigError` with an engine's reason."""
         self._tick()

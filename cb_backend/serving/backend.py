@@ -37,7 +37,8 @@ from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
 from cb_backend.serving.responder import DEFAULT_SLOW_READER_TIMEOUT_S, Responder
-from cb_backend.serving.server_watch import start_server_watch
+from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
+from cb_backend.serving.shared_regions import note_regions, remove_regions_of_the_dead
 
 NUM_WORKERS = 2
 DEFAULT_SENDER_THREADS = 4
@@ -71,6 +72,8 @@ class TritonPythonModel:
         server_pid = os.getppid()
         start_server_watch(server_pid)
         self._supervisor = EngineSupervisor(config, server_pid, name, version, engine_model=engine_model)
+        remove_regions_of_the_dead(self._supervisor.runtime_folder)
+        note_regions(self._supervisor.runtime_folder, OWN_COMMAND_LINE.read_bytes())
         try:
             self._info = self._supervisor.start()
             self._tokenizer = Tokenizer(self._info.tokenizer_dir)
@@ -113,6 +116,7 @@ class TritonPythonModel:
         self._chat.close()
         self._responder.end_all(ErrorCode.UNAVAILABLE, STOPPING)
         self._responder.close()
+        remove_regions_of_the_dead(self._supervisor.runtime_folder)
         self._supervisor.close()
 
     def parse(self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:

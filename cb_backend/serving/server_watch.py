@@ -7,7 +7,6 @@ waits for the server process to end, and ends this process with it. It knows not
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -15,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cb_backend.process_watch import ProcessWatch
+from cb_backend.serving.shared_regions import regions_of, remove_regions
 
-SHARED_MEMORY = Path("/dev/shm")
-REGION_PREFIX = "triton_python_backend_shm_region_"
+OWN_COMMAND_LINE = Path("/proc/self/cmdline")
 EXIT_CODE = 1
 
 logger = logging.getLogger("cb_backend.serving")
@@ -43,13 +42,5 @@ def _run(watch: ProcessWatch, on_end: Callable[[], None]) -> None:
 def end_process() -> None:
     """End this process without a farewell: every way through the stub's own code would wait for the server."""
     logger.warning("the server is gone; this front end ends")
-    remove_region(Path("/proc/self/cmdline").read_bytes())
+    remove_regions(regions_of(OWN_COMMAND_LINE.read_bytes()))
     os._exit(EXIT_CODE)
-
-
-def remove_region(command_line: bytes) -> None:
-    """Remove the shared memory that a stub's command line names; nobody but its server would."""
-    for word in command_line.decode(errors="replace").split("\0"):
-        if word.startswith(REGION_PREFIX) and "/" not in word:
-            with contextlib.suppress(OSError):
-                (SHARED_MEMORY / word).unlink()

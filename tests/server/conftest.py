@@ -12,8 +12,10 @@ import re
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -53,6 +55,7 @@ class RunningServer:
     def __init__(self, process: ServerProcess, mark: str) -> None:
         self.process = process
         self.mark = mark
+        self.has_metrics = "--allow-metrics=false" not in process.options.extra_arguments
         self.url = process.grpc_address
         self.client = load_client().Client(self.url, "llm", timeout=60.0)
 
@@ -113,11 +116,15 @@ def running_server(
     front_ends: int = 2,
     exit_timeout_secs: int = 5,
     prepare: Callable[[Path], None] = lambda repository: None,
+    server_arguments: tuple[str, ...] = (),
+    through: str | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
     **engine_arguments: object,
 ) -> Iterator[RunningServer]:
     """Start a server and wait for it; at the end stop it and fail if a process of it is left.
 
-    `prepare` may change the model repository before the start.
+    `prepare` may change the model repository before the start. `through`: a line of shell that ends by executing the
+    server, "$@"; what it sets up (limits, mounts, redirections) holds for everything the server starts.
     """
     repository = copy_with_model(checkout_path("model_repository/llm"), str(checkpoint), folder, front_ends)
     arguments = {"model": str(checkpoint), "max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 32 << 20}
@@ -129,9 +136,16 @@ def running_server(
         "127.0.0.1",
         *free_ports(3),
         exit_timeout_secs=exit_timeout_secs,
-        extra_environment={MARK: mark, "OMP_NUM_THREADS": "1"},
+        extra_arguments=server_arguments,
+        extra_environment={MARK: mark, "OMP_NUM_THREADS": "1", **environment},
     )
-    process = ServerProcess(find_server(), options)
+    installation = find_server()
+    if through is not None:
+        script = folder / "server.sh"
+        script.write_text(f'#!/bin/sh\nset -- {installation.binary} "$@"\n{through}\n')
+        script.chmod(0o755)
+        installation = replace(installation, binary=script)
+    process = ServerProcess(installation, options)
     process.start()
     try:
         process.wait_ready(START_TIMEOUT_S)

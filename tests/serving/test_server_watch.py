@@ -5,13 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from cb_backend.process_watch import ProcessWatch
-from cb_backend.serving import server_watch
-from cb_backend.serving.server_watch import REGION_PREFIX, remove_region, start_server_watch
+from cb_backend.serving.server_watch import start_server_watch
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -35,18 +33,3 @@ def test_a_server_that_is_gone_already_is_noticed() -> None:
     watch = ProcessWatch(server.pid)
     watch.wait()
     assert not watch.is_alive
-
-
-def test_only_the_region_that_the_command_line_names_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_watch, "SHARED_MEMORY", tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
-    mine, other = (tmp_path / "shm" / f"{REGION_PREFIX}{name}" for name in ("1a", "2b"))
-    outside = tmp_path / f"{REGION_PREFIX}3c"
-    for path in (mine, other, outside):
-        path.touch()
-    words = ["stub", "/models/llm/1/model.py", mine.name, "1048576", f"{REGION_PREFIX}/../../{outside.name}", ""]
-    remove_region("\0".join(words).encode())
-    remove_region("\0".join(words).encode())  # it is no error that it is gone
-    assert (mine.exists(), other.exists(), outside.exists()) == (False, True, True)
