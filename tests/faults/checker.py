@@ -1,5 +1,7 @@
 """Judges histories afterwards, from what clients saw alone. It knows no server and asks nobody.
 
+    python -m tests.faults.checker FOLDER     # again, of a folder that tests.faults.run --keep has left
+
 A request must have exactly one end, nothing after it, and the text of its plan: all of it at a good end, a beginning of
 it before an error or a cancellation. Errors may come only while a fault lasts and until the server has recovered from
 it, and only with the codes that the fault allows.
@@ -7,11 +9,14 @@ it, and only with the codes that the fault allows.
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from tests.faults.history import Event, Item, by_request
+from tests.faults.history import Event, Item, by_request, read_history, read_plan
 
 FINISH_REASONS = ("stop", "length")
 _INTERNALS = re.compile(r"Traceback|\.py\b|/(home|tmp|work|usr|opt|dev)/|0x[0-9a-f]{6,}")
@@ -171,3 +176,24 @@ def _check_recovery(window: Window, canaries: list[tuple[float, float, bool]], v
         verdict.problems.append(f"no canary went well within {window.recovery_limit_s:g} s of a fault's end")
         return
     verdict.recovery_s.append(max(first_good - window.end, 0.0))
+
+
+def write_windows(folder: Path, windows: list[Window], killed_clients: set[str]) -> None:
+    """What the histories of a folder must be judged by."""
+    rows = [{**asdict(window), "codes": sorted(window.codes)} for window in windows]
+    (folder / "windows.json").write_text(json.dumps({"windows": rows, "killed_clients": sorted(killed_clients)}))
+
+
+def check_folder(folder: Path) -> Verdict:
+    """Judge a folder: plan.json, windows.json and every history-*.jsonl."""
+    known = json.loads((folder / "windows.json").read_text())
+    windows = [Window(**{**row, "codes": frozenset(row["codes"])}) for row in known["windows"]]
+    events = [event for path in sorted(folder.glob("history-*.jsonl")) for event in read_history(path)]
+    return check(events, read_plan(folder / "plan.json"), windows, frozenset(known["killed_clients"]))
+
+
+if __name__ == "__main__":
+    verdict = check_folder(Path(sys.argv[1]))
+    print(dict(verdict.counts), "recovery", [round(seconds, 2) for seconds in verdict.recovery_s])
+    print("\n".join(verdict.problems) or "clean")
+    sys.exit(int(bool(verdict.problems)))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from cb_backend.cli.processes import descendants
-from tests.faults.checker import Verdict, Window, check
+from tests.faults.checker import Verdict, Window, check_folder, write_windows
 from tests.faults.faulty_runner import ENVIRONMENT, FaultFile
-from tests.faults.history import Event, HistoryReader, Item, read_history, write_plan
+from tests.faults.history import Event, HistoryReader, Item, write_plan
 from tests.server.conftest import RunningServer, running_server
 from tests.server.tiny_checkpoint import Reference
 
@@ -90,14 +90,11 @@ class World:
     windows: list[Window] = field(default_factory=list)
     killed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
-    histories: list[Path] = field(default_factory=list)
     restart_limit_s: float = 30.0
 
     def client(self, name: str, *arguments: str) -> Client:
         """A further client, judged with the others."""
-        client = Client(self.server.url, self.folder, name, *arguments)
-        self.histories.append(client.history)
-        return client
+        return Client(self.server.url, self.folder, name, *arguments)
 
     def stubs(self) -> list[int]:
         processes = [process.pid for process in descendants(self.server.process.pid)]
@@ -126,8 +123,8 @@ class World:
         self.wait(has_come, timeout_s, "a canary ends well")
 
     def judge(self) -> Verdict:
-        events = [event for path in (self.load.history, *self.histories) for event in read_history(path)]
-        verdict = check(events, self.plan, self.windows, frozenset(self.killed))
+        write_windows(self.folder, self.windows, self.killed)
+        verdict = check_folder(self.folder)
         verdict.problems += self.notes
         return verdict
 

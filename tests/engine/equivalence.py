@@ -1,0 +1,222 @@
+"""Every way of running a request gives what it gives alone: 14 settings x 14 parameter sets x 24 prompts, a tiny model.
+
+    python -m tests.engine.equivalence [--checkpoint llama-gqa]
+
+"Alone" is a run of the one request: one prompt in one step, no prefix cache, no run-ahead. Tokens and finish reasons
+must be equal, log-probabilities up to 1e-4. A matrix that does nothing proves nothing: every setting must have done
+what it is for (preempted, swapped, found prefixes, ...), and every parameter set must change some answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.kv_cache.swap import BlockSwapper
+from cb_backend.sampling_params import SamplingParams
+from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.models.tiny_checkpoints import write_checkpoint
+
+BLOCK_SIZE = 4
+MAX_LEN = 96
+NUM_PROMPTS = 24
+VOCAB = 97
+LOGPROB_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`must`: the statistic that shows that the setting did what it is for."""
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    num_blocks: int | None = None  # None: enough for all
+    is_slots: bool = False  # the GPU's runner, on the CPU
+    warm_up: int = 0  # so many of the prompts are run before
+    has_cancels: bool = False  # neighbours that come and are cancelled
+    is_staggered: bool = False  # prompts arrive a few steps apart
+    must: str = ""
+
+
+TIGHT = -(-MAX_LEN // BLOCK_SIZE) + 3
+SETTINGS = (
+    Setting("plain"),
+    Setting("chunks of 1", {"max_num_batched_tokens": 1, "max_num_seqs": 1}),
+    Setting("chunks of 7", {"max_num_batched_tokens": 7, "max_num_seqs": 4}),
+    Setting("chunks of a block", {"max_num_batched_tokens": BLOCK_SIZE, "max_num_seqs": 4}),
+    Setting("whole prompts", {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_LEN}),
+    Setting("tiny pool, computed again", num_blocks=TIGHT, must="num_preemptions"),
+    Setting("tiny pool, swapped", {"swap_space": 0.01}, num_blocks=TIGHT, must="num_swapped_in"),
+    Setting("prefixes warm", {"enable_prefix_caching": True}, warm_up=NUM_PROMPTS, must="num_cached_prompt_tokens"),
+    Setting("prefixes partly warm", {"enable_prefix_caching": True}, warm_up=6, must="num_cached_prompt_tokens"),
+    Setting("batch of 1", {"max_num_seqs": 1}),
+    Setting("batch of 8, staggered", {"max_num_seqs": 8}, is_staggered=True),
+    Setting("batch of 32, neighbours cancelled", {"max_num_seqs": 32}, has_cancels=True, must="num_cancelled"),
+    Setting("slots, 4 steps ahead", {"run_ahead": 4}, is_slots=True),
+    Setting(
+        "all at once",
+        {"run_ahead": 4, "max_num_seqs": 8, "max_num_batched_tokens": 9, "enable_prefix_caching": True,
+         "swap_space": 0.01},
+        num_blocks=TIGHT + 4, is_slots=True, warm_up=4, has_cancels=True, is_staggered=True, must="num_preemptions",
+    ),
+)  # fmt: skip
+
+_DRAW = {"temperature": 0.9, "seed": 7}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": _DRAW,
+    "top_k": {**_DRAW, "top_k": 5},
+    "top_p": {**_DRAW, "top_p": 0.7},
+    "min_p": {**_DRAW, "min_p": 0.2},
+    "every filter": {**_DRAW, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    "repetition": {"repetition_penalty": 1.7},
+    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    "logit_bias": {"logit_bias": {5: 6.0, 9: -50.0}},
+    "allowed ids": {"allowed_token_ids": tuple(range(10, 50))},
+    "bad words": {"bad_words": ("x",), "bad_words_token_ids": ((11,), (40, 41), (12, 13, 14))},
+    "stop ids after min_tokens": {"stop_token_ids": tuple(range(3, 40)), "min_tokens": 6},
+    "logprobs": {"logprobs": 4},
+    "long, eos ignored": {"ignore_eos": True, "max_tokens": 24},
+}
+
+
+def make_prompts(seed: int = 0) -> list[list[int]]:
+    """Lengths around block borders; half of them share a beginning."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(3, VOCAB, 41).tolist()
+    lengths = (1, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 48)
+    prompts = [rng.integers(3, VOCAB, length).tolist() for length in lengths]
+    prompts += [shared[: 5 + 3 * i] + rng.integers(3, VOCAB, 1 + i % 4).tolist() for i in range(NUM_PROMPTS // 2)]
+    return prompts
+
+
+class Matrix:
+    """Holds the checkpoint and the engines over it; answers are compared one cell at a time."""
+
+    def __init__(self, checkpoint: Path, prompts: list[list[int]] | None = None) -> None:
+        base: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+        sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "num_gpu_blocks_override": 40 * TIGHT}
+        self._base = config(str(checkpoint), **base, **sizes)
+        self._plain = create_engine(dataclasses.replace(self._base, swap_space=0.01))
+        self._slots = with_slot_runner(self._base)
+        self._slots.runner.swapper = BlockSwapper(  # type: ignore[attr-defined]
+            self._slots.runner.storage,  # type: ignore[attr-defined]
+            self._plain.info.num_host_blocks,
+        )
+        self.prompts = prompts or make_prompts()
+        self._alone: dict[str, Run] = {}
+
+    def alone(self, name: str) -> Run:
+        """What each prompt gives by itself."""
+        if name not in self._alone:
+            out = Run()
+            params = params_of(name)
+            for index, prompt in enumerate(self.prompts):
+                lone = run(self._engine(Setting("alone", {"run_ahead": 0})), [prompt], params)
+                out.token_ids[index], out.reasons[index] = lone.token_ids[0], lone.reasons[0]
+                out.logprobs[index] = lone.logprobs.get(0, [])
+            self._alone[name] = out
+        return self._alone[name]
+
+    def _engine(self, setting: Setting) -> LLMEngine:
+        engine = self._slots if setting.is_slots else self._plain
+        changed: EngineConfig = dataclasses.replace(self._base, **setting.changes)
+        swaps = setting.changes.get("swap_space")
+        info = msgspec.structs.replace(engine.info, num_host_blocks=self._plain.info.num_host_blocks if swaps else 0)
+        if setting.num_blocks is not None:
+            info = msgspec.structs.replace(info, num_blocks=setting.num_blocks)
+        return LLMEngine(changed, engine.runner, info)
+
+    def differences(self, setting: Setting, name: str, done: dict[str, int]) -> list[str]:
+        """What one cell of the matrix (24 prompts) has wrong; `done` collects the setting's statistics."""
+        engine, params = self._engine(setting), params_of(name)
+        if setting.warm_up:
+            run(engine, self.prompts[: setting.warm_up], params)
+        prompts, cancels = list(self.prompts), {}
+        if setting.has_cancels:
+            for index in range(min(8, len(self.prompts))):
+                cancels[len(prompts)] = 3 + 2 * index
+                prompts.append(self.prompts[-1 - index][:-1])
+        arrivals = [index // 2 if setting.is_staggered else 0 for index in range(len(prompts))]
+        got, expected = run(engine, prompts, params, arrivals=arrivals, cancels=cancels), self.alone(name)
+        engine.scheduler.check_integrity()
+        stats = engine.stats()
+        for field_name in ("num_preemptions", "num_swapped_in", "num_cached_prompt_tokens", "num_cancelled"):
+            done[field_name] = done.get(field_name, 0) + getattr(stats, field_name)
+        wrong = []
+        if stats.num_free_blocks != engine.info.num_blocks:
+            wrong.append(
+                f"{setting.name} / {name}: {engine.info.num_blocks - stats.num_free_blocks} blocks are missing"
+            )
+        for index in range(len(self.prompts)):
+            problem = _difference(got, expected, index)
+            if problem is not None:
+                wrong.append(f"{setting.name} / {name} / prompt {index}: {problem}")
+        return wrong
+
+
+def params_of(name: str) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "seed": 1, **PARAMS[name]})
+
+
+def _difference(got: Run, expected: Run, index: int) -> str | None:
+    if got.token_ids[index] != expected.token_ids[index]:
+        return f"{got.token_ids[index]}, alone {expected.token_ids[index]}"
+    if got.reasons[index] is not expected.reasons[index]:
+        return f"ends with {got.reasons[index]}, alone {expected.reasons[index]}"
+    figures, lone = got.logprobs.get(index, []), expected.logprobs[index]
+    if len(figures) != len(lone):
+        return f"{len(figures)} logprobs, alone {len(lone)}"
+    for one, other in zip(figures, lone, strict=True):
+        values, others = [one.sampled, *one.top], [other.sampled, *other.top]
+        if one.rank != other.rank or not np.allclose(values, others, atol=LOGPROB_TOLERANCE, rtol=0):
+            return f"logprobs {values}, alone {others}"
+    return None
+
+
+def empty_cells(matrix: Matrix, done: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Settings that did not do what they are for, and parameters without effect."""
+    for setting in SETTINGS:
+        if setting.name in done and setting.must and not done[setting.name].get(setting.must):
+            yield f"{setting.name}: {setting.must} is 0, so nothing was tested"
+    for name in PARAMS:
+        is_silent = name in ("greedy", "logprobs")
+        if not is_silent and matrix.alone(name).token_ids == matrix.alone("greedy").token_ids:
+            yield f"{name} changes no answer"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.equivalence", description=__doc__)
+    parser.add_argument("--checkpoint", default="llama-gqa", help="one of tests/models/tiny_checkpoints.py")
+    options = parser.parse_args(arguments)
+    begin, num_wrong = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(write_checkpoint(options.checkpoint, Path(folder)))
+        done: dict[str, dict[str, int]] = {}
+        for setting in SETTINGS:
+            counts = done.setdefault(setting.name, {})
+            wrong = [line for name in PARAMS for line in matrix.differences(setting, name, counts)]
+            num_wrong += len(wrong)
+            print(f"{setting.name:36} {len(wrong)} differences   {counts}", flush=True)
+            print("\n".join(wrong[:5]), end="\n" if wrong else "")
+        empty = list(empty_cells(matrix, done))
+    print("\n".join(empty), end="\n" if empty else "")
+    num_compared = len(SETTINGS) * len(PARAMS) * NUM_PROMPTS
+    print(f"{num_compared} comparisons, {num_wrong} differences, {time.monotonic() - begin:.0f} s")
+    return int(bool(num_wrong or empty))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
