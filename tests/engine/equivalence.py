@@ -50,15 +50,16 @@ class Setting:
     must: str = ""
 
 
-TIGHT = -(-MAX_LEN // BLOCK_SIZE) + 3
+TIGHT = 20  # blocks: the longest request and a little; others beside it must give way
+AT_ONCE = {"admission_reserve": 0.0}  # admit what fits now, so that growth leads to preemptions
 SETTINGS = (
     Setting("plain"),
     Setting("chunks of 1", {"max_num_batched_tokens": 1, "max_num_seqs": 1}),
     Setting("chunks of 7", {"max_num_batched_tokens": 7, "max_num_seqs": 4}),
     Setting("chunks of a block", {"max_num_batched_tokens": BLOCK_SIZE, "max_num_seqs": 4}),
     Setting("whole prompts", {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_LEN}),
-    Setting("tiny pool, computed again", num_blocks=TIGHT, must="num_preemptions"),
-    Setting("tiny pool, swapped", {"swap_space": 0.01}, num_blocks=TIGHT, must="num_swapped_in"),
+    Setting("tiny pool, computed again", AT_ONCE, num_blocks=TIGHT, must="num_preemptions"),
+    Setting("tiny pool, swapped", {**AT_ONCE, "swap_space": 0.01}, num_blocks=TIGHT, must="num_swapped_in"),
     Setting("prefixes warm", {"enable_prefix_caching": True}, warm_up=NUM_PROMPTS, must="num_cached_prompt_tokens"),
     Setting("prefixes partly warm", {"enable_prefix_caching": True}, warm_up=6, must="num_cached_prompt_tokens"),
     Setting("batch of 1", {"max_num_seqs": 1}),
@@ -67,28 +68,29 @@ SETTINGS = (
     Setting("slots, 4 steps ahead", {"run_ahead": 4}, is_slots=True),
     Setting(
         "all at once",
-        {"run_ahead": 4, "max_num_seqs": 8, "max_num_batched_tokens": 9, "enable_prefix_caching": True,
+        {**AT_ONCE, "run_ahead": 4, "max_num_seqs": 8, "max_num_batched_tokens": 9, "enable_prefix_caching": True,
          "swap_space": 0.01},
         num_blocks=TIGHT + 4, is_slots=True, warm_up=4, has_cancels=True, is_staggered=True, must="num_preemptions",
     ),
 )  # fmt: skip
 
 _DRAW = {"temperature": 0.9, "seed": 7}
+_LONG = {"ignore_eos": True, "max_tokens": 28}
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": _DRAW,
     "top_k": {**_DRAW, "top_k": 5},
     "top_p": {**_DRAW, "top_p": 0.7},
     "min_p": {**_DRAW, "min_p": 0.2},
-    "every filter": {**_DRAW, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
-    "repetition": {"repetition_penalty": 1.7},
+    "every filter": {**_DRAW, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.05, **_LONG},
+    "repetition": {"repetition_penalty": 1.7, **_LONG},
     "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.7},
     "logit_bias": {"logit_bias": {5: 6.0, 9: -50.0}},
     "allowed ids": {"allowed_token_ids": tuple(range(10, 50))},
     "bad words": {"bad_words": ("x",), "bad_words_token_ids": ((11,), (40, 41), (12, 13, 14))},
     "stop ids after min_tokens": {"stop_token_ids": tuple(range(3, 40)), "min_tokens": 6},
     "logprobs": {"logprobs": 4},
-    "long, eos ignored": {"ignore_eos": True, "max_tokens": 24},
+    "long, eos ignored": _LONG,
 }
 
 
@@ -107,7 +109,7 @@ class Matrix:
 
     def __init__(self, checkpoint: Path, prompts: list[list[int]] | None = None) -> None:
         base: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
-        sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "num_gpu_blocks_override": 40 * TIGHT}
+        sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "num_gpu_blocks_override": 1000}
         self._base = config(str(checkpoint), **base, **sizes)
         self._plain = create_engine(dataclasses.replace(self._base, swap_space=0.01))
         self._slots = with_slot_runner(self._base)
@@ -137,7 +139,9 @@ class Matrix:
         info = msgspec.structs.replace(engine.info, num_host_blocks=self._plain.info.num_host_blocks if swaps else 0)
         if setting.num_blocks is not None:
             info = msgspec.structs.replace(info, num_blocks=setting.num_blocks)
-        return LLMEngine(changed, engine.runner, info)
+        made = LLMEngine(changed, engine.runner, info)
+        made.scheduler._swap.fixed_cost_tokens = 0  # prompts are short here
+        return made
 
     def differences(self, setting: Setting, name: str, done: dict[str, int]) -> list[str]:
         """What one cell of the matrix (24 prompts) has wrong; `done` collects the setting's statistics."""

@@ -21,7 +21,7 @@ class Event:
     kind: str  # send | delta | final | error | cancel | give_up | closed
     text: str = ""  # of a delta, a final or an error
     code: str = ""  # of an error: the gRPC status; of a final: the finish reason
-    role: str = ""  # of a send: load | canary | bad
+    role: str = ""  # of a send: load | canary | bad | long (longer than its item says)
     item: int = -1  # of a send: index in the plan
 
 

@@ -108,7 +108,7 @@ class Traffic:
                 await self._one(call, "load", self._random_item(), cancel_after=self.rng.randint(0, 4))
             elif draw < self.options.cancel_fraction + self.options.bad_fraction:
                 await self._one(call, "bad", CANARY, bad=self.rng.choice(BAD))
-            elif not await self._one(call, "load", self._random_item()):
+            elif not await self._one(call, "long" if self.options.long else "load", self._random_item()):
                 await asyncio.sleep(RETRY_S)
 
     async def _canaries(self, call: Any) -> None:
