@@ -6,13 +6,13 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.study.replay import Progress, Replay, fresh_engine, no_collections, replay
+from cb_backend.engine.llm_engine import LLMEngine, StepFailedError
+from cb_backend.study.replay import Progress, Replay, ReplayError, fresh_engine, no_collections, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import StepTimes, fit_laws
 from cb_backend.study.traffic import Traffic
@@ -75,15 +75,12 @@ class RealBench:
     def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
         cpu = CpuClock()
         clock, sleep = (cpu, cpu.sleep) if self._is_cpu_time else (time.monotonic, time.sleep)
-        engine = fresh_engine(
-            self.engine,
-            clock,
-            max_num_seqs=setting.max_num_seqs,
-            max_num_batched_tokens=setting.max_num_batched_tokens,
-            scheduling_policy=policy,
-        )
-        with no_collections():
-            return replay(engine, traffic, clock, sleep, progress)
+        engine = fresh_engine(self.engine, clock, **_changes(traffic, setting, policy))
+        try:
+            with no_collections():
+                return replay(engine, traffic, clock, sleep, progress)
+        except StepFailedError as error:
+            raise ReplayError(f"a step failed under {setting}: {error}; try smaller settings") from error
 
 
 class SimulatedBench:
@@ -96,14 +93,20 @@ class SimulatedBench:
         self.times = times
 
     def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
-        config = replace(
-            self.config,
-            max_num_seqs=setting.max_num_seqs,
-            max_num_batched_tokens=setting.max_num_batched_tokens,
-            scheduling_policy=policy,
-        )
+        config = replace(self.config, **_changes(traffic, setting, policy))
         clock = VirtualClock()
         return replay(simulated_engine(config, self.times, clock), traffic, clock, clock.sleep, progress)
+
+
+def _changes(traffic: Traffic, setting: Setting, policy: str) -> dict[str, Any]:
+    """The engine arguments of a replay. Its queue takes all of the traffic: what is studied is how long it waits."""
+    return {
+        "max_num_seqs": setting.max_num_seqs,
+        "max_num_batched_tokens": setting.max_num_batched_tokens,
+        "scheduling_policy": policy,
+        "max_queue_size": len(traffic),
+        "max_queue_tokens": 1 + sum(traffic.prompt_lens),
+    }
 
 
 def calibrate(bench: RealBench, traffic: Traffic, settings: Sequence[Setting], limit_s: float) -> list[Replay]:

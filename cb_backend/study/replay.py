@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,11 +18,11 @@ from numpy.typing import NDArray
 
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.errors import CbError
-from cb_backend.outputs import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
+from cb_backend.outputs import EngineOutput
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.study.answer_lengths import AnswerLengths
 from cb_backend.study.latencies import Latencies, latencies
-from cb_backend.study.step_times import shape_of
 from cb_backend.study.traffic import Traffic
 
 Clock = Callable[[], float]
@@ -98,7 +97,7 @@ def replay(
     `clock` and `sleep` must be those that the engine lives by. Raises `ReplayError` when a request ends with another
     number of tokens than it should, and the engine's own errors for a request that it refuses.
     """
-    runner = AnswerLengths(engine, traffic, clock)
+    runner = AnswerLengths(engine, traffic.output_lens, clock)
     wall = time.perf_counter()
     start = clock()
     requests = _requests(engine, traffic, runner.stop_id)
@@ -242,54 +241,3 @@ def token_latencies(
             f" {output_lens[index]} tokens; the KV cache or max_model_len is too small for these lengths"
         )
     return latencies(arrivals, ids[is_token], times[is_token])
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A launched step, some of whose rows are to sample the stop id."""
-
-    inner: PendingOutput
-    is_end: NDArray[np.bool_]  # [num_rows]
-    stop_id: int
-
-    def result(self) -> ModelRunnerOutput:
-        output = self.inner.result()
-        sampled = output.sampled_token_ids
-        is_stray = sampled == self.stop_id  # sampled by chance
-        if not (self.is_end.any() or is_stray.any()):
-            return output
-        sampled = np.where(is_stray, 0, sampled)
-        sampled[self.is_end] = self.stop_id
-        return dataclasses.replace(output, sampled_token_ids=sampled.astype(np.int32))
-
-
-class AnswerLengths:
-    """Stands in front of an engine's runner and ends each answer where the traffic wants it, by a stop token.
-
-    So the scheduler does not know lengths beforehand, as in life. Keeps each step's shape and launch time on the way.
-    """
-
-    def __init__(self, engine: LLMEngine, traffic: Traffic, clock: Clock) -> None:
-        self._clock = clock
-        self.stop_id = engine.info.vocab_size - 1
-        self.shapes: list[tuple[float, ...]] = []
-        self.launch_seconds: list[float] = []
-        self._inner: Any = engine.runner
-        self._output_lens = traffic.output_lens
-        # By slot: the position whose token is the last.
-        self._last = np.zeros(engine.scheduler.num_slots, np.int64)
-        engine.runner = self
-
-    def execute_model(self, plan: SchedulerOutput) -> _Cut:
-        for row in plan.joined:
-            self._last[row.slot] = row.num_prompt_tokens + self._output_lens[row.request_id] - 1
-        self.shapes.append(shape_of(plan))
-        sampled_at = plan.num_computed_tokens + plan.num_scheduled_tokens
-        is_end = plan.is_sampling & (sampled_at >= self._last[plan.slots])
-        begin = self._clock()
-        pending = self._inner.execute_model(plan)
-        self.launch_seconds.append(self._clock() - begin)
-        return _Cut(pending, is_end, self.stop_id)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)

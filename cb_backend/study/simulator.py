@@ -1,8 +1,8 @@
 """The capacity simulator: the real engine loop, scheduler and block manager under a virtual clock, without a device.
 
 Only the model runner is made up: a step takes what `StepTimes` says, one after the other as on a device, and its
-tokens are blank. So a replay of a thousand requests takes seconds, wherever it runs. What it leaves out: the time to
-copy swapped blocks, and hits on cached answers (sampled tokens are no text, so no later prompt contains them).
+tokens are blank. So a replay of a thousand requests takes seconds, wherever it runs. What it leaves out: swap space
+(preempted requests are computed again), and hits on cached answers (no later prompt contains made-up tokens).
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from cb_backend.study.traffic import Traffic
 MAX_PREEMPTION_RATE = 0.02
 AS_GOOD = 0.97  # of the best tokens/s: the smallest setting that reaches it is chosen
 _BISECTIONS = 7
-_FASTEST = 1.5  # times the requests/s of all at once: no setting can hold more
 
 Say = Callable[[str], Progress]  # names a replay that begins; returns who is told of its progress
 
@@ -126,11 +125,11 @@ def choose(trials: Sequence[Trial], target: Target) -> Choice:
 def highest_rate(bench: Bench, traffic: Traffic, trial: Trial, target: Target, say: Say) -> float:
     """Requests/s up to which the trial's setting meets the target, found by halving; 0 if it never does.
 
-    Without a target: what it does with all requests at once.
+    Never more than it does with all requests at once: a short sample would not show the queue that grows beyond.
     """
     if target == Target():
         return trial.saturated.requests_per_s
-    low, high = 0.0, _FASTEST * trial.saturated.requests_per_s
+    low, high = 0.0, trial.saturated.requests_per_s
     if target.is_met(trial.loaded):
         low = min(trial.loaded.requests_per_s, high)
     for _ in range(_BISECTIONS):

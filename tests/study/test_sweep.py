@@ -169,3 +169,9 @@ def test_calibration_covers_batches_and_budgets_and_can_be_fitted() -> None:
     assert times.num_steps == sum(len(result.steps.ends) for result in replays)
     assert times.seconds((4.0, 100.0, 0.0, 0.0, 0.0)) > 0
     assert len(first(mixed_traffic(20), 5)) == 5
+
+
+def test_a_queue_longer_than_the_engine_allows_is_no_obstacle() -> None:
+    load = traffic([5] * 30, [2] * 30)
+    waits = SimulatedBench(config(max_queue_size=3, max_queue_tokens=8), step_times())
+    assert figures(waits.run(load, Setting(2, 64))).ttft_ms["max"] > 0
