@@ -103,7 +103,9 @@ def test_the_librarys_product_is_the_same(num_rows: int, device: torch.device) -
     with overriding("linear_fp8", {"library": 1}):
         found = linear_fp8(given, there, scales_there, bias_there)
     wanted = exact(rows, weight, scales) + bias.double()
-    torch.testing.assert_close(found.cpu().double(), wanted, atol=2e-2, rtol=2e-2)
+    # The tensor cores add with some 13 bits below the largest partial sum; then the result is rounded to bfloat16.
+    sizes = exact(Fp8Rows(rows.values.float().abs(), rows.scales, rows.dtype), weight.float().abs(), scales)
+    assert ((found.cpu().double() - wanted).abs() <= wanted.abs() * 2**-8 + sizes * 2**-11).all()
     again = linear_fp8_torch(given, there, scales_there, bias_there)
     assert num_rows == 0 or (found.float() - again.float()).norm() < 5e-3 * again.float().norm()
 
