@@ -19,6 +19,7 @@ from cb_backend.cli.roofline import CardLimits, ModelShape
 from cb_backend.models.model_config import ModelConfig
 
 REPEATS = 5  # of each measurement; the best one counts, because a limit is what can be reached
+FP8_SPEED = 2.0  # of the tensor cores, beside 16-bit products (Hopper's and Ada's data sheets)
 COPY_BYTES = (1 << 30, 1 << 28)  # the second where memory is short; both are far above a GPU's L2 cache
 CALLS = {"cuda": 10, "cpu": 1}  # in one timing, so that the launch of a kernel does not count
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -81,8 +82,11 @@ def config_digest(folder: Path) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def model_shape(config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto") -> ModelShape:
-    """The sizes that the roofline needs; weights in `dtype`, and the cache too where its own is `auto`."""
+def model_shape(
+    config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto", quantization: str | None = None
+) -> ModelShape:
+    """The sizes that the roofline needs; layers and cache in `dtype` unless they are fp8."""
+    is_fp8 = quantization == "fp8"
     size = 4.0 if dtype == "float32" else 2.0
     return ModelShape(
         num_layers=config.num_layers,
@@ -92,7 +96,9 @@ def model_shape(config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto") -
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        weight_bytes=size,
+        weight_bytes=1.0 if is_fp8 else size,
+        head_bytes=size,
+        layer_speed=FP8_SPEED if is_fp8 else 1.0,
         kv_element_bytes=1.0 if kv_cache_dtype == "fp8" else size,
     )
 

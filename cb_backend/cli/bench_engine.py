@@ -178,7 +178,7 @@ class Bench:
         self.card = bench_device.measure_card(info.device, info.dtype)
         self.limits: Limits | None = None
         if self.card is not None:
-            shape = bench_device.model_shape(model_config, info.dtype, info.kv_cache_dtype)
+            shape = bench_device.model_shape(model_config, info.dtype, info.kv_cache_dtype, info.quantization)
             self.limits = Limits(shape, self.card, info.num_blocks * info.block_size)
         self.base = {
             **bench_device.conditions(info.device),
@@ -186,6 +186,7 @@ class Bench:
             "config_digest": bench_device.config_digest(folder),
             "dtype": info.dtype,
             "kv_cache_dtype": info.kv_cache_dtype,
+            "quantization": info.quantization,
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
             "num_blocks": info.num_blocks,
@@ -200,7 +201,8 @@ class Bench:
         return (
             f"{base['card']}, driver {base['driver'] or '-'}, {base['cores']} cores; torch {base['torch']}, triton"
             f" {base['triton']}, Python {base['python']}; cb_backend {base['version']} ({base['commit']}); {measured}\n"
-            f"{base['model']} ({base['config_digest']}), {base['dtype']}, KV cache {info.kv_cache_dtype},"
+            f"{base['model']} ({base['config_digest']}), {base['dtype']}, weights {info.quantization or 'as they are'},"
+            f" KV cache {info.kv_cache_dtype},"
             f" {info.num_blocks} blocks of {info.block_size}, max_model_len {info.max_model_len},"
             f" temperature {self.args.temperature}"
         )

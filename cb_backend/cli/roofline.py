@@ -33,7 +33,9 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    weight_bytes: float = 2.0  # a parameter
+    weight_bytes: float = 2.0  # a parameter of the layers
+    head_bytes: float | None = None  # a parameter of the head; None: as weight_bytes
+    layer_speed: float = 1.0  # of the layers' products, beside those that `CardLimits.flops` was measured with
     kv_element_bytes: float = 2.0
 
     @property
@@ -52,7 +54,8 @@ class ModelShape:
     @property
     def bytes_per_step(self) -> float:
         """Weight bytes that every step reads."""
-        return self.weight_bytes * (self.layer_params + self.head_params)
+        head_bytes = self.weight_bytes if self.head_bytes is None else self.head_bytes
+        return self.weight_bytes * self.layer_params + head_bytes * self.head_params
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -79,7 +82,8 @@ def step_seconds(
     rows, earlier chunks of the prompts). `num_attention_pairs` counts the (query, key) pairs of prompt chunks; those of
     decode rows are bound by memory, not by arithmetic.
     """
-    linear_flops = 2 * num_tokens * shape.layer_params + 2 * num_sampling_rows * shape.head_params
+    layer_flops = 2 * num_tokens * shape.layer_params / shape.layer_speed
+    linear_flops = layer_flops + 2 * num_sampling_rows * shape.head_params
     flops = linear_flops + shape.flops_per_pair * num_attention_pairs
     weights = max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
     logits = 4 * num_sampling_rows * shape.vocab_size  # bytes: written once, read once, two each
@@ -94,10 +98,9 @@ def decode_seconds(shape: ModelShape, card: CardLimits, num_rows: int, num_conte
 
 
 def prompt_flops(shape: ModelShape, num_tokens: int) -> float:
-    """FLOP of one causal prompt, logits for its last token only."""
-    return (
-        2 * shape.layer_params * num_tokens + 2 * shape.head_params + shape.flops_per_pair * num_tokens * num_tokens / 2
-    )
+    """FLOP of one causal prompt, logits for its last token only; those of faster products count for less."""
+    layer_flops = 2 * shape.layer_params * num_tokens / shape.layer_speed
+    return layer_flops + 2 * shape.head_params + shape.flops_per_pair * num_tokens * num_tokens / 2
 
 
 def prefill_seconds(shape: ModelShape, card: CardLimits, prompt_lens: Sequence[int]) -> float:

@@ -20,7 +20,9 @@ from cb_backend.kernels.decode_plan import (
     plan_decode,
     tile_alignment,
 )
+from cb_backend.kernels.fp8 import FP8
 from cb_backend.kernels.launch import (
+    IS_INTERPRETING,
     await_previous,
     can_overlap,
     dependent_options,
@@ -32,6 +34,31 @@ from cb_backend.kernels.launch import (
 )
 
 _PADDED_TOKENS = 16384  # most (rows x longest context) the twin gathers at once, so that a long row costs no memory
+
+
+@jit()
+def _halves(pairs, HAS_ASSEMBLY: tl.constexpr):
+    """The low and the high byte of `pairs` (int16), which are e4m3 numbers, as float16 numbers of 1/256 their size.
+
+    The tensor cores' operands are read from shared memory by 16 bits, columns as quickly as rows; by 8 bits columns are
+    read one by one. And an e4m3's exponent and mantissa are a float16's, but for their place and a bias of 8 (which
+    subnormal numbers have too): no conversion is needed. NaN, whose row has failed before, becomes 480.
+    """
+    if HAS_ASSEMBLY:  # the same on two pairs at a time
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sign, size;
+            shl.b32 sign, $2, 8; and.b32 sign, sign, 0x80008000; shl.b32 size, $2, 7;
+            lop3.b32 $0, size, 0x3f803f80, sign, 0xea;
+            and.b32 sign, $2, 0x80008000; shr.u32 size, $2, 1;
+            lop3.b32 $1, size, 0x3f803f80, sign, 0xea;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = ((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)
+        high = (pairs & -0x8000) | ((pairs >> 1) & 0x3F80)
+        return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @jit("num_items_bound")
@@ -66,6 +93,8 @@ def _decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, rounded up
     MERGED: tl.constexpr,  # partial results read together
+    IS_PAIRED: tl.constexpr,  # the cache is fp8 and q is not fp32: see `_halves`
+    HAS_ASSEMBLY: tl.constexpr,  # not in the interpreter
     IS_DEPENDENT: tl.constexpr,
 ):
     """One split of one row and KV head a program; BLOCK_M >= GROUP query heads are the rows of its tiles."""
@@ -92,29 +121,40 @@ def _decode_attention_kernel(
         block = tl.load(table_ptr + tl.minimum(start + n, end - 1) // BLOCK_SIZE, mask=start < end, other=0)
     # NOTE: what was read so far is older than the kernel before, and that one let this one start late (see qkv_post).
     await_previous(IS_DEPENDENT)
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    is_head, is_dim = m < GROUP, d < HEAD_DIM
+    COLUMN: tl.constexpr = 2 if IS_PAIRED else 1  # dimensions an element of the tiles
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D // COLUMN)
+    is_head, is_dim = m < GROUP, d < HEAD_DIM // COLUMN
     head = kv_head * GROUP + m
-    q_tile_ptr = q_ptr + row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + d[None, :]
+    q_tile_ptr = q_ptr + row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + d[None, :] * COLUMN
     q = tl.load(q_tile_ptr, mask=is_head[:, None] & is_dim[None, :], other=0.0)
     key_ptr = kv_cache_ptr + kv_head * head_stride
+    if IS_PAIRED:
+        q_odd = tl.load(q_tile_ptr + 1, mask=is_head[:, None] & is_dim[None, :], other=0.0).to(tl.float16)
+        q = q.to(tl.float16)
+        key_ptr = key_ptr.to(tl.pointer_type(tl.int16))
+        acc_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // COLUMN], tl.float32)
     for tile in range(start, end, BLOCK_N):
         # Positions past the end read the last token again: no mask on the loads, and nothing stale is touched.
         position = tl.minimum(tile + n, end - 1)
-        cell = block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * HEAD_DIM  # [BLOCK_N]
+        cell = block.to(tl.int64) * (block_stride // COLUMN) + (position % BLOCK_SIZE) * (HEAD_DIM // COLUMN)
         if ALIGN > 1:
             block = tl.load(table_ptr + tl.minimum(tile + BLOCK_N, end - 1) // BLOCK_SIZE)
         else:
             block = tl.load(table_ptr + tl.minimum(tile + BLOCK_N + n, end - 1) // BLOCK_SIZE)
         cell_ptr = key_ptr + cell[:, None] + d[None, :]
         if BLOCK_D == HEAD_DIM:
-            k = tl.load(cell_ptr)  # [BLOCK_N, BLOCK_D]
+            k = tl.load(cell_ptr)  # [BLOCK_N, BLOCK_D / COLUMN]
         else:
-            k = tl.load(cell_ptr, mask=is_dim[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e  # [BLOCK_M, BLOCK_N]
+            k = tl.load(cell_ptr, mask=is_dim[None, :], other=0)
+        if IS_PAIRED:
+            k, k_odd = _halves(k, HAS_ASSEMBLY)
+            scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))  # [BLOCK_M, BLOCK_N]
+        else:
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        scores *= scale_log2e
         is_seen = tile + n < end
         if WINDOW > 0:
             is_seen = is_seen & (tile + n >= first)
@@ -124,11 +164,17 @@ def _decode_attention_kernel(
         weights = tl.exp2(scores - new_largest[:, None])
         denominator = denominator * correction + tl.sum(weights, axis=1)
         if BLOCK_D == HEAD_DIM:
-            v = tl.load(cell_ptr + value_stride)
+            v = tl.load(cell_ptr + value_stride // COLUMN)
         else:
-            v = tl.load(cell_ptr + value_stride, mask=is_dim[None, :], other=0.0)
+            v = tl.load(cell_ptr + value_stride // COLUMN, mask=is_dim[None, :], other=0)
+        if IS_PAIRED:
+            v, v_odd = _halves(v, HAS_ASSEMBLY)
+            acc_odd = tl.dot(weights.to(q.dtype), v_odd, acc_odd * correction[:, None])
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
         largest = new_largest
+    if IS_PAIRED:
+        acc, d = tl.interleave(acc, acc_odd), tl.arange(0, BLOCK_D)
+        is_dim = d < HEAD_DIM
     # The 1.0 is for a row of padding: 0 / 1.
     attended = acc * (value_scale / tl.where(denominator > 0, denominator, 1.0))[:, None]
     out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
@@ -205,18 +251,21 @@ def decode_attention(
             plans[window] = plan
     parameters = decode_parameters(head_dim, q.device)
     block_n = parameters["block_n"]
+    is_paired = kv_cache.dtype == FP8 and q.element_size() == 2 and block_d >= 32
+    unit = 256.0 if is_paired else 1.0  # what `_halves` makes of 1/256
     bound = max_items(num_rows, num_kv_heads, head_dim, q.device)
     partial = torch.empty(bound * num_heads, head_dim + 1, dtype=torch.float32, device=q.device)
     _decode_attention_kernel[(num_kv_heads, bound)](
         q, kv_cache, block_tables, slots, seq_lens, plan,
         partial, partial.view(-1)[bound * num_heads * head_dim :], out,
-        bound, scale * 1.4426950408889634, value_scale,
+        bound, scale * unit * 1.4426950408889634, value_scale * unit,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
         WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,
         BLOCK_G=next_power_of_2(group), MERGED=min(max(4096 // (next_power_of_2(group) * block_d), 1), 16),
-        IS_DEPENDENT=is_dependent, num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+        IS_PAIRED=is_paired, HAS_ASSEMBLY=not IS_INTERPRETING, IS_DEPENDENT=is_dependent,
+        num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
         **(dependent_options(q.device) if is_dependent else {}),
     )  # fmt: skip
     return out

@@ -150,6 +150,8 @@ def _prefill_attention_kernel(
         return
     q_tile_ptr = q_ptr + token.to(tl.int64)[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_tile_ptr, mask=is_row, other=0.0)
+    if kv_cache_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)  # to which the hardware widens fp8 in one step
     seq_len = tl.load(seq_lens_ptr + request)
     first_position = seq_len - (query_end - query_start) + first_query  # of the tile's first token
     last_position = tl.minimum(first_position + QUERIES, seq_len) - 1

@@ -5,6 +5,7 @@ Bandwidth 3.0 TB/s and 790 TFLOP/s throughout.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -133,3 +134,13 @@ def test_a_shared_prefix_is_computed_once() -> None:
     # a few percent more, because the 64 tokens attend to the whole prefix and every prompt needs logits.
     assert 1.0 < shared.prefill_seconds / alone.prefill_seconds / (6144 / 135168) < 1.04
     assert alone.num_steps == shared.num_steps == 0  # one output token each: the prompt brings it
+
+
+def test_fp8_halves_the_layers_bytes_and_their_arithmetic_but_not_the_heads() -> None:
+    plain = SHAPES["Llama-3.1-8B"]
+    narrow = dataclasses.replace(plain, weight_bytes=1.0, head_bytes=2.0, layer_speed=2.0, kv_element_bytes=1.0)
+    assert narrow.bytes_per_step == plain.layer_params + 2 * plain.head_params
+    assert narrow.kv_bytes_per_token == plain.kv_bytes_per_token / 2
+    assert 1e3 * decode_seconds(narrow, CARD, 1, 1024) == pytest.approx(2.70, abs=0.01)
+    long = [prefill_seconds(shape, CARD, [256] * 64) for shape in (plain, narrow)]
+    assert long[0] / long[1] == pytest.approx(2, rel=0.03)  # the attention and the head are the rest

@@ -1,0 +1,170 @@
+"""Time whole decode steps of a model in each format of weights and KV cache, beside what the card allows.
+
+    python kernels/bench_formats.py [--model llama-3.1-8b] [--context 1024] [--rows 1,32,128,256]
+
+A step is embedding, all layers, head and the choice of the most likely token, as one CUDA graph; weights are random.
+The floor reads every weight and every key and value once at the copy bandwidth measured in the run; embedding and head
+are bfloat16 in every format. Rows go to `results/formats.csv` with card and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import time_graph, write_csv
+from roofline import HAS_QK_NORM, MODELS
+
+from cb_backend.cli.bench_device import conditions, measure_card, model_shape
+from cb_backend.cli.roofline import CardLimits, decode_seconds
+from cb_backend.kernels.fp8 import FP8
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.layers.attention_metadata import AttentionMetadata
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.rotary import RotaryTables
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.registry import load_model, read_model_config
+
+# name: (quantization, kv_cache_dtype), as in model.json
+FORMATS = {
+    "bf16": (None, "auto"),
+    "fp8 weights": ("fp8", "auto"),
+    "fp8 cache": (None, "fp8"),
+    "fp8 both": ("fp8", "fp8"),
+}
+BLOCK_SIZE = 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def read_shape(name: str) -> tuple[ModelConfig, Path]:
+    """The model's config, and a folder that holds it; weights are dummies."""
+    shape = MODELS[name]
+    values = {
+        "model_type": "qwen3" if name in HAS_QK_NORM else "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": name != "llama-3.1-8b",
+        "torch_dtype": "bfloat16",
+    }
+    folder = Path(tempfile.mkdtemp(prefix="cb_backend-"))
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_model_config(folder), folder
+
+
+def decode_metadata(num_rows: int, context: int, rotary: RotaryTables) -> AttentionMetadata:
+    """Rows of `context` tokens, their own included, in shuffled blocks."""
+    per_row = -(-context // BLOCK_SIZE)
+    tables = (torch.randperm(num_rows * per_row, device=DEVICE) + 1).int().view(num_rows, per_row)
+    positions = torch.full((num_rows,), context - 1, dtype=torch.int32, device=DEVICE)
+    cos_sin, cos_sin_rows = rotary.rows(positions, positions)
+    slots = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    nothing = slots[:0]
+    return AttentionMetadata(
+        cos_sin=cos_sin,
+        cos_sin_rows=cos_sin_rows,
+        slot_mapping=tables[:, -1] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,
+        block_tables=tables,
+        num_decode_rows=num_rows,
+        decode_slots=slots,
+        decode_seq_lens=positions + 1,
+        prefill_slots=nothing,
+        prefill_query_start_loc=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        prefill_seq_lens=nothing,
+        max_query_len=0,
+    )
+
+
+def step_seconds(
+    model: DecoderForCausalLM, storage: KVCacheStorage, rotary: RotaryTables, num_rows: int, context: int
+) -> float:
+    metadata = decode_metadata(num_rows, context, rotary)
+    token_ids = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    out = torch.empty(num_rows, dtype=torch.int64, device=DEVICE)
+
+    def step() -> int:
+        metadata.decode_plans.clear()
+        hidden = model(token_ids, metadata, storage.layers)
+        torch.argmax(model.compute_logits(hidden), dim=-1, out=out)
+        return 1
+
+    with torch.inference_mode():
+        return time_graph(step)
+
+
+def measure(name: str, formats: list[str], rows: list[int], context: int, card: CardLimits) -> Iterator[dict[str, Any]]:
+    config, folder = read_shape(name)
+    rotary = RotaryTables(config.rope, config.head_dim, 16384, DEVICE)
+    ops = resolve_ops("triton" if DEVICE.type == "cuda" else "torch")
+    num_blocks = max(rows) * -(-context // BLOCK_SIZE) + 1
+    for label in formats:
+        quantization, kv_cache_dtype = FORMATS[label]
+        model = load_model(
+            folder, config, ops=ops, dtype=torch.bfloat16, device=DEVICE, load_format="dummy", quantization=quantization
+        )
+        kv_dtype = FP8 if kv_cache_dtype == "fp8" else torch.bfloat16
+        storage = KVCacheStorage(
+            config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim, kv_dtype, DEVICE
+        )
+        shape = model_shape(config, "bfloat16", kv_cache_dtype, quantization)
+        for num_rows in rows:
+            seconds = step_seconds(model, storage, rotary, num_rows, context)
+            floor = decode_seconds(shape, card, num_rows, num_rows * context)
+            yield {
+                "model": name, "format": label, "rows": num_rows, "context": context, "ms": round(1e3 * seconds, 3),
+                "floor_ms": round(1e3 * floor, 3), "share_of_limit": round(floor / seconds, 3),
+                "tokens_s": round(num_rows / seconds),
+            }  # fmt: skip
+        del model, storage
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3.1-8b", choices=list(MODELS))
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--rows", default="1,32,128,256")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    card = measure_card("cuda", "bfloat16") if torch.cuda.is_available() else None
+    if card is None:
+        print("no CUDA device, or none with memory left: steps are timed on a GPU", file=sys.stderr)
+        return 2
+    torch.cuda.empty_cache()
+    about = conditions("cuda")
+    about = {"gpu": about["card"], **{name: about[name] for name in ("driver", "torch", "triton", "commit")}}
+    about["copy_gb_s"] = round(card.bandwidth / 1e9)
+    sizes = [int(part) for part in arguments.rows.split(",")]
+    found = []
+    print(f"{'format':12} {'rows':>5} {'context':>8} {'ms':>8} {'floor':>8} {'share':>7} {'tokens/s':>9}")
+    for row in measure(arguments.model, arguments.formats.split(","), sizes, arguments.context, card):
+        found.append(row)
+        print(
+            f"{row['format']:12} {row['rows']:5} {row['context']:8} {row['ms']:8.3f} {row['floor_ms']:8.3f}"
+            f" {row['share_of_limit']:7.1%} {row['tokens_s']:9}",
+            flush=True,
+        )
+        write_csv(arguments.out, "formats", found, about)
+    print(*(f"{key}={value}" for key, value in about.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
