@@ -3,7 +3,7 @@
 Bound by reading K and V once, so the work is cut into pieces of equal length: a plan, made on the device from the
 lengths (a graph may be replayed with any), gives each row as many splits as balance the card. A program attends one
 split of one KV head for all query heads that share it; the last program of a row to finish merges the row's splits.
-Knows rows, block tables and lengths, not requests or steps.
+Knows rows, block tables and lengths, not requests or steps. What it computes is told by its twin.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.decode_attention_torch import decode_attention_torch
 from cb_backend.kernels.decode_plan import (
     PLAN_HEADER,
     PLAN_ITEM,
@@ -20,7 +21,7 @@ from cb_backend.kernels.decode_plan import (
     plan_decode,
     tile_alignment,
 )
-from cb_backend.kernels.fp8 import FP8
+from cb_backend.kernels.fp8 import FP8, halves
 from cb_backend.kernels.launch import (
     IS_INTERPRETING,
     await_previous,
@@ -32,33 +33,6 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
-
-_PADDED_TOKENS = 16384  # most (rows x longest context) the twin gathers at once, so that a long row costs no memory
-
-
-@jit()
-def _halves(pairs, HAS_ASSEMBLY: tl.constexpr):
-    """The low and the high byte of `pairs` (int16), which are e4m3 numbers, as float16 numbers of 1/256 their size.
-
-    The tensor cores' operands are read from shared memory by 16 bits, columns as quickly as rows; by 8 bits columns are
-    read one by one. And an e4m3's exponent and mantissa are a float16's, but for their place and a bias of 8 (which
-    subnormal numbers have too): no conversion is needed. NaN, whose row has failed before, becomes 480.
-    """
-    if HAS_ASSEMBLY:  # the same on two pairs at a time
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 sign, size;
-            shl.b32 sign, $2, 8; and.b32 sign, sign, 0x80008000; shl.b32 size, $2, 7;
-            lop3.b32 $0, size, 0x3f803f80, sign, 0xea;
-            and.b32 sign, $2, 0x80008000; shr.u32 size, $2, 1;
-            lop3.b32 $1, size, 0x3f803f80, sign, 0xea;
-            }""",
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        low = ((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)
-        high = (pairs & -0x8000) | ((pairs >> 1) & 0x3F80)
-        return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @jit("num_items_bound")
@@ -93,7 +67,7 @@ def _decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, rounded up
     MERGED: tl.constexpr,  # partial results read together
-    IS_PAIRED: tl.constexpr,  # the cache is fp8 and q is not fp32: see `_halves`
+    IS_PAIRED: tl.constexpr,  # the cache is fp8 and q is not fp32: see `halves`
     HAS_ASSEMBLY: tl.constexpr,  # not in the interpreter
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -150,7 +124,7 @@ def _decode_attention_kernel(
         else:
             k = tl.load(cell_ptr, mask=is_dim[None, :], other=0)
         if IS_PAIRED:
-            k, k_odd = _halves(k, HAS_ASSEMBLY)
+            k, k_odd = halves(k, HAS_ASSEMBLY)
             scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))  # [BLOCK_M, BLOCK_N]
         else:
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
@@ -168,7 +142,7 @@ def _decode_attention_kernel(
         else:
             v = tl.load(cell_ptr + value_stride // COLUMN, mask=is_dim[None, :], other=0)
         if IS_PAIRED:
-            v, v_odd = _halves(v, HAS_ASSEMBLY)
+            v, v_odd = halves(v, HAS_ASSEMBLY)
             acc_odd = tl.dot(weights.to(q.dtype), v_odd, acc_odd * correction[:, None])
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
         largest = new_largest
@@ -252,7 +226,7 @@ def decode_attention(
     parameters = decode_parameters(head_dim, q.device)
     block_n = parameters["block_n"]
     is_paired = kv_cache.dtype == FP8 and q.element_size() == 2 and block_d >= 32
-    unit = 256.0 if is_paired else 1.0  # what `_halves` makes of 1/256
+    unit = 256.0 if is_paired else 1.0  # what `halves` makes of 1/256
     bound = max_items(num_rows, num_kv_heads, head_dim, q.device)
     partial = torch.empty(bound * num_heads, head_dim + 1, dtype=torch.float32, device=q.device)
     _decode_attention_kernel[(num_kv_heads, bound)](
@@ -269,98 +243,3 @@ def decode_attention(
         **(dependent_options(q.device) if is_dependent else {}),
     )  # fmt: skip
     return out
-
-
-def decode_attention_torch(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    out: Tensor | None = None,
-    plans: dict[int, Tensor] | None = None,
-    value_scale: float = 1.0,
-) -> Tensor:
-    """Row i attends to the first seq_lens[i] tokens of slot slots[i], its own token (already in the cache) included.
-
-    q [num_rows, num_heads, head_dim]; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim];
-    block_tables [num_slots, max_blocks] int32; slots, seq_lens [num_rows] int32. With window w > 0 a row sees only the
-    last w of its tokens. A row of length 0 (padding) reads nothing and gives zeros. The cache may be narrower than q
-    (fp8): its elements are widened as they are read, and the values stand for `value_scale` times themselves (what the
-    keys stand for belongs into `scale`). Returns q's shape and type; scores and sums are fp32. `plans` is the kernel's
-    and not looked at.
-    """
-    out = torch.empty_like(q) if out is None else out
-    lengths: list[int] = seq_lens.tolist()
-    for rows in _row_groups(lengths):
-        if len(rows) == len(lengths):
-            attended = _attend(q, kv_cache, block_tables[slots.long()], seq_lens, lengths, scale, window)
-            out.copy_(attended.mul_(value_scale))
-            continue
-        index = torch.tensor(rows, device=q.device)
-        group = [lengths[row] for row in rows]
-        tables = block_tables[slots[index].long()]
-        attended = _attend(q[index], kv_cache, tables, seq_lens[index], group, scale, window)
-        out[index] = attended.mul_(value_scale).to(q.dtype)
-    return out
-
-
-def _row_groups(lengths: list[int]) -> list[list[int]]:
-    """Rows in groups of similar length; a group's padded size stays under `_PADDED_TOKENS` where a row allows it."""
-    if len(lengths) * max(lengths, default=0) <= _PADDED_TOKENS:
-        return [list(range(len(lengths)))]
-    groups: list[list[int]] = [[]]
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if groups[-1] and (len(groups[-1]) + 1) * lengths[row] > _PADDED_TOKENS:
-            groups.append([])
-        groups[-1].append(row)
-    return groups
-
-
-def _attend(
-    q: Tensor,
-    kv_cache: Tensor,
-    tables: Tensor,
-    seq_lens: Tensor,
-    lengths: list[int],
-    scale: float,
-    window: int,
-) -> Tensor:
-    """Masked attention of all rows at once, in fp32. tables [num_rows, max_blocks]."""
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
-    longest = max(lengths, default=0)
-    if longest == 0:
-        return torch.zeros_like(q, dtype=torch.float32)
-    starts = [max(0, length - window) if window else 0 for length in lengths]
-    first_block = min((start for start, length in zip(starts, lengths, strict=True) if length), default=0) // block_size
-    num_blocks = -(-longest // block_size) - first_block
-    positions = torch.arange(num_blocks * block_size, device=q.device) + first_block * block_size
-    lens = seq_lens.long().unsqueeze(1)  # [num_rows, 1]
-    visible = positions < lens
-    if window:
-        visible &= positions >= lens - window
-    # A table entry past a row's end may be stale: it is not followed.
-    needed = visible.view(num_rows, num_blocks, block_size).any(-1)
-    ids = tables[:, first_block : first_block + num_blocks].long() * needed
-    k, v = (_gather(kv_cache, which, ids) for which in (0, 1))  # [num_rows, num_kv_heads, tokens, head_dim]
-    # Cells nobody wrote may hold anything, NaN included: 0 * NaN must not reach the sum.
-    v.transpose(1, 2)[~visible] = 0
-    queries = q.float().view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = (queries @ k.transpose(2, 3) * scale).masked_fill(~visible[:, None, None], float("-inf"))
-    attended = torch.softmax(scores, dim=-1)
-    if 0 in lengths:
-        attended = attended.nan_to_num(0.0)  # a padded row sees nothing: 0 / 0
-    return (attended @ v).view(num_rows, num_heads, head_dim)
-
-
-def _gather(kv_cache: Tensor, which: int, ids: Tensor) -> Tensor:
-    """K (which 0) or V (1) of blocks ids [num_rows, n], fp32: [num_rows, num_kv_heads, n * block_size, head_dim]."""
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    num_rows, num_blocks = ids.shape
-    heads = torch.arange(num_kv_heads, device=ids.device).unsqueeze(1)
-    index = (ids.unsqueeze(1) * 2 + which) * num_kv_heads + heads  # a (block, head) tile is contiguous: one copy
-    tiles = kv_cache.view(-1, block_size * head_dim).index_select(0, index.flatten())
-    return tiles.view(num_rows, num_kv_heads, num_blocks * block_size, head_dim).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cb_backend.kernels import decode_attention as module
+from cb_backend.kernels import decode_attention_torch as module
 from cb_backend.kernels import decode_plan
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
 from cb_backend.kernels.decode_plan import PLAN_HEADER, PLAN_ITEM, max_items, plan_decode
