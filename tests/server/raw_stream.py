@@ -77,6 +77,8 @@ class RawStream:
 
     def close(self, cancel: bool = False) -> None:
         """Without `cancel` this waits until the server has ended the stream, so late responses are seen."""
+        if cancel and not self._may_read.is_set():
+            threading.Timer(0.2, self.read_on).start()  # by then it is cancelled; the library waits for its reader
         self._connection.stop_stream(cancel_requests=cancel)
         self._connection.close()
 
