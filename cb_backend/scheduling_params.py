@@ -26,6 +26,13 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     cache_salt: str = ""  # cached prefixes are shared only between requests of one salt
     tenant: str = ""  # requests of one priority start in turns of their tenants; all that name none are one
 
+    def within(self, timeout_us: int) -> SchedulingParams:
+        """The same with a timeout in microseconds that the request carries elsewhere (0: none); the shorter counts."""
+        if timeout_us <= 0:
+            return self
+        timeout_ms = min(-(-timeout_us // 1000), self.timeout_ms or MAX_TIMEOUT_MS)
+        return msgspec.structs.replace(self, timeout_ms=timeout_ms)
+
     def check(self) -> None:
         """Raise `InvalidRequestError` naming the first value that is out of range."""
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

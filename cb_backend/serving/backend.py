@@ -46,8 +46,8 @@ STOPPING = "the server is stopping this model; send the request to another serve
 
 logger = logging.getLogger("cb_backend.serving")
 
-# What a worker needs of a request: its line of responses, its inputs by name, its parameters as JSON.
-_Work = tuple[LiveRequest, dict[str, NDArray[Any]], str]
+# What a worker needs of a request: its line of responses, inputs by name, parameters as JSON, timeout in microseconds.
+_Work = tuple[LiveRequest, dict[str, NDArray[Any]], str, int]
 
 
 class TritonPythonModel:
@@ -133,7 +133,7 @@ class TritonPythonModel:
                 raise UnavailableError(STOPPING)
             # Copies: the tensors lie in shared memory that the server takes back when `execute` returns.
             inputs = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-            self._work.put((live, inputs, read_parameters(request)))
+            self._work.put((live, inputs, read_parameters(request), request.timeout()))
         except Exception as error:
             end_with(live, error)
 
@@ -145,7 +145,7 @@ class TritonPythonModel:
             except Exception as error:
                 end_with(live, error)
 
-    def _submit(self, live: LiveRequest, inputs: dict[str, NDArray[Any]], parameters: str) -> None:
+    def _submit(self, live: LiveRequest, inputs: dict[str, NDArray[Any]], parameters: str, timeout_us: int) -> None:
         if live.is_ended:  # cancelled while it waited here
             return
         generate = self.parse(inputs, parameters, self._info.vocab_size)
@@ -154,9 +154,9 @@ class TritonPythonModel:
         prompt = token_ids_to_bytes(token_ids)
         request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.num_answers - 1))]
         answers = [self._new_answer(live, request_id, generate, token_ids) for request_id in request_ids]
+        scheduling = generate.scheduling.within(timeout_us)
         requests = [
-            AddRequest(rid, prompt, params.of_answer(index), generate.scheduling)
-            for index, rid in enumerate(request_ids)
+            AddRequest(rid, prompt, params.of_answer(index), scheduling) for index, rid in enumerate(request_ids)
         ]
         others = list(zip(answers[1:], requests[1:], strict=True))
         asks_prompt = params.prompt_logprobs is not None

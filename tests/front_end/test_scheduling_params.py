@@ -9,7 +9,7 @@ import pytest
 
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.sampling_json import parse_params
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.scheduling_params import MAX_TIMEOUT_MS, SchedulingParams
 
 
 def scheduling(values: dict[str, Any]) -> SchedulingParams:
@@ -65,3 +65,16 @@ def test_o11_what_cannot_be_is_refused_by_name(name: str, value: Any) -> None:
 def test_a_misspelt_name_is_told_the_right_one() -> None:
     with pytest.raises(InvalidRequestError, match="did you mean 'queue_timeout_ms'"):
         scheduling({"queue_timeout": 5})
+
+
+@pytest.mark.parametrize(
+    ("own", "timeout_us", "expected"),
+    [(None, 0, None), (None, 1, 1), (None, 1000, 1), (None, 1001, 2), (5, 0, 5), (5, 7000, 5), (5, 3000, 3),
+     (None, 2**64 - 1, MAX_TIMEOUT_MS)],
+)  # fmt: skip
+def test_the_servers_own_timeout_counts_where_it_is_shorter(
+    own: int | None, timeout_us: int, expected: int | None
+) -> None:
+    found = SchedulingParams(priority=3, timeout_ms=own).within(timeout_us)
+    assert found == SchedulingParams(priority=3, timeout_ms=expected)
+    found.check()

@@ -139,12 +139,16 @@ class InferenceRequest:
         self.sender = ResponseSender(send_s)
         self._tensors = [Tensor(name, _array(value)) for name, value in inputs.items()]
         self._parameters = parameters if isinstance(parameters, str) else json.dumps(parameters)
+        self.timeout_us = 0
 
     def inputs(self) -> list[Tensor]:
         return self._tensors
 
     def parameters(self) -> str:
         return self._parameters
+
+    def timeout(self) -> int:
+        return self.timeout_us
 
     def get_response_sender(self) -> ResponseSender:
         return self.sender
