@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -28,8 +29,8 @@ from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from cb_backend.engine.garbage import GarbageSchedule
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
-from cb_backend.engine.step_messages import step_output
 from cb_backend.errors import CbError, ConfigError, ErrorCode
+from cb_backend.fault_points import reach
 from cb_backend.messages import (
     REQUEST_ID_BITS,
     AddRequest,
@@ -43,7 +44,6 @@ from cb_backend.messages import (
     RequestFailed,
     token_ids_from_bytes,
 )
-from cb_backend.outputs import EngineOutput
 
 EXIT_DONE = 0
 EXIT_START_FAILED = 1
@@ -68,11 +68,12 @@ class GaveUpError(Exception):
 class EngineProcess:
     """The loop. `run` returns the exit code."""
 
-    def __init__(self, engine: LLMEngine, link: FrontEndLink) -> None:
+    def __init__(self, engine: LLMEngine, link: FrontEndLink, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
         self.link = link
         self.is_stopping = False
-        now = time.monotonic()
+        self._clock = clock
+        now = clock()
         self._start_time = now
         self._next_watch = now
         self._next_stats = now
@@ -86,23 +87,27 @@ class EngineProcess:
         try:
             with self._garbage:
                 while not self.is_stopping:
-                    self._take_messages()
-                    if self.engine.has_unfinished():
-                        self._expire()
-                        self._step()
-                    self._look_around()
+                    self.turn()
             return EXIT_DONE
         except GaveUpError as error:
             logger.error("%s", error)
             self.link.send_to_all(EngineFailed(str(error)))
             return EXIT_GAVE_UP
 
+    def turn(self) -> None:
+        """Messages, a step if there is something to do, and what must happen now and then."""
+        self._take_messages()
+        if self.engine.has_unfinished():
+            self._expire()
+            self._step()
+        self._look_around()
+
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
         if not self.engine.has_unfinished():
             has_news = self.link.wait(IDLE_POLL_MS)
-            self._last_progress = time.monotonic()
+            self._last_progress = self._clock()
             if not has_news:
                 self._garbage.collect_if_due(is_idle=True)
         for _ in range(MAX_MESSAGES_PER_STEP):
@@ -113,6 +118,7 @@ class EngineProcess:
 
     def _handle(self, identity: bytes, message: object) -> None:
         self.link.heard(identity)
+        reach("process.handle")
         if isinstance(message, AddRequest):
             self._add_request(identity, message)
         elif isinstance(message, CancelRequests):
@@ -175,51 +181,44 @@ class EngineProcess:
             output = error.output
             self._num_failed_steps += 1
         if output is not None:
-            self._last_progress = time.monotonic()
+            self._last_progress = self._clock()
             if not self.engine.has_requests():  # first, so that the last clients find their work in the metrics
                 self.link.send_to_all(self._stats())
                 self._was_busy = self.engine.has_unfinished()
-            self._send_output(output)
+            reach("process.send_output")
+            self._step_id += 1
+            self.link.send_output(self._step_id, output, self.engine.log.first_tokens)
         elif self.engine.has_unfinished():
             self._wait_out_stall()
         if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise GaveUpError(f"{self._num_failed_steps} steps in a row failed; the reasons are above")
 
     def _wait_out_stall(self) -> None:
-        if time.monotonic() - self._last_progress > STALL_TIMEOUT_S:
-            raise GaveUpError(
-                f"no progress for {STALL_TIMEOUT_S:.0f} s though requests are open: {self.engine.stats()}"
-            )
+        if self._clock() - self._last_progress > STALL_TIMEOUT_S:
+            raise GaveUpError(f"no progress for {STALL_TIMEOUT_S:.0f} s with open requests: {self.engine.stats()}")
         self.link.wait(1)
-
-    def _send_output(self, output: EngineOutput) -> None:
-        """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
-        self._step_id += 1
-        owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
-        asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
-        for front_end in self.link.front_ends.values():
-            mask = owners == front_end.front_end_id
-            if front_end.front_end_id not in asking and not mask.any():
-                continue
-            times = self.engine.log.first_tokens
-            self.link.send(front_end.identity, step_output(self._step_id, front_end.front_end_id, mask, output, times))
-            ended = output.request_ids[mask & (output.finish_reasons != 0)]
-            front_end.open_request_ids.difference_update(ended.tolist())
 
     # ---- between steps ----------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
         """What must happen now and then: statistics, dead processes, garbage."""
-        now = time.monotonic()
+        now = self._clock()
         is_busy = self.engine.has_unfinished()
         if (is_busy and now >= self._next_stats) or (self._was_busy and not is_busy):
-            self.link.send_to_all(self._stats())
+            self._send_stats()
             self._next_stats = now + STATS_INTERVAL_S
         if now >= self._next_watch or not is_busy:
             self._watch_processes(now)
             self._next_watch = now + WATCH_INTERVAL_S
         self._garbage.collect_if_due(is_idle=False)
         self._was_busy = is_busy
+
+    def _send_stats(self) -> None:
+        try:
+            reach("process.stats")
+            self.link.send_to_all(self._stats())
+        except Exception:  # nobody's answer depends on them
+            logger.exception("the statistics could not be told")
 
     def _stats(self) -> EngineStats:
         return msgspec.structs.replace(self.engine.stats(), engine_pid=os.getpid())

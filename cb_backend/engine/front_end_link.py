@@ -11,6 +11,7 @@ import time
 import msgspec
 import zmq
 
+from cb_backend.engine.step_messages import step_output
 from cb_backend.messages import (
     REQUEST_ID_BITS,
     EngineFailed,
@@ -20,6 +21,7 @@ from cb_backend.messages import (
     decode_front_end_message,
     encode,
 )
+from cb_backend.outputs import EngineOutput
 from cb_backend.process_watch import ProcessWatch
 from cb_backend.silence import SilenceClock
 
@@ -85,6 +87,17 @@ class FrontEndLink:
     def send_to_all(self, message: EngineMessage) -> None:
         for front_end in self.front_ends.values():
             self.send(front_end.identity, message)
+
+    def send_output(self, step_id: int, output: EngineOutput, scheduled_at: dict[int, float]) -> None:
+        """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
+        owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
+        for front_end in self.front_ends.values():
+            mask = owners == front_end.front_end_id
+            if not mask.any():
+                continue
+            self.send(front_end.identity, step_output(step_id, front_end.front_end_id, mask, output, scheduled_at))
+            ended = output.request_ids[mask & (output.finish_reasons != 0)]
+            front_end.open_request_ids.difference_update(ended.tolist())
 
     def join(self, identity: bytes, hello: Hello) -> None:
         if hello.front_end_id in self.front_ends:

@@ -22,6 +22,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.engine.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
 from cb_backend.errors import ConfigError, InvalidRequestError
+from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats, ModelInfo
 from cb_backend.outputs import EngineOutput, ModelRunner, PendingOutput
@@ -76,6 +77,7 @@ class LLMEngine:
         Raises `InvalidRequestError` for an empty prompt, ids outside the vocabulary or values out of range. The length
         limits are the scheduler's to check.
         """
+        reach("engine.make_request")
         if len(prompt_token_ids) == 0:
             raise InvalidRequestError("the prompt has no tokens")
         highest, lowest = int(prompt_token_ids.max()), int(prompt_token_ids.min())
@@ -144,6 +146,7 @@ class LLMEngine:
                 break
             log.launching(plan, scheduler.num_waiting, scheduler.num_free_blocks, scheduler.num_preemptions)
             try:
+                reach("engine.execute")
                 self._launched.append((plan.step_id, self.runner.execute_model(plan)))
             except Exception as error:
                 raise self._failed(plan.step_id, error) from error
@@ -154,6 +157,7 @@ class LLMEngine:
         step_id, pending = self._launched.popleft()
         log.waiting()
         try:
+            reach("engine.result")
             result = pending.result()
         except Exception as error:
             raise self._failed(step_id, error) from error

@@ -14,6 +14,7 @@ from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_plan import DecodeBatch
 from cb_backend.engine.step_result import StepCounters, StepResults
 from cb_backend.engine.swap_space import SwapSpace
+from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request, RequestStatus
 
@@ -91,6 +92,7 @@ class Preemption:
                 return
 
     def _preempt(self, slot: int) -> None:
+        reach("preemption.preempt")
         table = self._table
         num_known = int(table.num_known_tokens[slot])
         # Only what is known to be right: tokens before one that was sampled from them, and read.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.fault_points import reach
 from cb_backend.request import NO_SLOT, FinishReason, Request
 
 _NO_STOP_ID = -1
@@ -82,6 +83,7 @@ class SlotTable:
 
     def join(self, request: Request, num_computed_tokens: int) -> int:
         """Give the request a slot; its block table is complete for all its known tokens."""
+        reach("slots.join")
         slot = self._free_slots.pop()
         num_tokens = len(request.token_ids)
         request.slot = slot

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cb_backend.engine.in_flight import LaunchedStep
 from cb_backend.engine.slot_table import Rows, SlotTable
+from cb_backend.fault_points import reach
 from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput
 from cb_backend.request import Request
 
@@ -114,6 +115,7 @@ class StepPlan:
 
 def launch(step_id: int, plan: StepPlan, table: SlotTable) -> tuple[SchedulerOutput, LaunchedStep]:
     """Turn a `StepPlan` into the frozen plan and its record, and move the slots' progress on."""
+    reach("plan.launch")
     if plan.decode is not None and not plan.prefill:
         return _launch_decode(step_id, plan, plan.decode, table)
     slots, computed, scheduled, is_sampling = (np.array(column) for column in zip(*plan.prefill, strict=True))

@@ -15,6 +15,7 @@ from cb_backend.engine.fair_share import FairShare
 from cb_backend.engine.in_flight import InFlightSteps, LaunchedStep
 from cb_backend.engine.output_lengths import OutputLengths
 from cb_backend.engine.slot_table import Rows, SlotTable
+from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, PromptLogprobs, rows_after
 from cb_backend.request import FinishReason, Request, RequestStatus
@@ -82,6 +83,7 @@ class StepResults:
 
     def leave(self, slot: int, status: RequestStatus) -> Request:
         """Take a request out of the batch; its blocks are freed once no launched step touches them."""
+        reach("results.leave")
         epoch = int(self._table.epoch[slot])
         request = self._table.leave(slot)
         request.status = status
@@ -95,6 +97,7 @@ class StepResults:
         """Take in the result of the oldest launched step."""
         if output.step_id != self._in_flight.oldest_id():
             raise ValueError(f"result of step {output.step_id} came, step {self._in_flight.oldest_id()} is due")
+        reach("results.complete")
         step = self._in_flight.take(output.step_id)
         rows, num_rows = step.rows, len(step.rows.slots)
         if len(output.sampled_token_ids) != num_rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cb_backend.fault_points import reach
 from cb_backend.request import Request
 
 _NOT_LAUNCHED = 0
@@ -58,6 +59,7 @@ class SwapSpace:
         is_cheaper = self.fixed_cost_tokens + _COST_PER_TOKEN * num_tokens < num_tokens
         if not is_cheaper or num_blocks > len(self._free):
             return False
+        reach("swap.put_out")
         host_blocks = [self._free.pop() for _ in range(num_blocks)]
         self._copies[request.request_id] = _Copy(host_blocks, num_tokens, _NOT_LAUNCHED)
         self._outgoing += zip(block_table[:num_blocks], host_blocks, strict=True)
@@ -69,6 +71,7 @@ class SwapSpace:
 
         The first `num_found_blocks` of the table came from the prefix cache and need no copy.
         """
+        reach("swap.bring_in")
         copy = self._copies.pop(request.request_id)
         self._free.extend(copy.host_blocks)
         self.num_swapped_in += 1
@@ -86,6 +89,13 @@ class SwapSpace:
         if copy.step_id == _NOT_LAUNCHED:
             gone = set(copy.host_blocks)
             self._outgoing = [pair for pair in self._outgoing if pair[1] not in gone]
+
+    def forget_all(self) -> None:
+        """Nothing of what is kept may be used again."""
+        for copy in self._copies.values():
+            self._free.extend(copy.host_blocks)
+        self._copies.clear()
+        self._outgoing.clear()
 
     def launch(self, step_id: int) -> tuple[tuple[int, int], ...]:
         """What the plan of this step is to copy out."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cb_backend.fault_points import reach
 from cb_backend.front_end.detokenizer import IncrementalDetokenizer
 from cb_backend.front_end.stop_strings import StopStringMatcher
 from cb_backend.front_end.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class OutputText:
         if its last character comes with a token after the first `min_tokens`; the token that completes it is the
         last that counts.
         """
+        reach("front_end.text")
         if self._is_finished:
             return TextDelta("", 0, False)
         ids = [int(token_id) for token_id in token_ids if token_id >= 0]

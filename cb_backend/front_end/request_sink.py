@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from cb_backend.errors import ErrorCode
+from cb_backend.fault_points import reach
 from cb_backend.messages import ChunkLogprobs, StepOutput, TokenLogprob, unpack_logprobs
 from cb_backend.outputs import NO_TOKEN
 
@@ -47,6 +48,7 @@ def deliver(output: StepOutput, sinks: dict[int, RequestSink], abandon: Callable
 
     `abandon` is called with the id of a request whose sink could not use its tokens: its engine must end it.
     """
+    reach("front_end.deliver")
     request_ids = np.frombuffer(output.request_ids, "<i8").tolist()
     token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
     logprobs = {} if output.logprobs is None else unpack_logprobs(output.logprobs)

@@ -66,6 +66,9 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         return len(self._link_of_digest)
 
+    def cached_blocks(self) -> list[int]:
+        return [link.block_id for link in self._link_of_digest.values()]
+
     def ref_cnt(self, block_id: int) -> int:
         return self._ref_cnt[block_id]
 

@@ -15,6 +15,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.fault_points import reach
 from cb_backend.kv_cache.block_pool import BlockPool, CachedBlock
 from cb_backend.request import Request
 
@@ -40,6 +41,7 @@ class _Chain:
 
     end: CachedBlock | bytes  # link of the last such block; the salt when there is none
     num_blocks: int
+    is_closed: bool = False  # the cache was reset meanwhile: what hangs on earlier blocks is not cached any more
 
 
 class KVCacheManager:
@@ -105,6 +107,7 @@ class KVCacheManager:
         num_revived = sum(pool.ref_cnt(block_id) == 0 for block_id in computed_blocks)
         if num_new + num_revived + num_reserved > pool.num_free_blocks:
             return None
+        reach("kv.allocate_slots")
         pool.touch(computed_blocks)
         new_blocks = pool.allocate(max(num_new, 0))
         assert new_blocks is not None
@@ -117,6 +120,7 @@ class KVCacheManager:
 
     def append_blocks(self, requests: Sequence[Request]) -> list[int]:
         """Grow each request's table by one block; returns them in order. As many must be free: check before."""
+        reach("kv.append_blocks")
         block_ids = self.pool.allocate(len(requests))
         assert block_ids is not None, "append_blocks was called without enough free blocks"
         for request, block_id in zip(requests, block_ids, strict=True):
@@ -130,7 +134,10 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
+        reach("kv.cache_full_blocks")
         chain = self._chains[request.request_id]
+        if chain.is_closed:
+            return
         if isinstance(chain.end, CachedBlock) and not chain.end.is_live:
             # The link came from another request's block, which was evicted: our own blocks take its place.
             chain.end, chain.num_blocks = request.cache_salt, 0
@@ -173,6 +180,19 @@ class KVCacheManager:
     def withdraw(self, request: Request) -> None:
         """Make nothing that the request holds findable any more: its numbers were not finite, or its step failed."""
         self.pool.withdraw(request.block_table)
+
+    def reset_prefix_cache(self) -> int:
+        """Make nothing findable that was computed until now, held or free; returns how many blocks were findable.
+
+        Requests that hold blocks go on, but what they compute hangs on earlier blocks and is not cached either.
+        """
+        num_blocks = self.pool.num_cached_blocks
+        self.pool.withdraw(self.pool.cached_blocks())
+        self._coming.clear()
+        self._announced.clear()
+        for chain in self._chains.values():
+            chain.is_closed = True
+        return num_blocks
 
     def detach(self, request: Request) -> list[int]:
         """Take the block table away from the request. The blocks, last first, still have to go to `free_blocks`."""

@@ -65,6 +65,7 @@ class _Slot:
     row: JoinedRow
     tokens: list[int]
     block_table: list[int]
+    is_broken: bool = False  # a step with it was lost: what later launched steps compute for it is garbage
 
 
 @dataclass
@@ -73,6 +74,7 @@ class FakePending:
 
     run: Callable[[], ModelRunnerOutput]
     written_blocks: set[int]
+    lose: Callable[[], None] = lambda: None  # the step never comes back, and nobody knows what it did
     output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -95,10 +97,15 @@ class _FakeRunner:
         self.num_steps += 1
         assert plan.step_id == self.num_steps, "step ids have a gap"
         work = self._rows(plan)
-        pending = FakePending(lambda: self._run(plan, work), self._written_blocks(work))
+        pending = FakePending(lambda: self._run(plan, work), self._written_blocks(work), lambda: _break(work))
         if not self.is_delayed:
             pending.result()
         return pending
+
+    def lose(self, plan: SchedulerOutput) -> None:
+        """A plan that could not be launched: its requests are lost."""
+        self.num_steps += 1
+        _break(self._rows(plan))
 
     def _rows(self, plan: SchedulerOutput) -> list[tuple[_Slot, int, int, bool]]:
         """(slot state, computed, scheduled, is_sampling) of each row; the plan's changes are applied."""
@@ -136,6 +143,9 @@ class _FakeRunner:
         self._swap(plan)
         for index, (slot, computed, scheduled, is_sampling) in enumerate(work):
             end = computed + scheduled
+            if slot.is_broken:
+                sampled[index] = 0
+                continue
             assert end <= len(slot.tokens), "the plan runs past the known tokens"
             assert is_sampling == (end == len(slot.tokens)), "is_sampling is wrong"
             request_id = slot.row.request_id
@@ -158,6 +168,11 @@ class _FakeRunner:
 
     def close(self) -> None:
         self.slots.clear()
+
+
+def _break(work: list[tuple[_Slot, int, int, bool]]) -> None:
+    for slot, *_ in work:
+        slot.is_broken = True
 
 
 class HashRunner(_FakeRunner):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cb_backend.config import EngineConfig
@@ -42,23 +44,24 @@ def queue_place(config: EngineConfig, priority: int, arrived_at: float, number: 
     return (arrived_at + priority * aging_s, number) if aging_s else (priority, arrived_at, number)
 
 
-def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival) -> list[int]:
-    """What a request must produce whatever runs beside it."""
+def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival, salt: bytes) -> list[int]:
+    """What a request must produce whatever runs beside it, but for stop strings."""
     total = min(
         len(arrival.prompt) + arrival.params.max_tokens,
         scenario.max_model_len,
         scenario.num_cache_tokens,
     )
-    return model.lone_output(arrival.prompt, arrival.salt, arrival.params, arrival.params.stop_token_ids, total)
+    if total <= len(arrival.prompt):
+        return []
+    return model.lone_output(arrival.prompt, salt, arrival.params, arrival.params.stop_token_ids, total)
 
 
 def check_cached_content(kv: KVCacheManager, runner: HashRunner) -> None:
     """I3: the cells of every findable block are the tokens its link names, at its place, under its salt."""
     size = kv.block_size
-    for block_id in range(1, kv.pool.num_blocks):
+    for block_id in kv.pool.cached_blocks():
         link = kv.pool.link_of(block_id)
-        if link is None:
-            continue
+        assert link is not None
         cells = runner.cells[block_id]
         depth, root = 0, link.parent
         while isinstance(root, CachedBlock):
@@ -66,3 +69,8 @@ def check_cached_content(kv: KVCacheManager, runner: HashRunner) -> None:
         assert cells[:, 0].tolist() == np.frombuffer(link.token_bytes, np.int32).tolist(), "I3: tokens"
         assert cells[:, 1].tolist() == list(range(depth * size, (depth + 1) * size)), "I3: positions"
         assert (cells[:, 2] == salt_number(root)).all(), "I3: salt"
+
+
+def check_counters(before: Sequence[int], after: Sequence[int]) -> None:
+    """I15: counts since the start never fall."""
+    assert all(new >= old for old, new in zip(before, after, strict=True)), f"I15: {before} became {after}"

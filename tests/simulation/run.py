@@ -1,41 +1,73 @@
-"""Many random scenarios; prints failing seeds and counters.
+"""Many random scenarios on all cores; prints what happened in them, and shrinks what fails into a permanent case.
 
-python -m tests.simulation.run --seeds 100000 --start 0
+python -m tests.simulation.run --seeds 20000 --start 0 [--jobs J] [--limit SECONDS]
+python -m tests.simulation.run --nth-failure        every fault point, failing at its 1st, 2nd, 3rd, ... time
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
-import traceback
-from collections import Counter
 
-from tests.simulation.scenario import make_scenario
-from tests.simulation.world import World
+from tests.simulation.draw import make_scenario
+from tests.simulation.shrink import failure_of, keep, shrink
+from tests.simulation.sweep import Sweep, run_nth_failures, run_seeds
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1000, help="how many scenarios")
     parser.add_argument("--start", type=int, default=0, help="first seed")
-    parser.add_argument("--traces", type=int, default=3, help="how many failures to print in full")
-    arguments = parser.parse_args()
-    counters: Counter[str] = Counter()
-    failing: list[int] = []
+    parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one a core")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new ones begin")
+    parser.add_argument("--no-shrink", action="store_true", help="only print what fails")
+    parser.add_argument("--nth-failure", action="store_true", help="the loop over all fault points instead")
+    parser.add_argument("--most", type=int, default=1000, help="of that loop: longest n")
+    parser.add_argument("--worlds", type=int, default=12, help="of that loop: how many worlds")
+    options = parser.parse_args()
+    if options.nth_failure:
+        return _run_nth_failures(options)
+    sweep = run_seeds(options.start, options.seeds, options.jobs, options.limit)
+    _show(sweep)
+    if sweep.failures and not options.no_shrink:
+        _shrink_first(sweep)
+    return bool(sweep.failures or sweep.missing())
+
+
+def _run_nth_failures(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    for seed in range(arguments.start, arguments.start + arguments.seeds):
-        try:
-            counters += World(make_scenario(seed)).run()
-        except Exception as error:
-            failing.append(seed)
-            if len(failing) <= arguments.traces:
-                print(f"seed {seed}: {error!r}")
-                traceback.print_exc()
-    for name, count in sorted(counters.items()):
+    num_runs, failures = run_nth_failures(options.jobs, options.most, options.worlds)
+    for name, what in sorted(failures.items())[:20]:
+        print(f"{name}: {what}")
+    print(f"{num_runs} runs in {time.perf_counter() - began:.0f} s, {len(failures)} violations")
+    return bool(failures)
+
+
+def _show(sweep: Sweep) -> None:
+    for name, count in sorted(sweep.counters.items()):
         print(f"{count:12,}  {name}")
-    seconds = time.perf_counter() - began
-    print(f"{arguments.seeds} scenarios in {seconds:.1f} s, {len(failing)} failing: {failing[:50]}")
-    return bool(failing)
+    for name, (found, wanted) in sweep.missing().items():
+        print(f"too rare: {name}: {found}, wanted {wanted}")
+    for seed, what in list(sweep.failures.items())[:20]:
+        print(f"seed {seed}: {what}")
+    cores = len(os.sched_getaffinity(0))
+    print(
+        f"{sweep.num_seeds} scenarios in {sweep.seconds:.1f} s ({sweep.num_seeds / max(sweep.seconds, 1e-9):.0f} a "
+        f"second on {cores} cores), {sweep.counters['steps']:,} steps, {len(sweep.failures)} violations, "
+        f"{len(sweep.missing())} rates missed"
+    )
+
+
+def _shrink_first(sweep: Sweep) -> None:
+    seed = min(sweep.failures)
+    scenario = make_scenario(seed)
+    if failure_of(scenario) is None:
+        print(f"seed {seed} fails only with colliding digests, and is not shrunk")
+        return
+    small = shrink(scenario)
+    path = keep(small)
+    print(f"seed {seed}, with {len(small.arrivals)} of {len(scenario.arrivals)} requests left, is kept in {path}")
 
 
 if __name__ == "__main__":

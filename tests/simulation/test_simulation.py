@@ -2,76 +2,77 @@
 
 from __future__ import annotations
 
-import zlib
-from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.simulation.scenario import make_scenario
+from cb_backend.fault_points import POINTS
+from cb_backend.kv_cache.manager import KVCacheManager
+from tests.simulation.draw import make_scenario
+from tests.simulation.nth_failure import points_failing, rich_scenario
+from tests.simulation.scenario import Scenario
+from tests.simulation.shrink import CASES, failure_of, keep, shrink
+from tests.simulation.sweep import run_seeds
 from tests.simulation.world import World
 
 NUM_SCENARIOS = 1000
-NUM_PARTS = 10
-
-# Least occurrences over all scenarios: less would mean that the scenarios no longer test what they claim.
-LEAST = {
-    "requests": 5000,
-    "ended: stop": 1000,
-    "ended: length": 1000,
-    "failed": 100,
-    "cancelled: waiting": 200,
-    "cancelled: running": 100,
-    "timed out: waiting": 500,
-    "timed out: running": 200,
-    "refused: too long": 500,
-    "refused: queue full": 200,
-    "preemptions": 150,
-    "overtaken": 300,
-    "swapped out blocks": 100,
-    "swapped in blocks": 50,
-    "resumed": 150,
-    "evicted blocks": 5000,
-    "prefix hit tokens": 5000,
-    "deferred frees": 1000,
-    "stalled": 1000,
-    "chunks": 10_000,
-    "whole prompts beyond the budget": 300,
-}
-
-_totals: Counter[str] = Counter()
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_random_scenarios(part: int) -> None:
-    for seed in range(part, NUM_SCENARIOS, NUM_PARTS):
-        try:
-            _totals.update(World(make_scenario(seed)).run())
-        except Exception as error:
-            raise AssertionError(
-                f"seed {seed}: {error} (python -m tests.simulation.run --start {seed} --seeds 1)"
-            ) from error
-    _totals["parts"] += 1
+def test_random_scenarios_hold_and_contain_what_they_should() -> None:
+    sweep = run_seeds(0, NUM_SCENARIOS)
+    assert not sweep.failures, (
+        f"python -m tests.simulation.run --start {min(sweep.failures)} --seeds 1: {sweep.failures}"
+    )
+    assert sweep.num_seeds == NUM_SCENARIOS
+    assert not sweep.missing(), "too rare (found, wanted)"
 
 
-def test_m4_scenarios_with_a_four_bit_hash() -> None:
-    """Nearly every lookup meets another block's digest; the outputs must not notice."""
-    contents: set[bytes] = set()
-
-    def four_bit_hash(parent_digest: bytes, token_bytes: bytes) -> bytes:
-        contents.add(parent_digest + token_bytes)
-        return bytes([zlib.crc32(parent_digest + token_bytes) % 16])
-
-    num_hit_tokens = num_collisions = 0
-    for seed in range(5000, 5100):
-        contents.clear()
-        num_hit_tokens += World(make_scenario(seed), four_bit_hash).run()["prefix hit tokens"]
-        num_collisions += max(0, len(contents) - 16)
-    assert num_collisions > 300, "digests must have collided"
-    assert num_hit_tokens >= 30, "some hits must be left"
+@pytest.mark.parametrize("path", sorted(CASES.glob("*.json")), ids=lambda path: path.stem)
+def test_scenarios_that_once_failed(path: Path) -> None:
+    World(Scenario.load(path)).run()
 
 
-def test_scenarios_contain_what_they_should() -> None:
-    if _totals["parts"] < NUM_PARTS:
-        pytest.skip("counts the scenarios of all the parts above; run the whole file")
-    missing = {name: (_totals[name], least) for name, least in LEAST.items() if _totals[name] < least}
-    assert not missing, f"too rare (found, wanted): {missing}"
+@pytest.mark.parametrize("point", POINTS)
+def test_f10_the_first_failures_at_each_point_are_survived(point: str) -> None:
+    num_runs, broken = points_failing(point, index=2, most=3)
+    assert not broken
+    assert num_runs > 1, "the point is never reached"
+
+
+def test_a_scenario_is_the_same_after_it_was_kept(tmp_path: Path) -> None:
+    for seed in range(20):
+        scenario = make_scenario(seed)
+        assert Scenario.load(keep(scenario, tmp_path)) == scenario
+
+
+def test_a_scenario_runs_the_same_way_every_time() -> None:
+    for seed in range(10):
+        assert World(make_scenario(seed)).run() == World(make_scenario(seed)).run()
+
+
+def test_a_bug_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of other salts are found: the simulation must notice, and two short requests must suffice to show it."""
+    find = KVCacheManager.get_computed_blocks
+
+    def saltless(self: KVCacheManager, request):
+        salt, request.cache_salt = request.cache_salt, b""
+        request.block_hashes.clear()
+        found = find(self, request)
+        request.cache_salt = salt
+        request.block_hashes.clear()
+        return found
+
+    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", saltless)
+    failing = next(seed for seed in range(300) if failure_of(make_scenario(seed)) is not None)
+    small = shrink(make_scenario(failing), most_runs=300)
+    assert len(small.arrivals) <= 3
+    monkeypatch.undo()
+    assert failure_of(small) is None
+
+
+def test_without_faults_the_rich_world_ends_well() -> None:
+    for index in range(4):
+        found = World(replace(rich_scenario(index), faults=())).run()
+        assert found["preemptions"] > 0
+        assert found["engine deaths"] == 0

@@ -1,300 +1,306 @@
-"""Runs one scenario on the real scheduler and KV manager with runner H, and checks the invariants after every action.
+"""Runs one scenario on the real engine loop, scheduler, block manager and front-end protocol, under a virtual clock.
 
-I1 blocks add up · I2 nothing is used after its free · I3 cached blocks hold what they claim and are not written ·
-I4 idle is empty · I5 one final answer · I7 output equals the lone reference · I9 progress · I10 nobody overtakes but by
-priority, and nobody is preempted too often · I11 a running request gets a token in every other step ·
-I12 budget, no gap · I13 nothing is computed after a cancel · I16 salts do not mix (through H) ·
-I17 a refusal leaves nothing behind · I18 what can never fit is refused, and only that.
+Made up are only the model (runner H: `tests.fakes.runners`), the network (`network`) and what the clients do. After
+every turn: I1 blocks add up · I3 cached blocks hold what they claim · I15 counters. At the end: I4 idle is empty ·
+I5 to I8 every client's history (`clients`) · I19 a goodbye ends the process · I20 after a crash a new life serves.
+What must be so in every plan is in `checks`.
 """
 
 from __future__ import annotations
 
-import random
+import logging
 from collections import Counter, deque
 
-import msgspec
-
-from cb_backend.engine.admission import MAX_OVERTAKEN
-from cb_backend.engine.preemption import MAX_PREEMPTIONS
-from cb_backend.engine.scheduler import Scheduler
-from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
-from cb_backend.kv_cache.manager import HashBlock, KVCacheManager
-from cb_backend.outputs import NO_TOKEN, EngineOutput, SchedulerOutput
-from cb_backend.request import FinishReason, Request, RequestStatus
-from tests.fakes.runners import FakePending, HashModel, HashRunner
-from tests.simulation.expectations import check_cached_content, is_due, lone_output, queue_place, refuses_by_queue
+from cb_backend import fault_points
+from cb_backend.engine.engine_process import EngineProcess, GaveUpError
+from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
+from cb_backend.errors import UnavailableError
+from cb_backend.kv_cache.manager import HashBlock
+from cb_backend.messages import AddRequest, CancelRequests, EngineFailed, Goodbye, ModelInfo, encode, token_ids_to_bytes
+from cb_backend.request import RequestStatus
+from tests.fakes.runners import HashModel, HashRunner
+from tests.simulation.checks import CheckedEngine
+from tests.simulation.clients import FAILED, INTERNAL, REFUSED, UNAVAILABLE, Answer
+from tests.simulation.expectations import check_cached_content, check_counters, is_due, lone_output
+from tests.simulation.network import NoGarbage, SimulatedClient, SimulatedLink, Wires
 from tests.simulation.scenario import Arrival, Scenario
 
-MAX_IDLE_ROUNDS = 3
+MAX_IDLE_TURNS = 3
+# Points whose failure costs one request or one step; any other ends the engine process, which is started again.
+CONTAINED = {
+    "engine.make_request", "scheduler.add_request", "engine.execute", "engine.result", "process.stats",
+    "front_end.deliver", "front_end.text",
+}  # fmt: skip
+
+
+class InjectedError(RuntimeError):
+    """Raised at a fault point."""
 
 
 class World:
-    """One engine and its clients. `run()` raises `AssertionError` at the first broken invariant."""
+    """`run()` raises `AssertionError` at the first broken invariant, and returns what has happened."""
 
     def __init__(self, scenario: Scenario, hash_block: HashBlock | None = None) -> None:
-        config = scenario.config
+        logging.getLogger("cb_backend").setLevel(logging.CRITICAL + 1)
         self.scenario = scenario
+        self.hash_block = hash_block
         self.counters: Counter[str] = Counter()
-        self.rng = random.Random(scenario.seed + 1)
-        self.kv = KVCacheManager(scenario.num_blocks, config.block_size, config.enable_prefix_caching, hash_block)
-        self.scheduler = Scheduler(config, self.kv, scenario.max_model_len, scenario.num_host_blocks)
-        self.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
         self.model = HashModel(scenario.vocab_size, scenario.stop_chance)
-        self.runner = HashRunner(
-            self.model,
-            scenario.num_blocks,
-            config.block_size,
-            salts={arrival.request_id: arrival.salt for arrival in scenario.arrivals},
-            fails_at={a.request_id: a.fails_at for a in scenario.arrivals if a.fails_at is not None},
-            is_delayed=scenario.is_delayed,
-            num_host_blocks=scenario.num_host_blocks,
-        )
-        self.in_flight: deque[tuple[SchedulerOutput, FakePending]] = deque()
-        self.requests: dict[int, Request] = {}
-        self.last_row: dict[int, int] = {}  # by request id: last plan with a row of it
-        self.open: dict[int, Arrival] = {}  # accepted, neither ended nor cancelled
-        self.ended: dict[int, FinishReason] = {}
-        self.cancelled: set[int] = set()
-        self.overtaken: Counter[int] = Counter()
-        self.arrived_at: dict[int, float] = {}
-        self.num_arrived: dict[int, int] = {}
         self.now = 0.0
-        self.outputs: dict[int, list[int]] = {}
-        self.order = {arrival.request_id: index for index, arrival in enumerate(scenario.arrivals)}
-        self.slot_owner: dict[int, int] = {}
-        self.computed: dict[int, int] = {}  # by request id: next position to compute
+        self.reached: Counter[str] = Counter()
+        self.fired: Counter[str] = Counter()
+        self.clients = [SimulatedClient(front_end_id) for front_end_id in range(3)]
+        self.answers: dict[int, Answer] = {}
+        self.salts = {a.request_id: _salt_bytes(a.scheduling.cache_salt) for a in scenario.arrivals}
+        self.num_lives = 0
+        self.start_life()
 
     def run(self) -> Counter[str]:
-        arrivals = deque(self.scenario.arrivals)
-        now, idle_rounds = 0, 0
-        while arrivals or self.open or self.in_flight:
-            self.now = now * self.scenario.step_s
-            self.scheduler.set_time(self.now)
-            self._expire()
-            while arrivals and arrivals[0].at_step <= now:
-                self._arrive(arrivals.popleft(), now)
-            for arrival in self.scenario.arrivals:
-                if arrival.cancel_at == now:
-                    self._cancel(arrival.request_id)
-            before = self._progress()
-            self._launch()
-            self.scheduler.check_integrity()
-            self._finish_oldest()
-            idle_rounds = 0 if self._progress() > before or not self.open else idle_rounds + 1
-            # Results of rows that were cancelled or preempted meanwhile may have to come back first.
-            assert idle_rounds <= MAX_IDLE_ROUNDS + self.scenario.run_ahead, "I9: no progress"
-            if now % 16 == 0:
-                check_cached_content(self.kv, self.runner)
-            now += 1
-        self._check_end()
+        try:
+            with fault_points.armed(self._reach):
+                self._run()
+            self._check_end()
+        finally:
+            for client in self.clients:
+                client.give_back()
         return self.counters
 
+    def start_life(self) -> None:
+        """A fresh engine process; the front ends connect to it."""
+        scenario, config = self.scenario, self.scenario.config
+        runner = HashRunner(
+            self.model, scenario.num_blocks, config.block_size, salts=self.salts,
+            fails_at={a.request_id: a.fails_at for a in scenario.arrivals if a.fails_at is not None},
+            is_delayed=scenario.is_delayed, num_host_blocks=scenario.num_host_blocks,
+        )  # fmt: skip
+        info = ModelInfo(
+            model="fake", tokenizer_dir="", vocab_size=max(scenario.vocab_size, 261),
+            max_model_len=scenario.max_model_len, eos_token_ids=(), block_size=config.block_size,
+            num_blocks=scenario.num_blocks - 1, max_num_seqs=config.max_num_seqs, dtype="float32", device="cpu",
+            num_host_blocks=scenario.num_host_blocks,
+        )  # fmt: skip
+        engine = LLMEngine(config, runner, info, lambda: self.now)
+        engine.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
+        if self.hash_block is not None:
+            engine.scheduler._kv._hash_block = self.hash_block
+        self.num_lives += 1
+        self.runner = runner
+        self.engine = CheckedEngine(scenario, engine, runner, self.answers, self.counters)
+        self.wires = Wires()
+        self.link = SimulatedLink(self.wires)
+        self.process = EngineProcess(engine, self.link, lambda: self.now)
+        self.process._garbage = NoGarbage()  # type: ignore[assignment]
+        self.counts: tuple[int, ...] = ()
+        for client in self.clients:
+            client.attach(self.wires)
+
+    # ---- what happens ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        scenario, arrivals = self.scenario, deque(self.scenario.arrivals)
+        turn, idle_turns = 0, 0
+        self._engine_turn()  # hello
+        while arrivals or any(answer.is_open for answer in self.answers.values()):
+            self.now = turn * scenario.step_s
+            if turn == scenario.front_end_dies_at:
+                self._kill_front_end(self.clients[1])
+            if turn == scenario.resets_cache_at:
+                self.counters["cache resets"] += 1
+                self.engine.scheduler.reset_prefix_cache()
+            while arrivals and arrivals[0].at_step <= turn:
+                self._arrive(arrivals.popleft())
+            self._cancel_some(turn)
+            before = self._progress()
+            if turn == scenario.engine_dies_at:
+                self._end_life()
+            else:
+                self._engine_turn()
+            is_idle = self._progress() == before and any(answer.is_open for answer in self.answers.values())
+            idle_turns = idle_turns + 1 if is_idle else 0
+            # Results of rows that were cancelled or preempted meanwhile may have to come back first.
+            assert idle_turns <= MAX_IDLE_TURNS + scenario.run_ahead, "I9: no progress"
+            if turn % 16 == 0:
+                check_cached_content(self.engine.kv, self.runner)
+            turn += 1
+
     def _progress(self) -> int:
-        """Grows when a token is computed or delivered, or a request ends."""
-        num_delivered = sum(map(len, self.outputs.values()))
-        return sum(self.runner.num_computed.values()) + num_delivered + len(self.ended)
+        """Grows when a token is computed, or a request ends."""
+        num_ended = sum(not answer.is_open for answer in self.answers.values())
+        return sum(self.runner.num_computed.values()) + num_ended + self.num_lives
 
-    # ---- what happens -----------------------------------------------------------------------------------------------
+    def _reach(self, point: str) -> None:
+        self.reached[point] += 1
+        for fault in self.scenario.faults:
+            if fault.point == point and fault.nth <= self.reached[point] < fault.nth + fault.times:
+                self.fired[point] += 1
+                self.counters[f"fault: {point}"] += 1
+                raise InjectedError(point)
 
-    def _arrive(self, arrival: Arrival, now: int) -> None:
-        limit = min(self.scenario.max_model_len, self.scenario.num_cache_tokens)
-        is_too_long = len(arrival.prompt) + 1 > limit
-        is_queue_full, full_figure = refuses_by_queue(
-            self.scenario.config, self.scheduler, self.kv, len(arrival.prompt)
-        )
-        before = self.scheduler.stats()
-        expected = InvalidRequestError if is_too_long else UnavailableError if is_queue_full else None
-        refusal: CbError | None = None
+    def _engine_turn(self) -> None:
+        """Front ends send, the engine process goes once round its loop, front ends read."""
+        due = self._due()
+        for client in self.clients:
+            client.send()
         try:
-            request = arrival.make_request(self.scenario.max_model_len)
-            self.scheduler.add_request(request)
-        except (InvalidRequestError, UnavailableError) as error:
-            refusal = error
-        assert (refusal and type(refusal)) == expected, f"I18: {refusal!r}, expected {expected}"
-        if refusal is None:
-            self.open[arrival.request_id] = arrival
-            self.requests[arrival.request_id] = request
-            self.arrived_at[arrival.request_id] = self.now
-            self.num_arrived[arrival.request_id] = len(self.num_arrived)
-            self.outputs[arrival.request_id] = []
-            return
-        self.counters["refused: too long" if is_too_long else "refused: queue full"] += 1
-        figure = len(arrival.prompt) if is_too_long else full_figure
-        assert str(figure) in str(refusal), "a refusal names the figures"
-        after = msgspec.structs.replace(self.scheduler.stats(), num_refused=before.num_refused)
-        assert after == before, "I17: a refusal left something behind"
-        self.scheduler.check_integrity()
-
-    def _cancel(self, request_id: int) -> None:
-        was_waiting = request_id in self.scheduler._queue
-        known = self.scheduler.cancel(request_id)
-        assert known == (request_id in self.open), "cancel answers wrongly"
-        assert not self.scheduler.cancel(request_id), "the second cancel does nothing"
-        if known:
-            self.counters["cancelled: waiting" if was_waiting else "cancelled: running"] += 1
-            del self.open[request_id]
-            self.cancelled.add(request_id)
-        self.scheduler.check_integrity()
-
-    def _expire(self) -> None:
-        """Exactly those end whose timeout has passed."""
-        due = {
-            request_id
-            for request_id in self.open
-            if is_due(
-                self.scenario.config, self.requests[request_id], self.arrived_at[request_id], self.now,
-                has_started=request_id in self.last_row,
-            )
-        }  # fmt: skip
-        expired = dict(self.scheduler.expire())
-        assert expired.keys() == due, f"timeouts: {expired}, expected {due}"
-        for request_id, reason in expired.items():
-            assert "timed out after" in reason, "a timeout names its limit"
-            self.counters["timed out: running" if request_id in self.computed else "timed out: waiting"] += 1
-            del self.open[request_id]
-            self.cancelled.add(request_id)
-            assert not self.scheduler.cancel(request_id), "a request that has timed out is gone"
-        self.scheduler.check_integrity()
-
-    def _launch(self) -> None:
-        """Launch some steps, up to the run-ahead depth."""
-        depth = 1 if self.rng.random() < 0.1 else 1 + self.scenario.run_ahead
-        while len(self.in_flight) < depth:
-            num_free = self.kv.num_free_blocks
-            preempted = self.scheduler.stats().num_preemptions
-            plan = self.scheduler.schedule()
-            if plan is None:
-                assert self.in_flight or not self.open, "I9: nothing to compute, nothing to wait for"
-                self.counters["stalled"] += bool(self.open)
-                break
-            victims = self.scheduler.stats().num_preemptions - preempted
-            has_classes = len({arrival.scheduling.priority for arrival in self.scenario.arrivals}) > 1
-            is_short = num_free < plan.num_decode_rows + victims
-            assert victims == 0 or has_classes or is_short, "preempted without need"
-            pending = self.runner.execute_model(plan)
-            self._check_plan(plan, pending)
-            self.in_flight.append((plan, pending))
-
-    def _finish_oldest(self) -> None:
-        if not self.in_flight:
-            return
-        _, pending = self.in_flight.popleft()
-        output = self.scheduler.update_from_output(pending.result())
-        self._take_output(output)
-        for _, later in self.in_flight:
-            assert all(self.kv.pool.ref_cnt(block) > 0 for block in later.written_blocks), "I2: freed while written"
-        self.counters["deferred frees"] += bool(self.scheduler._in_flight.deferred_blocks)
-
-    def _take_output(self, output: EngineOutput) -> None:
-        rows = zip(output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True)
-        for request_id, token_id, reason in rows:
-            assert request_id in self.open, "I5: output for a request that has ended, was cancelled or is unknown"
-            if token_id != NO_TOKEN:
-                self.outputs[request_id].append(token_id)
-            if reason:
-                self.ended[request_id] = FinishReason(reason)
-                self._check_output(self.open.pop(request_id), FinishReason(reason))
-        for request_id, num_cached in output.num_cached_tokens.items():
-            assert len(self.outputs[request_id]) == 1, "cached tokens are told with the first token"
-            assert 0 <= num_cached < len(self.scenario.arrivals[self.order[request_id]].prompt), "M6"
-
-    # ---- what must hold ---------------------------------------------------------------------------------------------
-
-    def _check_plan(self, plan: SchedulerOutput, pending: FakePending) -> None:
-        config = self.scenario.config
-        is_lone_prompt = not config.enable_chunked_prefill and plan.num_rows == 1
-        assert plan.num_tokens <= config.max_num_batched_tokens or is_lone_prompt, "I12: over the budget"
-        assert plan.num_rows <= config.max_num_seqs, "I12: more rows than max_num_seqs"
-        assert (plan.num_scheduled_tokens >= 1).all(), "I12: an empty row"
-        waiting = [self._place(request.request_id) for request in self.scheduler._queue]
-        assert waiting == sorted(waiting), "I10: the queue is out of order"
-        most = max((request.num_preemptions for request in self.requests.values()), default=0)
-        assert most <= MAX_PREEMPTIONS, "I10: preempted too often"
-        for row in plan.joined:
-            if row.request_id in self.computed:
-                self.counters["resumed"] += 1
-            self.slot_owner[row.slot] = row.request_id
-            self.computed.pop(row.request_id, None)
-            self._check_overtaking(row.request_id)
-            known = [*self.scenario.arrivals[self.order[row.request_id]].prompt, *self.outputs[row.request_id]]
-            assert row.token_ids.tolist() == known, "the tokens of a joining row are wrong"
-        rows = zip(
-            plan.slots.tolist(), plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
-        )
-        for slot, computed, scheduled in rows:
-            request_id = self.slot_owner[slot]
-            assert request_id in self.open, "I13: computes for a request that has ended"
-            assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
-            self.computed[request_id] = computed + scheduled
-            self.last_row[request_id] = plan.step_id
-        for block_id in pending.written_blocks:
-            assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
-            assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
-        self.counters["swapped out blocks"] += len(plan.swap_out)
-        self.counters["swapped in blocks"] += len(plan.swap_in)
-        self._check_decode_share(plan)
-        self.counters["tokens"] += plan.num_tokens
-        self.counters["whole prompts beyond the budget"] += plan.num_tokens > config.max_num_batched_tokens
-        self.counters["chunks"] += int((~plan.is_sampling).sum())
-
-    def _place(self, request_id: int) -> tuple[float, ...]:
-        priority = self.requests[request_id].scheduling.priority
-        return queue_place(self.scenario.config, priority, self.arrived_at[request_id], self.num_arrived[request_id])
-
-    def _check_overtaking(self, request_id: int) -> None:
-        """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
-        place, priority = self._place(request_id), self.requests[request_id].scheduling.priority
-        for passed in self.scheduler._queue:
-            if self._place(passed.request_id) < place:
-                self.overtaken[passed.request_id] += 1
-                self.counters["overtaken"] += 1
-                assert passed.scheduling.priority >= priority, "I10: overtaken by a less urgent request"
-                assert passed.num_preemptions == 0, "O10: overtaken after a preemption"
-                assert self.overtaken[passed.request_id] <= MAX_OVERTAKEN, "I10: overtaken too often"
-
-    def _check_decode_share(self, plan: SchedulerOutput) -> None:
-        """I11: who is past his prefill has a row in every plan (every other without chunks), or waits for a block."""
-        most_gap = 0 if self.scenario.config.enable_chunked_prefill else 1
-        for request_id in self.open:
-            request = self.requests[request_id]
-            if request.status is not RequestStatus.RUNNING or self.last_row[request_id] >= plan.step_id - most_gap:
-                continue
-            table, slot = self.scheduler._table, request.slot
-            computed = self.computed[request_id]
-            is_decoding = table.num_prefill_tokens[slot] <= computed < table.max_computed_tokens[slot]
-            if is_decoding:
-                assert computed == len(request.block_table) * self.scenario.config.block_size, "I11: left out"
-                assert self.last_row[request_id] >= plan.step_id - 2 - self.scenario.run_ahead, "I11: a long wait"
-                self.counters["waits for a block"] += 1
-
-    def _check_output(self, arrival: Arrival, reason: FinishReason) -> None:
-        """I7: equal to the lone run; a failing request ends exactly where it fails."""
-        expected = lone_output(self.scenario, self.model, arrival)
-        fails_after = None if arrival.fails_at is None else max(0, arrival.fails_at - len(arrival.prompt))
-        if fails_after is not None and fails_after < len(expected):
-            assert reason == FinishReason.ERROR, "a failed row did not end its request"
-            expected = expected[:fails_after]
-            self.counters["failed"] += 1
+            self.process.turn()
+        except GaveUpError as error:
+            self.link.send_to_all(EngineFailed(str(error)))
+            self._end_life()
+        except InjectedError as error:
+            self._check_may_end_the_engine(str(error))
+            self._end_life()
         else:
-            stops = expected[-1] in arrival.params.stop_token_ids and len(expected) >= arrival.params.min_tokens
-            assert reason == (FinishReason.STOP if stops else FinishReason.LENGTH), f"I5: ended with {reason.name}"
-            self.counters[f"ended: {reason.name.lower()}"] += 1
-        assert self.outputs[arrival.request_id] == expected, "I7: differs from the lone run"
+            for client in self.clients:
+                try:
+                    client.receive()
+                except InjectedError:  # the client's thread sets its line up again
+                    client._abandoned += client._sinks
+                    client._fail_open_requests("the line broke")
+                    client._outbox.append(encode(CancelRequests(client._abandoned)))
+            self._check_turn(due)
+        if self.engine.violation is not None:
+            raise self.engine.violation
+
+    def _check_may_end_the_engine(self, point: str) -> None:
+        assert point not in CONTAINED, f"a failure at {point} must not end the engine"
+
+    def _end_life(self) -> None:
+        """The engine process is gone: every open request gets an error at once, and a new engine is started."""
+        self.counters["engine deaths"] += 1
+        for client in self.clients:
+            client.end_life()
+        left = [answer for answer in self.answers.values() if answer.is_open]
+        assert not left, "P10: an open request was not told of the engine's end"
+        for answer in self.answers.values():
+            answer.has_timed_out |= answer.end == UNAVAILABLE and "timed out after" in answer.message
+        if self.engine.violation is not None:
+            raise self.engine.violation
+        self._count_life()
+        self.start_life()
+        try:
+            self.process.turn()
+            for client in self.clients:
+                client.receive()
+        except InjectedError:
+            self._end_life()
+
+    def _arrive(self, arrival: Arrival) -> None:
+        client = self.clients[arrival.request_id >> 40]
+        expected = lone_output(self.scenario, self.model, arrival, self.salts[arrival.request_id])
+        answer = self.answers[arrival.request_id] = Answer(arrival, client, expected, self.now)
+        prompt = token_ids_to_bytes(list(arrival.prompt))
+        try:
+            client.submit(AddRequest(arrival.request_id, prompt, arrival.params, arrival.scheduling), answer)
+        except UnavailableError:
+            answer.end = UNAVAILABLE
+
+    def _kill_front_end(self, client: SimulatedClient) -> None:
+        """Its process is gone, and a new one takes its place; the engine finds out."""
+        self.counters["front end deaths"] += 1
+        self.link.kill(client.front_end_id)
+        for answer in self.answers.values():
+            if answer.client is client and answer.is_open:
+                answer.end = "gone"
+        client._sinks.clear()
+        client._outbox.clear()
+        self.process._next_watch = self.now
+        try:
+            self.process._watch_processes(self.now)
+        except InjectedError:
+            self._end_life()
+        else:
+            client.attach(self.wires)
+
+    def _cancel_some(self, turn: int) -> None:
+        for answer in list(self.answers.values()):
+            arrival = answer.arrival
+            if arrival.cancel_at is None and arrival.cancel_in is None:
+                continue
+            state = self._state(answer)
+            if turn == arrival.cancel_at or (state == arrival.cancel_in and not answer.was_cancelled):
+                self.counters[f"cancelled: {state}"] += not answer.was_cancelled
+                answer.was_cancelled = True
+                answer.cancel()
+                answer.cancel()  # the second does nothing
+
+    def _state(self, answer: Answer) -> str:
+        request = self.engine.requests.get(answer.arrival.request_id)
+        if not answer.is_open:
+            return "ended"
+        if request is None or request.status is RequestStatus.WAITING:
+            return "waiting"
+        if request.status is RequestStatus.PREEMPTED:
+            return "swapped" if self.engine.scheduler._swap.num_tokens(request) else "preempted"
+        table = self.engine.scheduler._table
+        is_prefilling = table.num_computed_tokens[request.slot] < table.num_prefill_tokens[request.slot]
+        return "prefilling" if is_prefilling else "decoding"
+
+    # ---- what must hold -------------------------------------------------------------------------------------------
+
+    def _due(self) -> set[int]:
+        """Requests whose timeout has passed, and that the engine must end in its next turn."""
+        if not self.process.engine.has_unfinished():
+            return set()
+        engine = self.engine
+        return {
+            rid for rid, request in engine.requests.items()
+            if self.answers[rid].is_open
+            and is_due(self.scenario.config, request, engine.arrived_at[rid], self.now, rid in engine.last_row)
+        }  # fmt: skip
+
+    def _check_turn(self, due: set[int]) -> None:
+        engine = self.engine
+        engine.scheduler.check_integrity()
+        stats = engine.scheduler.stats()
+        counts = (
+            stats.num_preemptions, stats.num_prompt_tokens, stats.num_cached_prompt_tokens, stats.num_output_tokens,
+            stats.num_cancelled, stats.num_evicted_blocks, stats.num_refused, stats.num_timed_out,
+        )  # fmt: skip
+        check_counters(self.counts or counts, counts)
+        self.counts = counts
+        if self.fired["front_end.deliver"]:
+            return
+        for request_id in due:
+            answer = self.answers[request_id]
+            assert not answer.is_open, "a request was not ended though its time is over"
+            if answer.end == UNAVAILABLE:
+                assert "timed out after" in answer.message, f"a timeout says {answer.message!r}"
+                has_started = request_id in engine.last_row
+                self.counters["timed out: running" if has_started else "timed out: waiting"] += 1
+        for request_id, answer in self.answers.items():
+            if answer.end == UNAVAILABLE and "timed out after" in answer.message and not answer.has_timed_out:
+                assert request_id in due, "timed out too early"
+                answer.has_timed_out = True
 
     def _check_end(self) -> None:
-        stats = self.scheduler.stats()
-        assert not self.scheduler.has_unfinished(), "I4: something is left"
+        for _ in range(2 + self.scenario.run_ahead):  # cancels are still on their way, and launched steps
+            self._engine_turn()
+        scheduler, stats = self.engine.scheduler, self.engine.scheduler.stats()
+        assert not self.process.engine.has_unfinished(), "I4: something is left"
         assert stats.num_free_blocks == stats.num_blocks == self.scenario.num_blocks - 1, "I4: blocks are lost"
         assert (stats.num_running, stats.num_waiting) == (0, 0), "I4: requests are left"
         assert stats.num_free_host_blocks == self.scenario.num_host_blocks, "I4: host blocks are lost"
-        for request_id in self.cancelled:
-            output = self.outputs[request_id]
-            expected = lone_output(self.scenario, self.model, self.scenario.arrivals[self.order[request_id]])
-            assert output == expected[: len(output)], "I7: a cancelled request's tokens differ from the lone run"
-        assert stats.num_output_tokens == sum(map(len, self.outputs.values())), "I15: output tokens"
-        self.scheduler.check_integrity()
-        check_cached_content(self.kv, self.runner)
+        assert not any(front_end.open_request_ids for front_end in self.link.front_ends.values()), "I4: ids are left"
+        assert not any(client._sinks for client in self.clients), "I4: sinks are left"
+        scheduler.check_integrity()
+        check_cached_content(self.engine.kv, self.runner)
+        has_step_failed = bool(self.fired["engine.execute"] + self.fired["engine.result"])
+        for answer in self.answers.values():
+            answer.check(may_fail=has_step_failed)
+            assert answer.end != FAILED or has_step_failed or answer.arrival.fails_at is not None, "failed for nothing"
+            assert answer.end != INTERNAL or self.fired, "I14: an internal error for nothing"
+            self.counters[f"ended: {answer.end}"] += 1
+            self.counters["failed rows"] += answer.end == FAILED and not has_step_failed
+        self.counters["requests"] += sum(answer.end != REFUSED for answer in self.answers.values())
+        self._count_life()
+        for client in self.clients:
+            client._socket.send(encode(Goodbye(client.front_end_id)), 0)  # type: ignore[union-attr]
+        self.process.turn()
+        assert self.process.is_stopping, "I19: the engine stays after its last front end"
+
+    def _count_life(self) -> None:
+        stats = self.engine.scheduler.stats()
         self.counters["preemptions"] += stats.num_preemptions
+        self.counters["swap ins"] += stats.num_swapped_in
         self.counters["evicted blocks"] += stats.num_evicted_blocks
         self.counters["prefix hit tokens"] += stats.num_cached_prompt_tokens
-        self.counters["requests"] += len(self.outputs)

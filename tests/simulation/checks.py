@@ -1,0 +1,226 @@
+"""What must be so for every plan of a simulated engine, computed from the documents and not from its own bookkeeping.
+
+I2 nothing is used after its free · I3 shared and cached blocks are not written · I9 nobody is preempted without need ·
+I10 nobody overtakes but as documented, nobody is preempted too often · I11 a running request gets a token in every
+other step · I12 budget, no gap · I13 nothing is computed for who has ended · I17, I18 refusals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from cb_backend.engine.admission import MAX_OVERTAKEN
+from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.preemption import MAX_PREEMPTIONS
+from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
+from cb_backend.outputs import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from cb_backend.request import Request, RequestStatus
+from tests.fakes.runners import FakePending, HashRunner
+from tests.simulation.clients import Answer
+from tests.simulation.expectations import queue_place, refuses_by_queue
+from tests.simulation.scenario import Scenario
+
+
+class CheckedEngine:
+    """Stands around one life of an engine and looks at what goes in and out. Its `violation` is the first one found.
+
+    Violations are kept rather than raised: the engine's own loop would take them for a failed step.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        engine: LLMEngine,
+        runner: HashRunner,
+        answers: dict[int, Answer],
+        counters: Counter[str],
+    ) -> None:
+        self.scenario, self.config = scenario, scenario.config
+        self.engine, self.runner = engine, runner
+        self.scheduler, self.kv = engine.scheduler, engine.scheduler._kv
+        self.answers = answers
+        self.counters = counters
+        self.violation: BaseException | None = None
+        self.requests: dict[int, Request] = {}
+        self.last_row: dict[int, int] = {}  # by request id: last plan with a row of it
+        self.computed: dict[int, int] = {}  # by request id: next position to compute
+        self.slot_owner: dict[int, int] = {}
+        self.overtaken: Counter[int] = Counter()
+        self.arrived_at: dict[int, float] = {}
+        self.number: dict[int, int] = {}
+        self.in_flight: list[FakePending] = []
+        self.planned: SchedulerOutput | None = None  # and not handed to the runner
+        self.has_classes = len({arrival.scheduling.priority for arrival in scenario.arrivals}) > 1
+        self.has_tenants = len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1
+        self._add_request, self._schedule = self.scheduler.add_request, self.scheduler.schedule
+        self.scheduler.add_request = self.add_request  # type: ignore[method-assign]
+        self.scheduler.schedule = self.schedule  # type: ignore[method-assign]
+        engine.runner = self  # type: ignore[assignment]
+
+    # ---- the engine's calls go through here ---------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        limit = min(self.scenario.max_model_len, self.scenario.num_cache_tokens)
+        is_too_long = request.num_prompt_tokens + 1 > limit
+        is_full, figure = refuses_by_queue(self.config, self.scheduler, self.kv, request.num_prompt_tokens)
+        expected = InvalidRequestError if is_too_long else UnavailableError if is_full else None
+        before, refusal = self.scheduler.stats(), None
+        try:
+            self._add_request(request)
+        except CbError as error:
+            refusal = error
+        self._expect((refusal and type(refusal)) == expected, f"I18: {refusal!r}, expected {expected}")
+        if refusal is None:
+            self.requests[request.request_id] = request
+            self.arrived_at[request.request_id] = self.scheduler._now
+            self.number[request.request_id] = len(self.number)
+            return
+        self.counters["refused: too long" if is_too_long else "refused: queue full"] += 1
+        figure = request.num_prompt_tokens if is_too_long else figure
+        self._expect(str(figure) in str(refusal), "a refusal names the figures")
+        self._expect(is_too_long or "try again in about" in str(refusal), "a refusal says when to come back")
+        after = msgspec.structs.replace(self.scheduler.stats(), num_refused=before.num_refused)
+        self._expect(after == before, "I17: a refusal left something behind")
+        raise refusal
+
+    def schedule(self) -> SchedulerOutput | None:
+        if self.planned is not None:
+            self.runner.lose(self.planned)
+            self.planned = None
+        num_free, preempted = self.kv.num_free_blocks, self.scheduler.num_preemptions
+        plan = self._schedule()
+        if plan is None:
+            self.counters["stalled"] += self.scheduler.has_unfinished()
+            return None
+        victims = self.scheduler.num_preemptions - preempted
+        is_short = num_free < plan.num_decode_rows + victims
+        self._expect(victims == 0 or self.has_classes or is_short, "preempted without need")
+        self.counters["full"] += num_free < plan.num_rows
+        self.planned = plan
+        return plan
+
+    def execute_model(self, plan: SchedulerOutput) -> PendingOutput:
+        self.planned = None
+        try:
+            pending = self.runner.execute_model(plan)
+            self._check_plan(plan, pending)
+        except AssertionError as error:
+            self.violation = self.violation or error
+            raise
+        self.in_flight.append(pending)
+        return _Checked(self, pending)
+
+    def read(self, pending: FakePending) -> None:
+        """The result of a step is asked for; steps launched before it whose results nobody asked for are lost."""
+        while self.in_flight[0] is not pending:
+            self.in_flight.pop(0).lose()
+        self.in_flight.pop(0)
+        for later in self.in_flight:
+            is_held = all(self.kv.pool.ref_cnt(block) > 0 for block in later.written_blocks)
+            self._expect(is_held, "I2: freed while a launched step writes it")
+
+    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def _expect(self, condition: bool, what: str) -> None:
+        if not condition:
+            self.violation = self.violation or AssertionError(what)
+
+    # ---- a plan ---------------------------------------------------------------------------------------------------
+
+    def _check_plan(self, plan: SchedulerOutput, pending: FakePending) -> None:
+        config, counters = self.config, self.counters
+        is_lone_prompt = not config.enable_chunked_prefill and plan.num_rows == 1
+        assert plan.num_tokens <= config.max_num_batched_tokens or is_lone_prompt, "I12: over the budget"
+        assert plan.num_rows <= config.max_num_seqs, "I12: more rows than max_num_seqs"
+        assert (plan.num_scheduled_tokens >= 1).all(), "I12: an empty row"
+        waiting = [self._place(request.request_id) for request in self.scheduler._queue]
+        assert waiting == sorted(waiting), "I10: the queue is out of order"
+        for row in plan.joined:
+            is_back = row.request_id in self.computed
+            counters["resumed"] += is_back
+            assert self.requests[row.request_id].num_preemptions <= MAX_PREEMPTIONS, "I10: preempted too often"
+            self.slot_owner[row.slot] = row.request_id
+            self.computed.pop(row.request_id, None)
+            self._check_overtaking(row.request_id, is_back)
+            arrival = self.answers[row.request_id].arrival
+            expected = [*arrival.prompt, *self.answers[row.request_id].expected_ids]
+            known = row.token_ids.tolist()
+            assert len(known) >= len(arrival.prompt), "the prompt of a joining row is cut"
+            assert known == expected[: len(known)], "the tokens of a joining row are wrong"
+        columns = (plan.slots, plan.num_computed_tokens, plan.num_scheduled_tokens)
+        for slot, computed, scheduled in zip(*(column.tolist() for column in columns), strict=True):
+            request_id = self.slot_owner[slot]
+            assert self.answers[request_id].is_open, "I13: computes for a request that has ended"
+            assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
+            self.computed[request_id] = computed + scheduled
+            self.last_row[request_id] = plan.step_id
+        for block_id in pending.written_blocks:
+            assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
+            assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
+        self._check_decode_share(plan)
+        counters["swapped out blocks"] += len(plan.swap_out)
+        counters["swapped in blocks"] += len(plan.swap_in)
+        counters["tokens"] += plan.num_tokens
+        counters["steps"] += 1
+        counters["whole prompts beyond the budget"] += plan.num_tokens > config.max_num_batched_tokens
+        counters["chunks"] += int((~plan.is_sampling).sum())
+
+    def _place(self, request_id: int) -> tuple[float, ...]:
+        priority = self.requests[request_id].scheduling.priority
+        return queue_place(self.config, priority, self.arrived_at[request_id], self.number[request_id])
+
+    def _check_overtaking(self, request_id: int, is_back: bool) -> None:
+        """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
+        request, place = self.requests[request_id], self._place(request_id)
+        own = request.scheduling
+        for passed in self.scheduler._queue:
+            if self._place(passed.request_id) > place:
+                continue
+            other, config = passed.scheduling, self.config
+            has_share = config.reserved_share and own.priority <= config.reserved_priority < other.priority
+            assert other.priority >= own.priority, "I10: overtaken by a less urgent request"
+            if (
+                is_back
+                or has_share
+                or (self.has_tenants and (other.tenant, other.priority) != (own.tenant, own.priority))
+            ):
+                continue
+            self.overtaken[passed.request_id] += 1
+            self.counters["overtaken"] += 1
+            assert passed.num_preemptions == 0, "O10: overtaken after a preemption"
+            assert self.overtaken[passed.request_id] <= MAX_OVERTAKEN, "I10: overtaken too often"
+
+    def _check_decode_share(self, plan: SchedulerOutput) -> None:
+        """I11: who is past his prefill has a row in every plan (every other without chunks), or waits for a block."""
+        is_mixed = self.config.enable_chunked_prefill and self.config.prefill_policy == "mixed"
+        most_gap = 0 if is_mixed else 1
+        for request_id, request in self.scheduler._results.running.items():
+            if self.last_row[request_id] >= plan.step_id - most_gap:
+                continue
+            assert request.status is RequestStatus.RUNNING
+            table, slot, computed = self.scheduler._table, request.slot, self.computed[request_id]
+            if table.num_prefill_tokens[slot] <= computed < table.max_computed_tokens[slot]:
+                assert computed == len(request.block_table) * self.config.block_size, "I11: left out"
+                assert self.last_row[request_id] >= plan.step_id - 2 - self.scenario.run_ahead, "I11: a long wait"
+                self.counters["waits for a block"] += 1
+
+
+class _Checked:
+    """A launched step whose result is looked at when it is read."""
+
+    def __init__(self, checked: CheckedEngine, pending: FakePending) -> None:
+        self._checked, self._pending = checked, pending
+
+    def result(self) -> ModelRunnerOutput:
+        self._checked.read(self._pending)
+        try:
+            return self._pending.result()
+        except AssertionError as error:
+            self._checked.violation = self._checked.violation or error
+            raise

@@ -1,0 +1,149 @@
+"""Random worlds, each the same for the same seed: scarce memory, shared prefixes, lengths at borders, faults."""
+
+from __future__ import annotations
+
+import random
+
+from cb_backend.config import EngineConfig
+from cb_backend.fault_points import POINTS
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
+from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
+
+LONGEST = 100  # tokens of a prompt
+
+
+def make_scenario(seed: int) -> Scenario:
+    rng = random.Random(seed)
+    block_size = rng.choice((1, 2, 2, 4, 4, 16))
+    # Two or three of the longest requests fit, so that company means scarcity; now and then there is plenty.
+    longest = rng.choice((rng.randint(4, 12), rng.randint(10, 40), rng.randint(10, 40), rng.randint(20, LONGEST)))
+    num_cache_tokens = int(longest * rng.choice((1.0, 1.3, 1.6, 2.0, 3.0, 20.0))) + block_size
+    num_blocks = 1 + max(num_cache_tokens // block_size, 2)
+    num_cache_tokens = (num_blocks - 1) * block_size
+    max_model_len = rng.choice((num_cache_tokens, num_cache_tokens, num_cache_tokens, max(3, longest), 40))
+    vocab_size = rng.choice((2, 3, 10, 200, 1000))
+    longest = max(1, min(max_model_len, num_cache_tokens, longest) - 1)
+    texts = [[rng.randrange(vocab_size) for _ in range(longest + 4)] for _ in range(2)]
+    classes = rng.choice(((0,), (0,), (-1, 0, 1), (0, 0, 0, -3), (-100, 5)))
+    tenants = rng.choice((("",), ("",), ("a", "b", "c"), ("a", "a", "a", "b")))
+    drawer = _ArrivalDrawer(rng, texts, longest, vocab_size, block_size, classes, tenants)
+    arrivals = [drawer.draw(index) for index in range(rng.randint(4, 20))]
+    has_faults = rng.random() < 0.35
+    return Scenario(
+        seed=seed,
+        config=_config(rng, block_size),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        stop_chance=rng.choice((0.0, 0.0, 0.02, 0.2)),
+        is_delayed=rng.random() < 0.5,
+        num_host_blocks=rng.choice((0, 16, 64, 64)),
+        step_s=rng.choice((0.0, 0.01, 0.01, 0.01, 0.01, 1.0)),
+        arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_step)),
+        faults=(Fault(rng.choice(POINTS), rng.choice((1, 2, rng.randint(1, 60))), rng.choice((1, 1, 1, 3))),)
+        if has_faults
+        else (),
+        engine_dies_at=rng.randint(1, 60) if rng.random() < 0.05 else None,
+        front_end_dies_at=rng.randint(1, 40) if rng.random() < 0.1 else None,
+        resets_cache_at=rng.randint(1, 40) if rng.random() < 0.2 else None,
+    )
+
+
+def _config(rng: random.Random, block_size: int) -> EngineConfig:
+    is_chunking = rng.random() < 0.75
+    max_itl_ms = rng.choice((None, None, 0.001, 20.0)) if is_chunking else None
+    return EngineConfig(
+        model="fake",
+        block_size=block_size,
+        max_num_seqs=rng.choice((2, 4, 8, 8, 16)),
+        max_num_batched_tokens=rng.choice((1, 7, 16, 64, 64, 64, 512, 512)),
+        max_queue_size=rng.choice((3, 10, 1000, 1000)),
+        enable_chunked_prefill=is_chunking,
+        enable_prefix_caching=rng.random() < 0.75,
+        scheduling_policy="static" if rng.random() < 0.03 else "fcfs",
+        run_ahead=rng.randint(0, 4),
+        max_itl_ms=max_itl_ms,
+        prefill_policy=rng.choice(("mixed", "hybrid")) if max_itl_ms else "mixed",
+        admission_reserve=rng.choice((*[-10.0] * 5, 0.5)),
+        max_queue_tokens=rng.choice((1 << 24, 1 << 24, 200)),
+        priority_aging_s=rng.choice((0.0, 0.05, 10.0)),
+        queue_timeout_ms=rng.choice((None, None, None, 10_000)),
+        timeout_ms=rng.choice((None, None, None, 20_000)),
+        reserved_share=rng.choice((0.0, 0.0, 0.0, 0.3)),
+        watchdog_timeout_s=0.0,
+    )
+
+
+class _ArrivalDrawer:
+    def __init__(
+        self,
+        rng: random.Random,
+        texts: list[list[int]],
+        longest: int,
+        vocab_size: int,
+        block_size: int,
+        classes: tuple[int, ...],
+        tenants: tuple[str, ...],
+    ) -> None:
+        self.rng = rng
+        self.texts = texts
+        self.longest = longest
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.classes = classes
+        self.tenants = tenants
+        self.is_burst = rng.random() < 0.6
+
+    def draw(self, index: int) -> Arrival:
+        rng, vocab_size = self.rng, self.vocab_size
+        most = max(self.longest, 2)
+        many = rng.randint(most // 2, most)
+        max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(1, most), many, many, many, most + 5))
+        num_stop_ids = rng.choice((0, 0, 0, 1, min(2, vocab_size - 1)))
+        at_step = 0 if self.is_burst and rng.random() < 0.8 else rng.randint(0, 40)
+        prompt = self._prompt()
+        is_cancelled = rng.random() < 0.25
+        by_state = rng.random() < 0.7
+        return Arrival(
+            request_id=(rng.randint(0, 2) << 40) | index,
+            at_step=at_step,
+            prompt=prompt,
+            params=SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
+                stop_token_ids=tuple(rng.sample(range(vocab_size), k=num_stop_ids)),
+                stop=self._stop_strings(),
+                include_stop_str_in_output=rng.random() < 0.3,
+                seed=1,
+            ),
+            scheduling=SchedulingParams(
+                priority=rng.choice(self.classes),
+                timeout_ms=rng.choice((*[None] * 8, 200, 5000)),
+                queue_timeout_ms=rng.choice((*[None] * 8, 100, 3000)),
+                cache_salt=rng.choice(("", "", "tenant")),
+                tenant=rng.choice(self.tenants),
+            ),
+            fails_at=rng.randint(1, len(prompt) + max_tokens) if rng.random() < 0.06 else None,
+            cancel_at=at_step + rng.randint(0, 25) if is_cancelled and not by_state else None,
+            cancel_in=rng.choice((*CANCEL_STATES, "preempted", "swapped")) if is_cancelled and by_state else None,
+        )
+
+    def _prompt(self) -> tuple[int, ...]:
+        rng, longest = self.rng, self.longest
+        at_border = rng.randint(0, longest // self.block_size) * self.block_size + rng.choice((-1, 0, 0, 1))
+        few = rng.randint(1, max(1, longest // 8))
+        length = rng.choice((rng.randint(1, longest), few, few, max(1, longest // 3), at_border, longest))
+        length = min(max(length, 1), longest + (rng.random() < 0.2) * 3)
+        shared = rng.choice((0, length, length, rng.randint(0, length)))
+        return (
+            *rng.choice(self.texts)[:shared],
+            *(rng.randrange(self.vocab_size) for _ in range(length - shared)),
+        )
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        """Ids below 128 are characters: with few of them even strings of two come up."""
+        if self.rng.random() < 0.75 or self.vocab_size > 128:
+            return ()
+        length = self.rng.randint(1, 3)
+        return ("".join(chr(self.rng.randrange(self.vocab_size)) for _ in range(length)),)

@@ -1,0 +1,116 @@
+"""Many scenarios on all cores: what happened in them, and which of them failed.
+
+Workers are started anew (not forked), so that nothing of the calling process is in them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from cb_backend.fault_points import POINTS
+from tests.simulation.draw import make_scenario
+from tests.simulation.nth_failure import points_failing
+from tests.simulation.world import World
+
+# Least share of the scenarios in which something happens, in thousandths: less would mean that they no longer test what
+# they claim. Faults, and cancels in the rarer states, are counted over all.
+LEAST_SHARE = {
+    "with preemption": 300, "with swap": 80, "with a prefix hit": 350, "with a full cache": 300, "with faults": 150,
+    "with tenants": 300, "with text stops": 40, "with an engine death": 60,
+}  # fmt: skip
+LEAST_PER_THOUSAND = {
+    "ended: stop": 1000, "ended: length": 1500, "failed rows": 100, "timed out: waiting": 100, "timed out: running": 50,
+    "refused: too long": 300, "refused: queue full": 100, "overtaken": 100, "resumed": 300, "stalled": 1000,
+    "chunks": 5000, "whole prompts beyond the budget": 100, "front end deaths": 50, "cache resets": 100,
+    "cancelled: waiting": 25, "cancelled: prefilling": 25, "cancelled: decoding": 25, "cancelled: preempted": 25,
+    "cancelled: swapped": 5, "cancelled: ended": 25, **{f"fault: {point}": 2 for point in POINTS},
+}  # fmt: skip
+
+
+@dataclass
+class Sweep:
+    """Results of some seeds."""
+
+    num_seeds: int = 0
+    seconds: float = 0.0
+    counters: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)  # by seed
+
+    def missing(self) -> dict[str, tuple[int, int]]:
+        """What happened too rarely: (found, wanted). Few seeds promise nothing."""
+        if self.num_seeds < 500:
+            return {}
+        least = {**LEAST_SHARE, **LEAST_PER_THOUSAND}
+        wanted = {name: value * self.num_seeds // 1000 for name, value in least.items()}
+        return {name: (self.counters[name], n) for name, n in wanted.items() if self.counters[name] < n}
+
+
+def run_seed(seed: int) -> Counter[str]:
+    """One scenario; also counts that it was one with preemptions, hits, ... Raises what it broke."""
+    scenario = make_scenario(seed)
+    found = World(scenario, four_bit_hash if seed % 16 == 15 else None).run()
+    faults = any(name.startswith("fault") for name in found)
+    is_in = {
+        "with preemption": found["preemptions"], "with swap": found["swap ins"], "with a full cache": found["full"],
+        "with a prefix hit": found["prefix hit tokens"], "with faults": faults,
+        "with tenants": len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1,
+        "with text stops": any(arrival.params.stop for arrival in scenario.arrivals),
+        "with an engine death": found["engine deaths"],
+    }  # fmt: skip
+    found.update({name: 1 for name, happened in is_in.items() if happened})
+    return found
+
+
+def four_bit_hash(parent_digest: bytes, content: bytes) -> bytes:
+    """M4: nearly every lookup meets another block's digest."""
+    return bytes([zlib.crc32(parent_digest + content) % 16])
+
+
+def _run_some(seeds: Sequence[int]) -> tuple[Counter[str], dict[int, str]]:
+    counters: Counter[str] = Counter()
+    failures = {}
+    for seed in seeds:
+        try:
+            counters += run_seed(seed)
+        except Exception as error:
+            failures[seed] = f"{type(error).__name__}: {error}"
+    return counters, failures
+
+
+def run_seeds(start: int, num_seeds: int, num_jobs: int = 0, limit_s: float = float("inf")) -> Sweep:
+    """Run the seeds from `start` on all cores, or on `num_jobs`; stop handing out new ones after `limit_s` seconds."""
+    num_jobs = num_jobs or len(os.sched_getaffinity(0))
+    size = max(1, min(50, num_seeds // (4 * num_jobs) or 1))
+    parts = [range(first, min(first + size, start + num_seeds)) for first in range(start, start + num_seeds, size)]
+    sweep, began = Sweep(), time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
+        for part, (counters, failures) in zip(parts, pool.imap(_run_some, parts), strict=True):
+            sweep.counters += counters
+            sweep.failures.update(failures)
+            sweep.num_seeds += len(part)
+            sweep.seconds = time.perf_counter() - began
+            if sweep.seconds > limit_s:
+                pool.terminate()
+                break
+    return sweep
+
+
+def run_nth_failures(num_jobs: int, most: int, num_scenarios: int) -> tuple[int, dict[str, str]]:
+    """For each point and scenario: fail its 1st, 2nd, ... time until it is not reached any more, or `most` times.
+
+    Returns how many runs there were, and what broke.
+    """
+    num_runs, failures = 0, {}
+    work = [(point, index, most) for point, index in product(POINTS, range(num_scenarios))]
+    with multiprocessing.get_context("spawn").Pool(num_jobs or len(os.sched_getaffinity(0))) as pool:
+        for runs, broken in pool.starmap(points_failing, work, chunksize=1):
+            num_runs += runs
+            failures.update(broken)
+    return num_runs, failures
