@@ -1,0 +1,166 @@
+"""Changes the code under test in small ways, one at a time, and counts how many of the changes the tests notice.
+
+python -m tests.mutation.run [--modules scheduler block_pool ...] [--sample N] [--jobs J] [--json FILE]
+
+Every mutant is a forked process that imports the changed module in place of the right one and runs the tests named for
+it until the first failure. A mutant that hangs is noticed. Survivors are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.mutation.mutate import Mutant, mutants, mutated
+
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 60
+SURVIVED, NOTICED, HUNG, SKIPPED = "survived", "noticed", "hung", "skipped"
+_WORLDS = ("tests/mutation/check_worlds.py",)
+_SCHEDULING = tuple(
+    f"tests/unit/test_{name}.py"
+    for name in ("scheduler", "scheduler_cases", "priorities", "prompt_share", "swap", "reserved_share", "pressure")
+)
+_POOL = ("tests/unit/test_block_pool.py", "tests/unit/test_kv_manager.py")
+_TEXT = tuple(f"tests/front_end/test_{name}.py" for name in ("stop_strings", "output_text", "detokenizer"))
+TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "scheduler": ("cb_backend.engine.scheduler", ("tests/unit/test_scheduler.py", *_WORLDS, *_SCHEDULING)),
+    "admission": ("cb_backend.engine.admission", (*_SCHEDULING, *_WORLDS)),
+    "request_queue": (
+        "cb_backend.engine.request_queue", ("tests/unit/test_fair_share.py", "tests/unit/test_priorities.py", *_WORLDS)
+    ),
+    "fair_share": ("cb_backend.engine.fair_share", ("tests/unit/test_fair_share.py", *_WORLDS)),
+    "preemption": ("cb_backend.engine.preemption", (*_WORLDS, *_SCHEDULING)),
+    "swap_space": ("cb_backend.engine.swap_space", ("tests/unit/test_swap.py", *_WORLDS)),
+    "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
+    "manager": ("cb_backend.kv_cache.manager", (*_POOL, *_WORLDS, "tests/unit/test_prompt_share.py")),
+    "stop_strings": ("cb_backend.front_end.stop_strings", _TEXT),
+    "output_text": ("cb_backend.front_end.output_text", _TEXT),
+    "detokenizer": ("cb_backend.front_end.detokenizer", _TEXT),
+}  # fmt: skip
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module with one change in it."""
+
+    def __init__(self, module: str, index: int) -> None:
+        self.module, self.index = module, index
+        self.path = source_of(module)
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.module:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module) -> None:
+        exec(compile(mutated(self.path.read_text(), self.index), str(self.path), "exec"), module.__dict__)
+
+
+def source_of(module: str) -> Path:
+    return ROOT / (module.replace(".", "/") + ".py")
+
+
+def try_out(name: str, mutant: Mutant | None, deadline: float = float("inf")) -> tuple[str, Mutant | None, str]:
+    """Run the tests of a target with this change (None: without any) in a process of its own: SURVIVED, ..."""
+    if time.time() > deadline:
+        return name, mutant, SKIPPED
+    pid = os.fork()
+    if pid == 0:
+        _run_tests(*TARGETS[name], mutant)
+    status = os.waitpid(pid, 0)[1]
+    return name, mutant, SURVIVED if status == 0 else HUNG if os.WIFSIGNALED(status) else NOTICED
+
+
+def _run_tests(module: str, tests: Sequence[str], mutant: Mutant | None) -> None:
+    """Never returns."""
+    import pytest
+
+    signal.alarm(LONGEST_S)  # ends the process: a mutant that hangs is noticed
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    if mutant is not None:
+        sys.meta_path.insert(0, _Changed(module, mutant.index))
+    code = 1
+    try:
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(str(ROOT / test) for test in tests)])
+    finally:
+        os._exit(int(code))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modules", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument(
+        "--sample", type=int, default=0, help="at most so many mutants a module, drawn at random; 0: all"
+    )
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new ones begin")
+    parser.add_argument("--json", type=Path, help="write the survivors here as well")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    began, work = time.perf_counter(), []
+    deadline = time.time() + options.limit
+    for name in options.modules:
+        found = mutants(source_of(TARGETS[name][0]).read_text())
+        if options.sample and len(found) > options.sample:
+            found = sorted(random.Random(0).sample(found, options.sample), key=lambda mutant: mutant.index)
+        work += [(name, mutant, deadline) for mutant in found]
+    random.Random(1).shuffle(work)  # so that a run that is cut short has seen something of each
+    # Workers have one thread, so that they can fork safely.
+    with multiprocessing.get_context("spawn").Pool(options.jobs, _import_the_heavy) as pool:
+        for name, _, outcome in pool.starmap(try_out, [(name, None) for name in options.modules], chunksize=1):
+            if outcome != SURVIVED:
+                print(f"the tests of {name} fail without any change ({outcome}); mend them first")
+                return 2
+        results = pool.starmap(try_out, work, chunksize=1)
+    return _show(results, time.perf_counter() - began, options.json)
+
+
+def _import_the_heavy() -> None:
+    """What the forked processes then need not import."""
+    import hypothesis  # noqa: F401
+    import numpy as np  # noqa: F401
+    import pytest  # noqa: F401
+
+
+def _show(results: list[tuple[str, Mutant, str]], seconds: float, path: Path | None) -> int:
+    survivors: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for name, _, _ in results):
+        counts = Counter(outcome for other, _, outcome in results if other == name)
+        num_tried = counts.total() - counts[SKIPPED]
+        lines = sorted((m.line, m.what) for other, m, outcome in results if other == name and outcome == SURVIVED)
+        survivors[name] = [f"{line}: {what}" for line, what in lines]
+        print(
+            f"{name:14} {num_tried - len(lines):4} of {num_tried:4} mutants noticed ({counts[HUNG]} hung, "
+            f"{counts[SKIPPED]} not tried), {1 - len(lines) / max(num_tried, 1):.0%}"
+        )
+    for name, texts in survivors.items():
+        for text in texts:
+            print(f"survived in {name}, line {text}")
+    num_tried = sum(outcome != SKIPPED for _, _, outcome in results)
+    num_left = sum(map(len, survivors.values()))
+    share = 1 - num_left / max(num_tried, 1)
+    print(f"{num_tried - num_left} of {num_tried} noticed ({share:.1%}), {len(results)} in all, {seconds:.0f} s")
+    if path is not None:
+        path.write_text(json.dumps(survivors, indent=1) + "\n")
+    return int(share < 0.9)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
