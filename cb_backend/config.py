@@ -56,6 +56,7 @@ class EngineConfig:
     max_num_seqs: int = 256  # most requests running at once
     max_num_batched_tokens: int = 2048  # most tokens computed in one step
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step, whatever its length
+    prefill_policy: str = "mixed"  # mixed | hybrid: prompts in large steps of their own while more requests gain by it
     max_itl_ms: float | None = None  # prompt tokens beside running streams are held back to keep a step below it
     scheduling_policy: str = "fcfs"  # fcfs | static (the baseline: a batch is filled, then runs until all have ended)
     # The queue
@@ -97,6 +98,7 @@ class EngineConfig:
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("attention_backend", self.attention_backend, ("auto", "triton", "torch"))
+        _one_of("prefill_policy", self.prefill_policy, ("mixed", "hybrid"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "static"))
         _require(
             1 <= self.data_parallel_size <= 64,
@@ -110,6 +112,10 @@ class EngineConfig:
         _require(
             self.max_itl_ms is None or (0 < self.max_itl_ms < float("inf") and self.enable_chunked_prefill),
             f"max_itl_ms is {self.max_itl_ms}; it must be above 0, and it needs enable_chunked_prefill",
+        )
+        _require(
+            self.prefill_policy == "mixed" or self.max_itl_ms is not None,
+            "prefill_policy is 'hybrid', which changes nothing without max_itl_ms; set that too",
         )
         _require(
             0 <= self.swap_space < 1 << 20, f"swap_space is {self.swap_space}; it must be GiB of memory, 0 or more"

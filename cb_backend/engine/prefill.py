@@ -3,7 +3,13 @@
 The first in order takes what it needs. Two things hold it back. Beside running streams, `max_itl_ms` bounds the prompt
 tokens of a step. And while a giant prompt is computed (one that a step cannot finish), prompts of at most a quarter of
 what it has left may go before it, in at most half of the step: so short ones wait for each other and not for the
-giant, and the giant gets at least half. Knows progress and budgets; not blocks, and not who is in the queue.
+giant, and the giant gets at least half.
+
+The hybrid policy drains a queue of prompts faster than `max_itl_ms` alone would let it: while that is better by the
+measured step times, every other step is one of prompts alone, as large as the budget, and running streams wait for it.
+Better means: the share of its waiting that each request without a first token saves, summed over them, is more than the
+share that each stream loses. When the prompts are done, steps are mixed again. Knows progress and budgets; not blocks,
+and not who is in the queue.
 """
 
 from __future__ import annotations
@@ -21,10 +27,15 @@ _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
 class PrefillPlanner:
     """Plans chunks of prompts whose requests have slots."""
 
-    def __init__(self, table: SlotTable, is_chunking: bool, pace: Pace | None) -> None:
+    def __init__(
+        self, table: SlotTable, is_chunking: bool, pace: Pace | None, budget: int, is_hybrid: bool = False
+    ) -> None:
+        """`budget`: most tokens in a step."""
         self._table = table
         self._is_chunking = is_chunking
         self._pace = pace
+        self._budget = budget
+        self._is_hybrid = is_hybrid
 
     def slots(self) -> list[int]:
         """Slots whose prompts are not complete, in order."""
@@ -38,6 +49,24 @@ class PrefillPlanner:
         position = int(self._table.num_computed_tokens[slots[0]]) if slots else 0
         num_pairs = float(np.sum(plan.decode.computed, dtype=np.float64))
         plan.budget = min(plan.budget, self._pace.most_prefill_tokens(plan.num_decode_rows, num_pairs, position))
+
+    def is_better_without_streams(self, num_waiting: int, num_waiting_tokens: int) -> bool:
+        """Whether the next step is to be one of prompts alone. `num_waiting_tokens` are those of the queue."""
+        if not self._is_hybrid or self._pace is None:
+            return False
+        table, order = self._table, self._table.order
+        computed = table.num_computed_tokens[order]
+        num_left = np.maximum(table.num_prefill_tokens[order] - computed, 0)
+        is_stream = num_left == 0
+        num_streams = int(np.count_nonzero(is_stream))
+        num_prompts = num_waiting + len(order) - num_streams
+        if not num_streams or not num_prompts:
+            return False
+        prompt_tokens = num_waiting_tokens + int(num_left.sum())
+        saved, lost = self._pace.shares_by_draining(
+            num_streams, float(computed[is_stream].sum(dtype=np.float64)), min(prompt_tokens, self._budget)
+        )
+        return num_prompts * saved > num_streams * lost
 
     def giant_tokens_left(self, plan: StepPlan, slots: list[int]) -> int:
         """What the first prompt has left, if this step cannot finish it; else 0."""

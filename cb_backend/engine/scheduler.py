@@ -15,6 +15,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.engine.admission import Admission
 from cb_backend.engine.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
 from cb_backend.engine.deadlines import Deadlines
+from cb_backend.engine.engine_stats import engine_stats
 from cb_backend.engine.fair_share import FairShare
 from cb_backend.engine.in_flight import InFlightSteps
 from cb_backend.engine.preemption import Preemption
@@ -26,6 +27,7 @@ from cb_backend.engine.step_result import StepCounters, StepResults
 from cb_backend.engine.step_time import Pace
 from cb_backend.engine.swap_space import SwapSpace
 from cb_backend.errors import InvalidRequestError
+from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
 from cb_backend.outputs import EngineOutput, ModelRunnerOutput, NewBlocks, SchedulerOutput
@@ -62,7 +64,9 @@ class Scheduler:
             self._table, kv, self._in_flight, self._results, self._queue, self._counters, self._swap
         )
         self._pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms)
-        self._prefill = PrefillPlanner(self._table, self._is_chunking, self._pace)
+        self._prefill = PrefillPlanner(
+            self._table, self._is_chunking, self._pace, self._budget, config.prefill_policy == "hybrid"
+        )
         policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv, config)
         if is_static:
             policy = StaticAdmission(kv, num_slots)
@@ -73,7 +77,7 @@ class Scheduler:
         )  # fmt: skip
         self._now = 0.0
         self._step_id = 0
-        self._was_exclusive = False  # the last plan was one whole prompt, and decode rows had to wait for it
+        self._was_exclusive = False  # the last plan was prompts alone, and decode rows had to wait for it
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
@@ -128,14 +132,20 @@ class Scheduler:
             )
         if request.request_id in self._results.running or request.request_id in self._queue:
             raise InvalidRequestError(f"request id {request.request_id} is in use; ids must be unique")
-        self._queue.arrive(request, self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size)
         request.max_total_tokens = min(request.max_total_tokens, self._max_model_len, self._num_cache_tokens)
         request.status = RequestStatus.WAITING
-        self._deadlines.add(request)
+        self._queue.arrive(request, self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size)
+        try:
+            reach("scheduler.add_request")
+            self._deadlines.add(request)
+        except BaseException:
+            self._end(request.request_id)  # a refused request leaves nothing behind
+            raise
         self._admission.try_again()
 
     def cancel(self, request_id: int) -> bool:
         """End a waiting or running request now; no output is owed for it. False if it is unknown or has ended."""
+        reach("scheduler.cancel")
         if not self._end(request_id):
             return False
         self._counters.num_cancelled += 1
@@ -143,6 +153,7 @@ class Scheduler:
 
     def expire(self) -> list[tuple[int, str]]:
         """End the requests whose timeout has passed: their ids and what to tell. No other output is owed for them."""
+        reach("scheduler.expire")
         expired = []
         for request, reason in self._deadlines.due(self._now):
             self._end(request.request_id)
@@ -163,15 +174,21 @@ class Scheduler:
         self._admission.try_again()
         return True
 
+    def reset_prefix_cache(self) -> int:
+        """Reuse nothing that was computed until now; returns how many blocks could have been found."""
+        self._swap.forget_all()
+        return self._kv.reset_prefix_cache()
+
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; None if there is nothing to compute before a launched step has come back."""
         if self._in_flight.is_full:
             return None
+        reach("scheduler.schedule")
         plan = StepPlan(self._budget)
         self._admission.yield_to_head()
-        self._was_exclusive = self._needs_exclusive_step() and self._admission.admit(plan)
+        self._was_exclusive = (self._needs_exclusive_step() and self._admission.admit(plan)) or self._drain(plan)
         if not self._was_exclusive:
             can_admit = self._plan_decode_rows(plan)
             self._plan_prompts(plan, can_admit)
@@ -248,6 +265,14 @@ class Scheduler:
         while can_admit and plan.budget > 0 and admit(plan):
             pass
 
+    def _drain(self, plan: StepPlan) -> bool:
+        """Hybrid policy: plan prompts alone where that is better, never twice running; False: nothing was planned."""
+        queue = self._queue
+        if self._was_exclusive or not self._prefill.is_better_without_streams(len(queue), queue.num_tokens):
+            return False
+        self._plan_prompts(plan, can_admit=True)
+        return plan.num_rows > 0
+
     def _needs_exclusive_step(self) -> bool:
         """Without chunking, a prompt that does not fit beside the decode rows gets a step of its own, now and then."""
         head = self._queue.head
@@ -258,26 +283,7 @@ class Scheduler:
     # ---- looking in -------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        counters = self._counters
-        return EngineStats(
-            step_id=self._step_id,
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_blocks=self._kv.num_usable_blocks,
-            num_free_blocks=self._kv.num_free_blocks,
-            num_preemptions=counters.num_preemptions,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            num_cancelled=counters.num_cancelled,
-            num_evicted_blocks=self._kv.pool.num_evicted_blocks,
-            num_refused=self._queue.num_refused,
-            num_timed_out=counters.num_timed_out,
-            num_swapped_out=self._swap.num_swapped_out,
-            num_swapped_in=self._swap.num_swapped_in,
-            num_host_blocks=self._swap.num_blocks,
-            num_free_host_blocks=self._swap.num_free_blocks,
-        )
+        return engine_stats(self._step_id, self._counters, self._table, self._queue, self._kv, self._swap)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless blocks, slots and queue add up. For tests and idle moments; O(everything)."""

@@ -123,3 +123,22 @@ class Pace:
         root = linear + math.sqrt(linear * linear + 2 * c * left_s)
         num_tokens = 2 * left_s / root if root > 0 else math.inf
         return max(MIN_PREFILL_TOKENS, int(min(num_tokens, most)))
+
+    def shares_by_draining(self, num_decode: int, num_decode_pairs: float, most: int) -> tuple[float, float]:
+        """What a step of `most` prompt tokens alone before each mixed one changes.
+
+        Returns (share of the time for a prompt token that is saved, share of the time between two tokens of a stream
+        that is lost by it). (0, 0): nothing, or not known yet.
+        """
+        if self.model.num_prefill_samples < _NUM_TRIALS:
+            return 0.0, 0.0
+        num_mixed = self.most_prefill_tokens(num_decode, num_decode_pairs, 0)
+        num_alone = min(most, _MOST_GROWTH * self._most_seen)
+        if num_alone <= num_mixed:
+            return 0.0, 0.0
+        alone_s = self.model.seconds(num_alone, num_alone * num_alone / 2)
+        mixed_s = self.model.seconds(num_decode + num_mixed, num_decode_pairs + num_mixed * num_mixed / 2)
+        if alone_s <= 0 or mixed_s <= 0:
+            return 0.0, 0.0
+        per_token_s = (alone_s + mixed_s) / (num_alone + num_mixed)
+        return max(1 - per_token_s * num_mixed / mixed_s, 0.0), alone_s / (alone_s + mixed_s)
