@@ -232,8 +232,7 @@ class EngineProcess:
             logger.info("the server is gone; the engine ends")
             self.is_stopping = True
         if not self.link.front_ends:
-            is_too_late = now - self._start_time > FIRST_FRONT_END_TIMEOUT_S
-            if self.link.has_had_front_end or is_too_late:
+            if self.link.has_had_front_end or now - self._start_time > FIRST_FRONT_END_TIMEOUT_S:
                 logger.info("no front end is left; the engine ends")
                 self.is_stopping = True
 
