@@ -231,10 +231,10 @@ class EngineProcess:
         if not self.link.is_server_alive:
             logger.info("the server is gone; the engine ends")
             self.is_stopping = True
-        if not self.link.front_ends:
-            if self.link.has_had_front_end or now - self._start_time > FIRST_FRONT_END_TIMEOUT_S:
-                logger.info("no front end is left; the engine ends")
-                self.is_stopping = True
+        is_too_late = now - self._start_time > FIRST_FRONT_END_TIMEOUT_S
+        if not self.link.front_ends and (self.link.has_had_front_end or is_too_late):
+            logger.info("no front end is left; the engine ends")
+            self.is_stopping = True
 
     def _end_requests_of_silent_front_ends(self) -> None:
         """A front end that lives but does not run (stopped, stuck) must not hold blocks for ever.
