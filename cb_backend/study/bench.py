@@ -18,7 +18,7 @@ from cb_backend.study.step_times import StepTimes, fit_laws
 from cb_backend.study.traffic import Traffic
 
 CALIBRATION_BATCHES = (1, 4, 16, 64, 256)
-CALIBRATION_OUTPUT_TOKENS = 32  # in an answer, beside those that are needed to fill a batch
+CALIBRATION_TOKENS = 32  # in a short prompt, and in an answer beside those that are needed to fill a batch
 CALIBRATION_LOAD = 0.7  # of the requests/s of all at once
 
 
@@ -112,9 +112,10 @@ def _changes(traffic: Traffic, setting: Setting, policy: str) -> dict[str, Any]:
 def calibrate(bench: RealBench, traffic: Traffic, settings: Sequence[Setting], limit_s: float) -> list[Replay]:
     """Short replays whose steps cover batches from one request to the largest setting, and its budgets.
 
-    With everything there at once for each size of batch; then once more with requests that come one by one, so that
-    single prompts are computed beside running answers. Stops before it takes much longer than `limit_s`. A replay that
-    warms up (kernels compile, memory is touched) is not among those returned.
+    With everything there at once for each size of batch; then with requests that come one by one, so that single
+    prompts are computed beside running answers; then with short prompts in the largest batch, so that the cost of a
+    row can be told from that of its context. Stops before it takes much longer than `limit_s`. A replay that warms up
+    (kernels compile, memory is touched) is not among those returned.
     """
     largest = max(setting.max_num_seqs for setting in settings)
     budgets = sorted({setting.max_num_batched_tokens for setting in settings})
@@ -125,15 +126,18 @@ def calibrate(bench: RealBench, traffic: Traffic, settings: Sequence[Setting], l
         budget = budgets[-1 - index % len(budgets)]  # they take turns
         load = first(traffic, max(size, 4))
         # Answers so long that the whole batch is decoding for a while before the first of it ends.
-        num_prompt_steps = sum(load.prompt_lens) // max(budget, size) + CALIBRATION_OUTPUT_TOKENS
+        num_prompt_steps = sum(load.prompt_lens) // max(budget, size) + CALIBRATION_TOKENS
         load = _cut(load, num_prompt_steps)
         if replays and replays[-1].seconds * size / sizes[index - 1] > limit_s - sum(one.seconds for one in replays):
             break
         replays.append(bench.run(load.at_once(), Setting(size, max(budget, size))))
     last = replays[-1]
     setting = Setting(last.num_slots, max(budgets[len(budgets) // 2], last.num_slots))
-    load = _cut(first(traffic, 2 * last.num_requests), CALIBRATION_OUTPUT_TOKENS)
+    load = _cut(first(traffic, 2 * last.num_requests), CALIBRATION_TOKENS)
     replays.append(bench.run(load.at_rate(CALIBRATION_LOAD * last.num_requests / last.seconds), setting))
+    load = _cut(first(traffic, last.num_slots), 2 * CALIBRATION_TOKENS)
+    load = replace(load, prompts=[prompt[:CALIBRATION_TOKENS] for prompt in load.prompts])
+    replays.append(bench.run(load.at_once(), setting))
     return replays
 
 

@@ -161,7 +161,7 @@ def test_checks_hold_predictions_against_measurements() -> None:
 def test_calibration_covers_batches_and_budgets_and_can_be_fitted() -> None:
     engine = scripted_engine(1000, max_num_seqs=8, max_num_batched_tokens=64)
     replays = calibrate(RealBench(engine), mixed_traffic(20), [Setting(8, 16), Setting(8, 64)], 60.0)
-    assert [result.num_slots for result in replays] == [1, 4, 8, 8]
+    assert [result.num_slots for result in replays] == [1, 4, 8, 8, 8]
     assert max(result.steps.num_rows.max() for result in replays) == 8
     assert max(result.steps.shapes[:, 2].max() for result in replays) > 16
     times = fitted(engine, replays, {"card": "none"})
