@@ -225,9 +225,11 @@ def main() -> int:
         write_csv(arguments.out, "linear_fp8", rows, about)
         path = TUNED / f"{gpu_slug(torch.device('cuda', torch.cuda.current_device()))}.json"
         tuned = json.loads(path.read_text()) if path.is_file() else {}
-        tuned |= {op: entries(rows, op) for op in ("linear_fp8", "linear_silu_mul_fp8")}
+        for op in ("linear_fp8", "linear_silu_mul_fp8"):
+            measured = {(each["n"], each["k"]) for each in rows if each["op"] == op}
+            others = [e for e in tuned.get(op, []) if (e["when"]["n"], e["when"]["k"]) not in measured]
+            tuned[op] = [*others, *entries(rows, op)]
         write_table({op: found for op, found in tuned.items() if found}, path)
-        print(json.dumps({op: tuned[op] for op in ("linear_fp8", "linear_silu_mul_fp8")}))
     return 0
 
 
