@@ -21,6 +21,7 @@ VECTOR_TILES = (
 )  # fmt: skip
 # (block_n, block_k, num_warps, num_stages)
 SMALL_TILES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (32, 256, 4, 4), (128, 64, 4, 5))
+QUICK_FP8_TILES = ((64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 4), (128, 64, 8, 4))
 LARGE_TILES = (
     (64, 128, 4, 4), (64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (256, 64, 8, 4),
 )  # fmt: skip
@@ -81,8 +82,10 @@ def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Ite
             yield {"vector": 1, **dict(zip(("block_n", "block_k", "num_warps"), tile, strict=True))}
     block_m = max(16, num_rows)
     weights = shape.weight_rows // shape.n
-    for tile in SMALL_TILES if num_rows <= 32 else LARGE_TILES:
-        block_n, block_k, num_warps, num_stages = tile
+    kinds = SMALL_TILES if num_rows <= 32 else LARGE_TILES
+    if shape.is_fp8 and is_quick:
+        kinds = QUICK_FP8_TILES
+    for block_n, block_k, num_warps, num_stages in kinds:
         block_k *= 2 // shape.element_bytes
         if weights == 2 and block_n > 64:
             continue  # two sums of 128 columns do not fit into the registers

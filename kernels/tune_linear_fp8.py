@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import relative_error, time_graph, write_csv
-from linear_shapes import ROW_GROUPS, Parameters, Shape, candidates, shapes_of
+from linear_shapes import Parameters, Shape, candidates, shapes_of
 from roofline import MODELS
 from tune import write_table
 
@@ -41,7 +41,9 @@ from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
 ROTATED_BYTES = 128 << 20
 MARGIN = 0.99  # of the library's time: what our kernel must be under to be used
 TOLERANCE = 1e-2  # ||out - twin|| / ||twin||; out is rounded to bf16
-LIBRARY_ALONE = (256, 2048)  # numbers of rows
+# Rows that share an entry; candidates are compared on the first of them.
+ROW_GROUPS = ((1,), (8, 2, 4, 16), (32,), (64,), (128,))
+LIBRARY_ALONE = (256, 2048)
 Weight = tuple[Tensor, Tensor]  # values, scales
 
 
@@ -137,31 +139,30 @@ def compile_all(tried: dict[tuple[Shape, int], list[Parameters]], helpers: int) 
     print(f"compiled {len(distinct)} variants in {seconds:.0f} s", *errors, sep="\n  ", flush=True)
 
 
-def best_of(benches: list[Bench], tried: list[Parameters]) -> tuple[Parameters, list[float]]:
-    """The parameters with the least geometric mean of times over the benches, and the time on each."""
-    best, best_cost, best_times = {}, math.inf, [math.inf] * len(benches)
+def best_of(bench: Bench, tried: list[Parameters]) -> Parameters | None:
+    best, best_seconds = None, math.inf
     for parameters in tried:
         try:
-            times = [max(bench.seconds(parameters), 1e-7) for bench in benches]
+            seconds = bench.seconds(parameters)
         except Exception as exception:  # as in compile_one
-            print(f"  left out {benches[0].shape.name} {benches[0].num_rows} {parameters}: {exception}"[:200])
+            print(f"  left out {bench.shape.name} {bench.num_rows} {parameters}: {exception}"[:200])
             continue
-        cost = sum(map(math.log, times))
-        if cost < best_cost:
-            best, best_cost, best_times = parameters, cost, times
-    return best, best_times
+        if seconds < best_seconds:
+            best, best_seconds = parameters, seconds
+    return best
 
 
-def row(bench: Bench, ours: float, parameters: Parameters, bandwidth: float) -> dict[str, Any]:
-    library = bench.seconds({"library": 1})
-    shape = bench.shape
+def row(bench: Bench, parameters: Parameters | None, bandwidth: float) -> dict[str, Any]:
+    """One row of results; parameters None: the library alone."""
+    library, shape = bench.seconds({"library": 1}), bench.shape
+    ours = math.inf if parameters is None else bench.seconds(parameters)
     return {
         "op": shape.op, "shape": shape.name, "n": shape.n, "k": shape.k, "m": bench.num_rows,
         "bf16_us": round(1e6 * bench.bf16_seconds(), 2), "library_us": round(1e6 * library, 2),
         "ours_us": round(1e6 * ours, 2) if math.isfinite(ours) else "",
         "floor_us": round(1e6 * shape.num_bytes(bench.num_rows) / bandwidth, 2),
         "winner": "ours" if ours < MARGIN * library else "library",
-        "parameters": " ".join(f"{name}={value}" for name, value in parameters.items()),
+        "parameters": " ".join(f"{name}={value}" for name, value in (parameters or {}).items()),
     }  # fmt: skip
 
 
@@ -174,11 +175,9 @@ def tune_all(shapes: list[Shape], is_quick: bool, bandwidth: float, helpers: int
         sets = max(2, -(-ROTATED_BYTES // (shape.weight_rows * shape.k)))
         weights = [make_weight(shape) for _ in range(sets)]
         for group in ROW_GROUPS:
-            benches = [Bench(shape, num_rows, weights) for num_rows in group]
-            parameters, times = best_of(benches, tried[shape, group[0]])
-            pairs = sorted(zip(benches, times, strict=True), key=lambda pair: pair[0].num_rows)
-            results += [row(bench, seconds, parameters, bandwidth) for bench, seconds in pairs]
-        results += [row(Bench(shape, num_rows, weights), math.inf, {}, bandwidth) for num_rows in LIBRARY_ALONE]
+            parameters = best_of(Bench(shape, group[0], weights), tried[shape, group[0]])
+            results += [row(Bench(shape, num_rows, weights), parameters, bandwidth) for num_rows in sorted(group)]
+        results += [row(Bench(shape, num_rows, weights), None, bandwidth) for num_rows in LIBRARY_ALONE]
         print_rows(results[-len(LIBRARY_ALONE) - sum(map(len, ROW_GROUPS)) :])
         torch.cuda.empty_cache()
     return results
