@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
-from cb_backend.errors import ConfigError, InvalidRequestError
-from cb_backend.front_end.token_pieces import DecoderKind, TokenPieces
+from cb_backend.errors import InvalidRequestError
+from cb_backend.token_pieces import DecoderKind, TokenPieces
+from cb_backend.tokenizer_files import NAMED_SPECIAL_TOKENS, load_tokenizer, token_text
 
 # A normalizer may shrink text before it is cut into tokens: canonical composition makes 3 bytes of 9 at most.
 _MAX_NORMALIZER_SHRINK = 4
-_NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TAG = re.compile(r"[<\[{(].*[>\]})]", re.DOTALL)
-_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Tokenizer:
@@ -44,19 +42,17 @@ class Tokenizer:
         # One text is encoded at a time: the library's pool of threads would idle, once per front end.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(folder)
-        self._backend = _load_backend(folder / "tokenizer.json")
-        config = _read_json_object(folder / "tokenizer_config.json")
-        _add_special_tokens(self._backend, config)
-        self.bos_token = _token_text(config.get("bos_token"))
+        self._backend, config = load_tokenizer(folder)
+        self.bos_token = token_text(config.get("bos_token"))
         self.bos_token_id = None if self.bos_token is None else self._backend.token_to_id(self.bos_token)
-        eos_token = _token_text(config.get("eos_token"))
+        eos_token = token_text(config.get("eos_token"))
         eos_token_id = None if eos_token is None else self._backend.token_to_id(eos_token)
         self.eos_token_ids = () if eos_token_id is None else (eos_token_id,)
         self.chat_template = _chat_template(folder, config)
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_bytes = max((len(token.encode()) for token in vocab), default=1)
-        self.named_tokens = {name: text for name in _NAMED_SPECIAL_TOKENS if (text := _token_text(config.get(name)))}
+        self.named_tokens = {name: text for name in NAMED_SPECIAL_TOKENS if (text := token_text(config.get(name)))}
         self.control_tokens = _control_tokens(self._backend)
         self._characters: BackendTokenizer | None = None
         self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
@@ -168,63 +164,10 @@ def _encode(backend: BackendTokenizer, text: str, adds_special: bool) -> list[in
     return ids
 
 
-def _load_backend(path: Path) -> BackendTokenizer:
-    if not path.is_file():
-        raise ConfigError(
-            "tokenizer.json is missing in the tokenizer's folder; convert the tokenizer once with transformers:"
-            " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or name another one in 'tokenizer'"
-        )
-    try:
-        backend = BackendTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"tokenizer.json cannot be read by tokenizers: {error}") from None
-    # Files saved from training carry both; a request must neither be cut nor padded silently.
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.name} must hold a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _add_special_tokens(backend: BackendTokenizer, config: dict[str, Any]) -> None:
-    """Make special what `tokenizer_config.json` names and `tokenizer.json` lacks, as transformers does."""
-    present = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing: dict[str, AddedToken] = {}
-    listed = config.get("added_tokens_decoder") or {}
-    try:
-        for token_id in sorted(listed, key=int):
-            flags = {name: listed[token_id][name] for name in _ADDED_TOKEN_FLAGS if name in listed[token_id]}
-            text = listed[token_id]["content"]
-            missing[text] = AddedToken(text, **flags)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"tokenizer_config.json: added_tokens_decoder cannot be read: {error!r}") from None
-    for name in _NAMED_SPECIAL_TOKENS:
-        named = _token_text(config.get(name))
-        if named is not None:
-            missing.setdefault(named, AddedToken(named, special=True)).special = True
-    backend.add_tokens([token for text, token in missing.items() if text not in present])
-
-
 def _control_tokens(backend: BackendTokenizer) -> dict[str, int]:
     """Special tokens, and added ones in brackets (<tool_call>); other added tokens are text, runs of spaces say."""
     added = backend.get_added_tokens_decoder().items()
     return {token.content: i for i, token in added if token.special or _TAG.fullmatch(token.content)}
-
-
-def _token_text(value: Any) -> str | None:
-    """A special token's text: a plain string, or the dictionary of an added token."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) and text else None
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -66,6 +66,13 @@ class TokenPieces:
         token: str | None = self.backend.id_to_token(int(token_id))
         return token
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token adds inside a text; b"" for one without text. Not for WINDOW."""
+        if self.kind is DecoderKind.BYTES:
+            return self.as_bytes[token_id]
+        piece = self.as_text[token_id]
+        return bytes((piece,)) if isinstance(piece, int) else (piece or "").encode()
+
 
 class _BytesTable(dict[int, bytes]):
     def __init__(self, pieces: TokenPieces) -> None:
