@@ -25,6 +25,7 @@ from cb_backend.kernels import (
     silu_mul,
     slot_state,
     step_rows,
+    token_bitmask,
     token_marks,
     top_logprobs,
 )
@@ -54,6 +55,7 @@ _MODULE_OF_OP = {
     "commit_tokens": step_rows,
     "mask_stop_ids": step_rows,
     "apply_marks": token_marks,
+    "apply_token_bitmask": token_bitmask,
     "top_logprobs": top_logprobs,
 }
 _SUFFIX_OF_BACKEND = {"torch": "_torch", "triton": ""}
@@ -91,6 +93,7 @@ class Ops:
     mask_stop_ids: Op
     # Of the rows that ask for more
     apply_marks: Op
+    apply_token_bitmask: Op
     top_logprobs: Op
 
 

@@ -37,7 +37,7 @@ OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 # Ops that do not name their module.
 MODULES = {
     "linear_silu_mul": "linear", "norm_linear": "linear", "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
-    "quantize_rows": "fp8",
+    "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -173,6 +173,11 @@ def _apply_marks(module: Any, vocab_size: int) -> None:
     module.apply_marks(marks.float(), rows, marks, rows, torch.zeros(2, 3))
 
 
+def _apply_token_bitmask(module: Any, vocab_size: int) -> None:
+    bitmask = torch.zeros(2, -(-vocab_size // 32), dtype=torch.int32)
+    module.apply_token_bitmask(torch.zeros(2, vocab_size), bitmask, torch.zeros(2, dtype=torch.int64))
+
+
 def _linear(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
     x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, out_size))
     with overriding("linear", parameters):
@@ -216,6 +221,7 @@ LAUNCHES = {
     "sample": _sample,
     "top_logprobs": _top_logprobs,
     "apply_marks": _apply_marks,
+    "apply_token_bitmask": _apply_token_bitmask,
     "linear": _linear,
     "norm_linear": _norm_linear,
     "linear_silu_mul": _linear_silu_mul,

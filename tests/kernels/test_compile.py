@@ -77,6 +77,7 @@ CASES = {
     "sample, choice": case("sample", "_choose_kernel", 90, {"vocab_size": 151936}),
     "top_logprobs, tiles": case("top_logprobs", "_tile_logprobs_kernel", 90, {"vocab_size": 151936}),
     "top_logprobs, rows": case("top_logprobs", "_merge_logprobs_kernel", 90, {"vocab_size": 151936}),
+    "apply_token_bitmask": case("apply_token_bitmask", "_apply_token_bitmask_kernel", 90, {"vocab_size": 151936}),
     "apply_marks": case("apply_marks", "_apply_marks_kernel", 90, {"vocab_size": 151936}),
     "linear, 3 stages": tiled(8, block_k=128, num_stages=3),
     "linear, 4 stages": tiled(8, block_k=128, num_stages=4),
@@ -178,7 +179,7 @@ def test_attention_uses_tensor_cores(name: str, compiled: dict[str, dict[str, An
     assert compiled[name]["has_tensor_core"]
 
 
-PLAIN = ("top_logprobs", "apply_marks")  # launched the plain way, after a step
+PLAIN = ("top_logprobs", "apply_marks", "apply_token_bitmask")  # launched the plain way, after a step
 
 
 @pytest.mark.parametrize(
