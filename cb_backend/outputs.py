@@ -29,6 +29,7 @@ class JoinedRow:
     block_ids: tuple[int, ...]  # the whole block table so far, cached prefix included
     params: SamplingParams
     stop_token_ids: tuple[int, ...]  # cannot be sampled while fewer than params.min_tokens tokens are out
+    guide: object | None = None  # `engine.guide.Guide` of structured output: the request's own, only borrowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class ModelRunnerOutput:
     is_failed: NDArray[np.bool_]  # [num_rows] the row's numbers were not finite; only that request ends
     logprobs: TokenLogprobs | None = None  # None: no row asks
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # of the step's chunks, by row
+    failures: dict[int, str] = field(default_factory=dict)  # row -> why it failed, where there is more to say than that
 
 
 class PendingOutput(Protocol):
@@ -153,3 +155,4 @@ class EngineOutput:
     num_cached_tokens: dict[int, int] = field(default_factory=dict)  # request_id -> prompt tokens from the prefix cache
     logprobs: TokenLogprobs | None = None  # of the entries whose requests ask
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by request_id; it may have no entry
+    failures: dict[int, str] = field(default_factory=dict)  # request_id -> why it ends with ERROR, for the client

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from cb_backend.errors import InvalidRequestError
+from cb_backend.structured_output import StructuredOutput
 
 # Below this temperature the distribution is numerically a single point; vLLM draws the line at the same value.
 GREEDY_TEMPERATURE = 1e-5
@@ -60,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()  # only these can be sampled; empty = all
     bad_words: tuple[str, ...] = ()  # must not come out
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # their token sequences; filled in by the front end
+    structured_output: StructuredOutput | None = None  # what the output must look like
     logprobs: int | None = None  # so many likely tokens beside each chosen one; 0 = the chosen one only; None = off
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second on
 
@@ -115,6 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
+        if self.structured_output is not None:
+            self.structured_output.check()
         self._check_stops(vocab_size)
         self._check_logits_rules(vocab_size)
 

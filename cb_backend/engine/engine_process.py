@@ -32,7 +32,6 @@ from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engi
 from cb_backend.errors import CbError, ConfigError, ErrorCode
 from cb_backend.fault_points import reach
 from cb_backend.messages import (
-    REQUEST_ID_BITS,
     AddRequest,
     CancelRequests,
     DumpSteps,
@@ -160,10 +159,9 @@ class EngineProcess:
 
     def _expire(self) -> None:
         for request_id, reason in self.engine.expire():
-            front_end = self.link.front_ends.get(request_id >> REQUEST_ID_BITS)
-            if front_end is not None:
-                front_end.open_request_ids.discard(request_id)
-                self.link.send(front_end.identity, RequestFailed(request_id, int(ErrorCode.UNAVAILABLE), reason))
+            self.link.send_failure(request_id, ErrorCode.UNAVAILABLE, reason)
+        for request_id, error in self.engine.release_compiled():
+            self.link.send_failure(request_id, error.code, str(error))
 
     def _drop_front_end(self, front_end_id: int) -> None:
         for request_id in self.link.leave(front_end_id):
@@ -194,6 +192,8 @@ class EngineProcess:
             raise GaveUpError(f"{self._num_failed_steps} steps in a row failed; the reasons are above")
 
     def _wait_out_stall(self) -> None:
+        if self.engine.is_compiling:  # ends by itself
+            self._last_progress = self._clock()
         if self._clock() - self._last_progress > STALL_TIMEOUT_S:
             raise GaveUpError(f"no progress for {STALL_TIMEOUT_S:.0f} s with open requests: {self.engine.stats()}")
         self.link.wait(1)

@@ -12,12 +12,14 @@ import msgspec
 import zmq
 
 from cb_backend.engine.step_messages import step_output
+from cb_backend.errors import ErrorCode
 from cb_backend.messages import (
     REQUEST_ID_BITS,
     EngineFailed,
     EngineMessage,
     FrontEndMessage,
     Hello,
+    RequestFailed,
     decode_front_end_message,
     encode,
 )
@@ -90,14 +92,24 @@ class FrontEndLink:
 
     def send_output(self, step_id: int, output: EngineOutput, scheduled_at: dict[int, float]) -> None:
         """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
+        for request_id, reason in output.failures.items():
+            self.send_failure(request_id, ErrorCode.INTERNAL, reason)
         owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
+        asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
         for front_end in self.front_ends.values():
             mask = owners == front_end.front_end_id
-            if not mask.any():
+            if front_end.front_end_id not in asking and not mask.any():
                 continue
             self.send(front_end.identity, step_output(step_id, front_end.front_end_id, mask, output, scheduled_at))
             ended = output.request_ids[mask & (output.finish_reasons != 0)]
             front_end.open_request_ids.difference_update(ended.tolist())
+
+    def send_failure(self, request_id: int, code: ErrorCode, reason: str) -> None:
+        """The end of a request, with a reason. What a step's output says of it afterwards is not looked at."""
+        front_end = self.front_ends.get(request_id >> REQUEST_ID_BITS)
+        if front_end is not None:
+            front_end.open_request_ids.discard(request_id)
+            self.send(front_end.identity, RequestFailed(request_id, int(code), reason))
 
     def join(self, identity: bytes, hello: Hello) -> None:
         if hello.front_end_id in self.front_ends:

@@ -16,7 +16,8 @@ from cb_backend.sampling_params import SamplingParams
 def is_sampled_apart(params: SamplingParams) -> bool:
     """Whether a row's token is chosen after the step and not within it: its logits are changed first, or are wanted as
     the model gave them while stop ids are ruled out."""
-    return params.has_logits_rules or (params.logprobs is not None and params.min_tokens > 0)
+    is_changed = params.has_logits_rules or params.structured_output is not None
+    return is_changed or (params.logprobs is not None and params.min_tokens > 0)
 
 
 class InputBatch:

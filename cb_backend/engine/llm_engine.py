@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.config import EngineConfig
+from cb_backend.engine.grammar_compiler import GrammarCompiler
+from cb_backend.engine.held_requests import HeldRequests
 from cb_backend.engine.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
-from cb_backend.errors import ConfigError, InvalidRequestError
+from cb_backend.errors import CbError, ConfigError, InvalidRequestError
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats, ModelInfo
@@ -62,6 +64,8 @@ class LLMEngine:
         kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)
+        self.grammars = GrammarCompiler(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+        self._held = HeldRequests(self.grammars)
         self._clock = clock
         self._launched: deque[tuple[int, PendingOutput]] = deque()  # (step_id, result to come), oldest first
 
@@ -92,7 +96,8 @@ class LLMEngine:
             )
         scheduling = scheduling or SchedulingParams()
         scheduling.check()
-        eos = () if params.ignore_eos else self.info.eos_token_ids
+        # A grammar says itself where the output ends; with ignore_eos not before it must.
+        eos = () if params.ignore_eos and params.structured_output is None else self.info.eos_token_ids
         num_prompt_tokens = len(prompt_token_ids)
         return Request(
             request_id=request_id,
@@ -106,12 +111,39 @@ class LLMEngine:
         )
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full."""
-        self.scheduler.set_time(self._clock())
-        self.scheduler.add_request(request)
+        """Queue a request. `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full.
+
+        A request whose grammar is not compiled yet waits for it without a slot; see `release_compiled`.
+        """
+        now = self._clock()
+        self.scheduler.set_time(now)
+        is_held = self._held.must_wait(request, now)
+        try:
+            self.scheduler.add_request(request, is_held)
+        except CbError:
+            self._held.forget(request.request_id)
+            raise
+
+    def release_compiled(self) -> list[tuple[int, CbError]]:
+        """Let requests start whose grammars are compiled by now; returns those that ended because theirs cannot be."""
+        if not len(self._held):
+            return []
+        refused = []
+        for request_id, error in self._held.settled(self._clock()):
+            if error is None:
+                self.scheduler.release(request_id)
+            elif self.cancel(request_id):
+                refused.append((request_id, error))
+        return refused
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether requests wait for their grammars."""
+        return len(self._held) > 0
 
     def cancel(self, request_id: int) -> bool:
         """End a request; its blocks return once no launched step can touch them. False if it is not known."""
+        self._held.forget(request_id)
         is_known = self.scheduler.cancel(request_id)
         if is_known:
             self.log.cancelled(request_id)
@@ -122,6 +154,7 @@ class LLMEngine:
         self.scheduler.set_time(self._clock())
         expired = self.scheduler.expire()
         for request_id, _ in expired:
+            self._held.forget(request_id)
             self.log.cancelled(request_id)
         return expired
 
@@ -140,7 +173,9 @@ class LLMEngine:
         log, scheduler = self.log, self.scheduler
         log.begin()
         scheduler.set_time(self._clock())
-        while len(self._launched) <= self.run_ahead:
+        # A guided row waits for its last token before it samples: a deeper run-ahead would only delay results.
+        run_ahead = min(self.run_ahead, 1) if scheduler.num_guided else self.run_ahead
+        while len(self._launched) <= run_ahead:
             plan = scheduler.schedule()
             if plan is None:
                 break
@@ -177,6 +212,7 @@ class LLMEngine:
 
     def close(self) -> None:
         self._launched.clear()
+        self.grammars.close()
         self.runner.close()
 
 

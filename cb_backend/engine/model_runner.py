@@ -15,6 +15,7 @@ from cb_backend.engine.input_batch import InputBatch
 from cb_backend.engine.logits_rules import LogitsRules
 from cb_backend.engine.logprobs import LogprobsOfStep
 from cb_backend.engine.prompt_logprobs import asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.token_masks import GuidedRows, TokenMasks
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
@@ -54,6 +55,7 @@ class ModelRunner:
         self.device = storage.data.device
         self.batch = InputBatch(num_slots, max_model_len, storage.data.shape[-2])
         self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.masks = TokenMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
 
     def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
@@ -61,6 +63,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give up the cache's memory; the runner cannot be used afterwards."""
+        self.masks.close()
         self.storage.layers.clear()
         del self.storage.data
 
@@ -70,6 +73,7 @@ class ModelRunner:
             self.swapper.apply(plan)
         self.batch.apply(plan)
         self.rules.join(plan.joined)
+        self.masks.join(plan.joined)
         token_ids, metadata = self._prepare(plan)
         hidden = self.model(token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
         sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
@@ -77,13 +81,18 @@ class ModelRunner:
         logprobs = None
         chunks = asking_chunks(plan, self.batch)
         of_prompts = launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch) if chunks else None
+        failures: dict[int, str] = {}
         rows = np.flatnonzero(plan.is_sampling)
         if len(rows):
             last_tokens = np.cumsum(plan.num_scheduled_tokens)[rows] - 1
             last_hidden = hidden[self._to_device(last_tokens)]
-            sampled[rows], is_failed[rows], logprobs = self._sample(plan, rows, last_hidden)
+            guided = self.masks.find(plan.slots[rows], rows)
+            sampled[rows], is_failed[rows], logprobs = self._sample(plan, rows, last_hidden, guided)
+            if guided is not None:
+                failures = guided.launched(lambda: (sampled, is_failed)).read_tokens()
+                is_failed[list(failures)] = True
         prompt_logprobs = {} if of_prompts is None else of_prompts.result()
-        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs, prompt_logprobs))
+        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs, prompt_logprobs, failures))
 
     def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, AttentionMetadata]:
         """The step's input tokens [num_tokens] and where everything is."""
@@ -115,7 +124,7 @@ class ModelRunner:
         return self._to_device(batch.token_ids[slots, positions]), metadata
 
     def _sample(
-        self, plan: SchedulerOutput, rows: NDArray[np.intp], hidden: Tensor
+        self, plan: SchedulerOutput, rows: NDArray[np.intp], hidden: Tensor, guided: GuidedRows | None
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], TokenLogprobs | None]:
         """Choose the next token of the given rows from their last hidden states [len(rows), hidden_size]."""
         batch = self.batch
@@ -129,12 +138,16 @@ class ModelRunner:
         stop_ids_to_mask = batch.stop_ids_to_mask(slots, positions)
         if ruled is not None or stop_ids_to_mask:
             scores = logits.to(torch.float32, copy=True)  # exact, so other rows sample what they would have
+        if guided is not None:
+            guided.mask_logits(scores)
         if ruled is not None:
             own_scores = scores[ruled.rows]
             self.rules.apply(ruled, own_scores)
             scores[ruled.rows] = own_scores
         for row, stop_ids in stop_ids_to_mask:
             scores[row, self._to_device(stop_ids)] = float("-inf")
+        if guided is not None:
+            guided.force_ends(scores)
         token_ids, is_failed = self.ops.sample(
             scores,
             self._to_device(batch.temperature[slots]),

@@ -42,7 +42,8 @@ class RequestQueue:
         self._is_fair = is_fair
         self._sorted: list[Request] = []
         self._flows: dict[Flow, list[Request]] = {}  # the same requests, by priority and tenant, each sorted
-        self._by_id: dict[int, Request] = {}
+        self._by_id: dict[int, Request] = {}  # held ones too
+        self._held: set[int] = set()  # ids of requests that have arrived, but cannot start yet
         self._first: list[Request] = []  # the last answer of `first`, good for these versions of queue and counters
         self._first_version = (-1, -1, 0)
         self._version = 0
@@ -50,7 +51,7 @@ class RequestQueue:
         self._last_start: float | None = None
         self._start_interval_s = 0.0  # moving average over the last starts
         self.now = 0.0  # seconds; whoever owns the queue moves it
-        self.num_tokens = 0  # of all waiting requests
+        self.num_tokens = 0  # of all waiting requests, held ones included
         self.num_refused = 0
 
     def __len__(self) -> int:
@@ -62,6 +63,10 @@ class RequestQueue:
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._by_id
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     @property
     def head(self) -> Request | None:
@@ -82,14 +87,16 @@ class RequestQueue:
         """The first in place of those with this `priority` value or a lower one."""
         return min((flow[0] for name, flow in self._flows.items() if name[0] <= priority), key=_key, default=None)
 
-    def arrive(self, request: Request, num_free_slots: int, num_free_tokens: int) -> None:
+    def arrive(self, request: Request, num_free_slots: int, num_free_tokens: int, is_held: bool = False) -> None:
         """Queue a newcomer. Raises `UnavailableError` with a hint when to come back if the queue is full.
 
+        A held one has its place, but is not seen until `release`.
         What free slots and free memory can take at once does not count as waiting, so that a burst at an idle engine
         is not refused.
         """
-        if len(self) - num_free_slots >= self._max_size:
-            self._refuse(f"{len(self)} requests wait, max_queue_size is {self._max_size}")
+        num_waiting = len(self._by_id)
+        if num_waiting - num_free_slots >= self._max_size:
+            self._refuse(f"{num_waiting} requests wait, max_queue_size is {self._max_size}")
         num_allowed = self._max_tokens + (num_free_tokens if num_free_slots else 0)
         if self.num_tokens + len(request.token_ids) > num_allowed:
             self._refuse(
@@ -102,25 +109,44 @@ class RequestQueue:
         rank = (0, now + priority * self._aging_s) if self._aging_s else (priority, now)
         request.queue_key = (*rank, self._num_arrived)
         self._share.arrive(request.scheduling.tenant)
-        self.put_back(request)
+        if is_held:
+            self._held.add(request.request_id)
+            self._note(request)
+        else:
+            self.put_back(request)
+
+    def release(self, request_id: int) -> None:
+        """A held request may start from now on, from the place of its arrival. Nothing happens if it has left."""
+        if request_id in self._held:
+            self._held.remove(request_id)
+            self._insert(self._by_id[request_id])
 
     def put_back(self, request: Request) -> None:
         """Queue a request that was here before."""
-        insort(self._sorted, request, key=_key)
-        insort(self._flows.setdefault(_flow(request), []), request, key=_key)
+        self._note(request)
+        self._insert(request)
+
+    def _note(self, request: Request) -> None:
         self._by_id[request.request_id] = request
         self.num_tokens += len(request.token_ids)
+
+    def _insert(self, request: Request) -> None:
+        insort(self._sorted, request, key=_key)
+        insort(self._flows.setdefault(_flow(request), []), request, key=_key)
         self._version += 1
 
     def remove(self, request_id: int) -> Request | None:
         """Take a request out; None if it does not wait."""
         request = self._by_id.pop(request_id, None)
         if request is not None:
-            name = _flow(request)
-            for line in (self._sorted, self._flows[name]):
-                del line[bisect_left(line, request.queue_key, key=_key)]
-            if not self._flows[name]:
-                del self._flows[name]
+            if request_id in self._held:
+                self._held.remove(request_id)
+            else:
+                name = _flow(request)
+                for line in (self._sorted, self._flows[name]):
+                    del line[bisect_left(line, request.queue_key, key=_key)]
+                if not self._flows[name]:
+                    del self._flows[name]
             self.num_tokens -= len(request.token_ids)
             self._version += 1
         return request
@@ -139,7 +165,8 @@ class RequestQueue:
         lined_up = sorted((request for flow in self._flows.values() for request in flow), key=_key)
         assert lined_up == self._sorted, "a request waits in no line or in two"
         assert all(_flow(request) == name for name, flow in self._flows.items() for request in flow), "the wrong line"
-        assert self.num_tokens == sum(len(request.token_ids) for request in self._sorted), "queued tokens"
+        assert len(self._by_id) == len(self._sorted) + len(self._held), "a request waits twice, or nowhere"
+        assert self.num_tokens == sum(len(request.token_ids) for request in self._by_id.values()), "queued tokens"
 
     def _refuse(self, reason: str) -> None:
         self.num_refused += 1

@@ -87,7 +87,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        """Held ones included."""
+        return len(self._queue) + self._queue.num_held
+
+    @property
+    def num_guided(self) -> int:
+        """Running requests of structured output."""
+        return self._table.num_guided
 
     @property
     def num_slots(self) -> int:
@@ -104,16 +110,17 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         """Whether any request still has a token to come, or a launched step has not come back."""
-        return bool(len(self._queue)) or self.num_running > 0 or len(self._in_flight) > 0
+        return self.num_waiting > 0 or self.num_running > 0 or len(self._in_flight) > 0
 
     def set_time(self, now: float) -> None:
         """Tell what time it is, in seconds from anywhere. It never goes back."""
         self._now = max(self._now, now)
         self._queue.now = self._now
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, is_held: bool = False) -> None:
         """Queue a request. Raises `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full.
 
+        A held one waits until `release`, without a slot or blocks; it can be cancelled and can time out meanwhile.
         Lowers `request.max_total_tokens` to what the model and the whole KV cache can hold.
         """
         num_prompt = request.num_prompt_tokens
@@ -134,13 +141,19 @@ class Scheduler:
             raise InvalidRequestError(f"request id {request.request_id} is in use; ids must be unique")
         request.max_total_tokens = min(request.max_total_tokens, self._max_model_len, self._num_cache_tokens)
         request.status = RequestStatus.WAITING
-        self._queue.arrive(request, self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size)
+        num_free = self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size
+        self._queue.arrive(request, *num_free, is_held)
         try:
             reach("scheduler.add_request")
             self._deadlines.add(request)
         except BaseException:
             self._end(request.request_id)  # a refused request leaves nothing behind
             raise
+        self._admission.try_again()
+
+    def release(self, request_id: int) -> None:
+        """A held request may start now, if it has not ended meanwhile."""
+        self._queue.release(request_id)
         self._admission.try_again()
 
     def cancel(self, request_id: int) -> bool:
@@ -165,6 +178,7 @@ class Scheduler:
         request = self._queue.remove(request_id)
         if request is not None:
             request.status = RequestStatus.FINISHED_ABORTED
+            request.guide = None
             self._swap.forget(request)
             self._results.settle(request, has_started=request.num_preemptions > 0)
         elif request_id in self._results.running:

@@ -23,6 +23,7 @@ from cb_backend.engine.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
 from cb_backend.engine.step_graphs import MAX_GRAPH_PROMPTS, StepGraphs
+from cb_backend.engine.token_masks import GuidedRows, TokenMasks
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
@@ -45,22 +46,28 @@ class LaunchedStep:
     done: torch.cuda.Event | None
     logprobs: PendingLogprobs | None
     prompt_logprobs: PendingPromptLogprobs | None
+    guided: GuidedRows | None
 
     def result(self) -> ModelRunnerOutput:
+        tokens, is_failed = self.sampled()
+        logprobs = None if self.logprobs is None else self.logprobs.result()
+        of_prompts = {} if self.prompt_logprobs is None else self.prompt_logprobs.result()
+        failures = {} if self.guided is None else self.guided.read_tokens()
+        is_failed[list(failures)] = True
+        return ModelRunnerOutput(self.plan.step_id, tokens, is_failed, logprobs, of_prompts, failures)
+
+    def sampled(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Token ids and is_failed [num_rows], as soon as they are there."""
         if self.done is not None:
             self.done.synchronize()
         plan, num_decode = self.plan, self.plan.num_decode_rows
         values = self.host_result.numpy()
-        logprobs = None if self.logprobs is None else self.logprobs.result()
-        of_prompts = {} if self.prompt_logprobs is None else self.prompt_logprobs.result()
         if num_decode == plan.num_rows:
             tokens, failed = values[:, :num_decode].copy()
-            return ModelRunnerOutput(plan.step_id, tokens, failed.astype(np.bool_), logprobs)
+            return tokens, failed.astype(np.bool_)
         prompts = values[:, self.first_prompt : self.first_prompt + plan.num_rows - num_decode]
         tokens, failed = np.concatenate((values[:, :num_decode], prompts), axis=1)
-        is_failed = (failed != 0) & plan.is_sampling
-        tokens = np.where(plan.is_sampling, tokens, NO_TOKEN)
-        return ModelRunnerOutput(plan.step_id, tokens, is_failed, logprobs, of_prompts)
+        return np.where(plan.is_sampling, tokens, NO_TOKEN), (failed != 0) & plan.is_sampling
 
 
 class SlotRunner:
@@ -86,6 +93,7 @@ class SlotRunner:
         self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
         self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.masks = TokenMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
         self.graphs = StepGraphs()
         # One for all graphs, which leave their logits here for the rows that need them again.
@@ -105,6 +113,7 @@ class SlotRunner:
         return self.rotary.cache_key(num_prompt_tokens)
 
     def close(self) -> None:
+        self.masks.close()
         self.graphs.clear()
         self.storage.layers.clear()
         del self.storage.data
@@ -119,6 +128,7 @@ class SlotRunner:
         self.batch.apply(plan)
         if plan.joined:
             self.rules.join(plan.joined)
+            self.masks.join(plan.joined)
             self.ops.join_slots(copy_to(joined_slots(plan.joined), self.device), self.state)
         deltas = block_table_deltas(plan)
         num_decode = plan.num_decode_rows
@@ -137,7 +147,8 @@ class SlotRunner:
             self._fill(buffers, plan, deltas)
             graph.replay()
             logits = self.logits[: buffers.shape.num_rows]
-        return self._launched(plan, buffers, self._run_tail(plan, buffers, logits), of_prompts)
+        logprobs, guided = self._run_tail(plan, buffers, logits)
+        return self._launched(plan, buffers, logprobs, of_prompts, guided)
 
     @torch.inference_mode()
     def run_step(self, buffers: StepBuffers) -> None:
@@ -154,32 +165,41 @@ class SlotRunner:
         self._sample(buffers, logits)
         return logits
 
-    def _run_tail(self, plan: SchedulerOutput, buffers: StepBuffers, logits: Tensor) -> PendingLogprobs | None:
+    def _run_tail(
+        self, plan: SchedulerOutput, buffers: StepBuffers, logits: Tensor
+    ) -> tuple[PendingLogprobs | None, GuidedRows | None]:
         """What rows ask for beyond the step: rules, which have them sample again, and log-probabilities."""
         batch, rules = self.batch, self.rules
         is_asking = rules.has_rules[plan.slots] | (batch.num_logprobs[plan.slots] >= 0)
         rows = np.flatnonzero(is_asking & plan.is_sampling)
         if not len(rows):
-            return None
+            return None, None
         slots, num_decode = plan.slots[rows], plan.num_decode_rows
         # Prompts stand behind the bucket's decode rows.
         places = np.where(rows < num_decode, rows, rows - num_decode + buffers.shape.num_decode)
         ruled = rules.find(slots, places, plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows])
+        guided = None
         if ruled is not None:
-            self._sample_apart(ruled, buffers, logits)
+            guided = self.masks.find(ruled.host_slots, rows[rules.has_rules[slots]])
+            self._sample_apart(ruled, guided, buffers, logits)
         asking = self.logprobs.find(batch.num_logprobs[slots], rows, places)
-        return None if asking is None else self.logprobs.launch(asking, logits, buffers.result[0])
+        logprobs = None if asking is None else self.logprobs.launch(asking, logits, buffers.result[0])
+        return logprobs, guided
 
-    def _sample_apart(self, ruled: RuledRows, buffers: StepBuffers, logits: Tensor) -> None:
+    def _sample_apart(self, ruled: RuledRows, guided: GuidedRows | None, buffers: StepBuffers, logits: Tensor) -> None:
         """Choose again where rules change the logits: as float32, in which a small bias is not rounded away."""
         state, ops, rules, result = self.state, self.ops, self.rules, buffers.result
         positions = buffers.rows.sample_positions[ruled.rows]
         if ruled.sampling is None:
             ruled.sampling = SamplingState(*(values[ruled.slots] for values in state.sampling))
         own_logits = logits[ruled.rows].float()  # [num_ruled_rows, vocab_size] a copy
+        if guided is not None:
+            guided.mask_logits(own_logits)
         rules.apply(ruled, own_logits)
         if ruled.has_min_tokens:
             ops.mask_stop_ids(own_logits, ruled.slots, positions, rules.min_positions, state.stop_ids)
+        if guided is not None:
+            guided.force_ends(own_logits)
         token_ids, is_failed = ops.sample(own_logits, *ruled.sampling, positions)
         chosen = result.new_empty(2, len(token_ids))
         ops.commit_tokens(ruled.slots, token_ids, is_failed, positions, state.last_token, state.num_tokens, chosen)
@@ -268,6 +288,7 @@ class SlotRunner:
         buffers: StepBuffers,
         logprobs: PendingLogprobs | None,
         of_prompts: PendingPromptLogprobs | None,
+        guided: GuidedRows | None,
     ) -> LaunchedStep:
         # One contiguous copy: a strided one would make torch wait for the device.
         result, index = buffers.result, plan.step_id % RING
@@ -279,4 +300,7 @@ class SlotRunner:
         done = self._events[index] if self._events else None
         if done is not None:
             done.record()
-        return LaunchedStep(plan, buffers.shape.num_decode, host_result, done, logprobs, of_prompts)
+        step = LaunchedStep(plan, buffers.shape.num_decode, host_result, done, logprobs, of_prompts, guided)
+        if guided is not None:
+            guided.launched(step.sampled)
+        return step

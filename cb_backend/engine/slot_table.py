@@ -44,6 +44,7 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self.order: NDArray[np.intp] = np.empty(0, np.intp)  # [num_running] taken slots, least queue_key first
         self.highest_priority = -(2**31)  # greatest `priority` value (the least urgent) of the running requests
+        self.num_guided = 0  # running requests of structured output
         self.version = 0  # changes with every join and leave
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
@@ -100,6 +101,7 @@ class SlotTable:
         self.max_computed_tokens[slot] = request.max_total_tokens - 1
         self.min_total_tokens[slot] = request.num_prompt_tokens + min(request.params.min_tokens, 2**30)
         self._set_stop_ids(slot, request.stop_token_ids)
+        self.num_guided += request.guide is not None
         key = request.queue_key
         place = len(self.order)
         while place and self.request_at(int(self.order[place - 1])).queue_key > key:
@@ -116,6 +118,7 @@ class SlotTable:
         request.slot = NO_SLOT
         self.requests[slot] = None
         self.epoch[slot] += 1
+        self.num_guided -= request.guide is not None
         self.order = self.order[self.order != slot]
         self._free_slots.append(slot)
         self._note_change()
@@ -165,6 +168,8 @@ class SlotTable:
         keys = [self.request_at(slot).queue_key for slot in self.order.tolist()]
         assert keys == sorted(keys), "the running requests are out of order"
         assert sorted([*taken, *self._free_slots]) == list(range(len(self.requests))), "a slot is lost or free twice"
+        guided = [slot for slot in taken if self.request_at(slot).guide is not None]
+        assert self.num_guided == len(guided), "the count of guided requests is off"
         for slot in taken:
             request = self.request_at(slot)
             computed, known = int(self.num_computed_tokens[slot]), int(self.num_known_tokens[slot])

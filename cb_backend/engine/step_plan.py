@@ -109,6 +109,7 @@ class StepPlan:
                 block_ids=tuple(request.block_table),
                 params=request.params,
                 stop_token_ids=request.stop_token_ids,
+                guide=request.guide,
             )
         )
 

@@ -87,6 +87,8 @@ class StepResults:
         epoch = int(self._table.epoch[slot])
         request = self._table.leave(slot)
         request.status = status
+        if status.is_finished:
+            request.guide = None  # whoever still remembers the request
         del self.running[request.request_id]
         self._in_flight.free_when_safe(self._kv.detach(request), slot, epoch)
         if status.is_finished:
@@ -102,7 +104,7 @@ class StepResults:
         rows, num_rows = step.rows, len(step.rows.slots)
         if len(output.sampled_token_ids) != num_rows:
             raise ValueError(f"step {step.step_id} had {num_rows} rows, its result has {len(output.sampled_token_ids)}")
-        failed = self._fail_rows(step, output.is_failed) if output.is_failed.any() else None
+        failed = self._fail_rows(step, output.is_failed, output.failures) if output.is_failed.any() else None
         prompt_logprobs = self._prompt_logprobs_to_tell(rows, output)
         num_computed, token_ids = step.num_computed_after, output.sampled_token_ids
         has_prefill = step.num_decode_rows < num_rows
@@ -133,14 +135,18 @@ class StepResults:
         self._in_flight.release()
         return result
 
-    def _fail_rows(self, step: LaunchedStep, is_failed: NDArray[np.bool_]) -> EngineOutput:
+    def _fail_rows(
+        self, step: LaunchedStep, is_failed: NDArray[np.bool_], failures: dict[int, str] | None = None
+    ) -> EngineOutput:
         slots = step.rows.slots[is_failed & (self._table.epoch[step.rows.slots] == step.rows.epochs)]
         request_ids = self._table.request_ids[slots]
+        texts = {int(step.rows.request_ids[row]): text for row, text in (failures or {}).items()}
         for slot in slots.tolist():
             self._kv.withdraw(self._table.request_at(slot))
             self.leave(slot, RequestStatus.FINISHED_ERROR)
         reasons = np.full(len(slots), FinishReason.ERROR, np.uint8)
-        return EngineOutput(request_ids, np.full(len(slots), NO_TOKEN, np.int32), reasons)
+        texts = {request_id: texts[request_id] for request_id in request_ids.tolist() if request_id in texts}
+        return EngineOutput(request_ids, np.full(len(slots), NO_TOKEN, np.int32), reasons, failures=texts)
 
     def _cache_filled(self, step: LaunchedStep, is_live: NDArray[np.bool_] | None) -> None:
         """Make the blocks that the step completed findable. `is_live` None: all rows are."""
@@ -186,4 +192,5 @@ def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:
         second.num_cached_tokens,
         second.logprobs,
         second.prompt_logprobs,
+        first.failures,
     )

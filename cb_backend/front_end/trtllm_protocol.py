@@ -34,6 +34,9 @@ _NUMBERS = {
 _WORDS = {"bad_words": "bad_words", "stop_words": "stop"}
 # Off at zero in TensorRT-LLM; without any of them and without a temperature it is greedy.
 _FILTERS = ("top_k", "top_p")
+# Kind of grammar -> entry of `structured_outputs`.
+_GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+_GUIDE_INPUTS = ("guided_decoding_guide_type", "guided_decoding_guide")
 # Not built here: the values at which each asks for nothing. Empty strings and empty tensors never ask.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "beam_width": (1,),
@@ -47,8 +50,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora_task_id": (0,),
     "embedding_bias_words": (b"",),
     "embedding_bias_weights": (0.0,),
-    "guided_decoding_guide_type": (b"",),
-    "guided_decoding_guide": (b"",),
 }
 
 
@@ -71,12 +72,14 @@ def parse_trtllm_request(inputs: Mapping[str, NDArray[Any]], vocab_size: int) ->
         elif name in _FILTERS:
             if value := _single(name, array):
                 sampling[name] = value
-        elif name not in ("end_id", "pad_id", "exclude_input_in_output"):
+        elif name not in (*_GUIDE_INPUTS, "end_id", "pad_id", "exclude_input_in_output"):
             raise InvalidRequestError(f"unknown input {name!r}; remove it")
     if not any(name in sampling for name in ("temperature", *_FILTERS)):
         sampling["temperature"] = 0.0
     if "end_id" in inputs:
         sampling.update(_end(_single("end_id", inputs["end_id"])))
+    if guide := _guide(*(_text(name, inputs) for name in _GUIDE_INPUTS)):
+        sampling["structured_outputs"] = guide
     is_stream = "stream" in inputs and bool(np.asarray(inputs["stream"]).any())
     if "exclude_input_in_output" in inputs and not is_stream:  # a stream never repeats the prompt, whatever this says
         ours["exclude_input_in_output"] = inputs["exclude_input_in_output"]
@@ -92,6 +95,26 @@ def _set(sampling: dict[str, Any], tensor: str, name: str, value: Any) -> None:
 def _end(end_id: int) -> dict[str, Any]:
     """The client's end token takes the place of the model's; a negative one: no token ends the answer."""
     return {"ignore_eos": True, **({"stop_token_ids": [end_id]} if end_id >= 0 else {})}
+
+
+def _guide(kind: str, text: str) -> dict[str, Any]:
+    """The grammar of a request as `structured_outputs` has it; empty for none."""
+    if not kind and not text:
+        return {}
+    if kind not in _GUIDES:
+        raise InvalidRequestError(
+            f"input 'guided_decoding_guide_type' is {kind[:40]!r}, which is not supported; use {', '.join(_GUIDES)}"
+        )
+    if kind != "json" and not text:
+        raise InvalidRequestError(f"input 'guided_decoding_guide' is missing; send the {kind}")
+    return {_GUIDES[kind]: text if kind != "json" else True}
+
+
+def _text(name: str, inputs: Mapping[str, NDArray[Any]]) -> str:
+    """A string input; empty where it is not given."""
+    if name not in inputs:
+        return ""
+    return "".join(_words(name, np.asarray([_single(name, inputs[name])], dtype=np.object_)))
 
 
 def _single(name: str, array: NDArray[Any]) -> Any:

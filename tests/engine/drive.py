@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,6 +37,7 @@ class Run:
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # of the requests that ask, one a token
     prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # from the prompt's second token on
+    failures: dict[int, str] = field(default_factory=dict)  # what clients are told where it is said
     num_steps: int = 0
 
 
@@ -66,7 +68,12 @@ def run(
             del cancels[index]
             if engine.cancel(index):
                 out.reasons[index] = FinishReason.ABORT
+        for index, error in engine.release_compiled():
+            out.reasons[index], out.failures[index] = FinishReason.ERROR, str(error)
         output = engine.step()
+        if output is None and engine.is_compiling:
+            time.sleep(0.001)
+            continue
         out.num_steps += 1
         assert out.num_steps < MAX_STEPS, "the engine makes no progress"
         if output is None:
@@ -76,6 +83,7 @@ def run(
         )
         take_prompt_logprobs(output, out.prompt_logprobs)
         figures = logprobs_by_entry(output)
+        out.failures |= output.failures
         for entry, (index, token_id, reason) in enumerate(entries):
             assert index not in out.reasons, "an output after the end"
             if token_id != NO_TOKEN:

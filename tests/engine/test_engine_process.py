@@ -37,12 +37,16 @@ class StuckEngine:
     info = INFO
     config = EngineConfig(model="m")
     is_stuck = False
+    is_compiling = False
     num_steps = 0
 
     def has_unfinished(self) -> bool:
         return self.is_stuck
 
     def expire(self) -> list[tuple[int, str]]:
+        return []
+
+    def release_compiled(self) -> list[tuple[int, Exception]]:
         return []
 
     def step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.front_end.trtllm_protocol import parse_trtllm_request
+from cb_backend.structured_output import ANY_JSON_OBJECT, StructuredOutput
 
 VOCAB_SIZE = 500
 TYPES = {
@@ -92,8 +94,35 @@ EFFECTIVE = {
     "beam_width": 4, "length_penalty": 0.5, "return_log_probs": True, "return_context_logits": True,
     "return_generation_logits": True, "return_perf_metrics": True, "num_draft_tokens": 3, "use_draft_logits": True,
     "lora_task_id": 8, "embedding_bias_words": ["cat"], "embedding_bias_weights": [2.0],
-    "guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{}",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "expected"),
+    [
+        ("json", "", StructuredOutput(kind="json", text=ANY_JSON_OBJECT)),
+        ("json_schema", '{"type": "null"}', StructuredOutput(kind="json", text='{"type":"null"}')),
+        ("regex", "a+é", StructuredOutput(kind="regex", text="a+é")),
+        ("ebnf_grammar", 'root ::= "a"', StructuredOutput(kind="grammar", text='root ::= "a"')),
+    ],
+)
+def test_guides(kind: str, guide: str, expected: StructuredOutput) -> None:
+    values = {"guided_decoding_guide_type": kind} | ({"guided_decoding_guide": guide} if guide else {})
+    assert parse(**values).params.structured_output == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "message"),
+    [
+        ("structural_tag", "{}", "'structural_tag', which is not supported; use json, json_schema"),
+        ("", "a+", "input 'guided_decoding_guide_type' is ''"),
+        ("regex", "", "'guided_decoding_guide' is missing; send the regex"),
+        ("json_schema", "{", "structured_outputs.json: not valid JSON"),
+    ],
+)
+def test_guides_that_are_refused(kind: str, guide: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)):
+        parse(guided_decoding_guide_type=kind, guided_decoding_guide=guide)
 
 
 def test_what_is_not_built_passes_where_it_asks_for_nothing() -> None:

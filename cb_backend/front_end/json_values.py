@@ -1,0 +1,113 @@
+"""Values of a client's JSON as Python types: what may be written as a string, how much of it an error repeats.
+
+Clients of vLLM write numbers and flags as strings too ("0.7", "128", "false"). Every failure is an
+`InvalidRequestError` with the name, the value and the remedy. It does not know which names there are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from cb_backend.errors import InvalidRequestError
+
+MAX_DIGITS = 40  # of one integer: beyond, conversion alone would cost time
+MAX_SHOWN = 60  # characters of a client's value that an error repeats
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
+_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,9})?")
+_BOOLS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def load_json(name: str, text: str) -> Any:
+    """The value of JSON text. An object that has a name twice is refused. `name` begins the error texts."""
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise InvalidRequestError(f"{name}: {show(twice)} more than once in one object")
+        return result
+
+    def parse_int(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            raise InvalidRequestError(f"{name}: an integer of {len(digits)} digits")
+        return int(digits)
+
+    try:
+        return json.loads(text, object_pairs_hook=without_duplicates, parse_int=parse_int)
+    except RecursionError:
+        raise InvalidRequestError(f"{name}: nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"{name}: not valid JSON: {error}") from None
+
+
+def read_int(name: str, value: Any) -> int:
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {show(value)}")
+    return value
+
+
+def read_float(name: str, value: Any) -> float:
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"{name} must be a number, got {show(value)}")
+    return float(value)
+
+
+def read_bool(name: str, value: Any) -> bool:
+    result = _BOOLS.get(str(value).strip().lower()) if isinstance(value, bool | int | str) else None
+    if result is None:
+        raise InvalidRequestError(f"{name} must be true or false, got {show(value)}")
+    return result
+
+
+def read_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a string, got {show(value)}")
+    refuse_surrogates(name, value)
+    return value
+
+
+def refuse_surrogates(name: str, text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidRequestError(f"{name} holds a lone surrogate, which is not a character: {show(text)}")
+
+
+def read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list):
+        raise InvalidRequestError(f"{name} must be a string or a list of strings, got {show(value)}")
+    if len(strings) > most:
+        raise InvalidRequestError(f"{name} has {len(strings)} strings; at most {most} are allowed")
+    for text in strings:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{name} must hold strings only, got {show(text)}")
+        refuse_surrogates(name, text)
+    return tuple(dict.fromkeys(strings))
+
+
+def equals(value: Any, neutral: Any) -> bool:
+    """Whether a JSON value, or a string that spells it, is the neutral one; true is not 1."""
+    if isinstance(neutral, bool):
+        return isinstance(value, bool | str) and _BOOLS.get(str(value).strip().lower()) is neutral
+    if isinstance(neutral, int | float):
+        if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+            return float(value) == neutral
+        return not isinstance(value, bool) and isinstance(value, int | float) and value == neutral
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+def show(value: Any) -> str:
+    """A client's value for an error text: cut before it is turned into text, printable."""
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'JSON object'} of {len(value)} entries"
+    text = repr(value[: MAX_SHOWN + 1] if isinstance(value, str) else value)
+    return text.encode("ascii", "backslashreplace").decode() if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

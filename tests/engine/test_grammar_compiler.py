@@ -1,0 +1,337 @@
+"""Grammars compiled beside the engine's loop: what is refused and how, what is remembered, who waits meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import decoders
+
+from cb_backend.engine import held_requests
+from cb_backend.engine.grammar_compiler import Grammar, GrammarCompiler
+from cb_backend.engine.guide import TOO_COMPLEX, Guide
+from cb_backend.engine.mask_threads import MaskThreads
+from cb_backend.engine.token_table import TokenTable
+from cb_backend.errors import ConfigError, InvalidRequestError, UnavailableError
+from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.structured_output import StructuredOutput
+from tests.engine.structured import GRAMMARS, engine_for, json_schema, params
+from tests.front_end.conftest import (
+    CONFIG,
+    ByteFallbackKit,
+    ByteLevelKit,
+    Kit,
+    byte_fallback_backend,
+    byte_level_backend,
+)
+from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def compiler(folder: Path) -> GrammarCompiler:
+    return GrammarCompiler(str(folder), VOCAB_SIZE, (0,))
+
+
+def regex(text: str) -> StructuredOutput:
+    return StructuredOutput(kind="regex", text=text)
+
+
+def allowed(guide: Guide) -> set[int]:
+    mask = np.zeros(guide.num_mask_words, np.int32)
+    guide.fill_mask(mask)
+    guide.finish_mask(mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+BAD_REGEXES = [
+    "foo**(", "(", "[a", "a{2,1}", "(?<=a)b", "(?P<n>a", "(?=a)b", r"(a)\1", r"\p{Nonsense}", "*", "+a",
+    "a{99999999999}", "[z-a]", "(?P<1a>x)", "\\", "(((((", "a|*", "(?i", r"\xZZ", r"\u12", "x{1000000}{1000000}",
+    "(a{1000}){1000}", "((a{100}){100}){100}", "(" * 300 + "a" + ")" * 300, "a$b",
+]  # fmt: skip
+BAD_SCHEMAS: list[dict[str, Any]] = [
+    {"type": "strange"}, {"type": 5}, {"properties": 3}, {"$ref": "#/$defs/missing"}, {"$ref": "http://x.org/y.json"},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, {"enum": []}, {"type": "string", "pattern": "foo**("},
+    {"type": "integer", "minimum": 5, "maximum": 3}, {"type": "string", "minLength": 5, "maxLength": 2},
+    {"type": "array", "uniqueItems": True}, {"not": {"type": "string"}}, {"type": "string", "format": "nonsense"},
+    {"type": "array", "minItems": 5, "maxItems": 2}, {"type": "integer", "minimum": 10**30},
+]  # fmt: skip
+BAD_GRAMMARS = [
+    "nonsense(", "root ::= (", "root ::= undefined", "start: undefined", "start: start", 'start: "a', "start: /foo**(/",
+    "start: %json {", 'begin: "a"', "start: a\na: b\nb: a", 'root ::= "a" "', "start: @nothing", "start: <nope>",
+]  # fmt: skip
+BAD = [
+    *(regex(text) for text in BAD_REGEXES),
+    *(json_schema(schema) for schema in BAD_SCHEMAS),
+    *(StructuredOutput(kind="grammar", text=text) for text in BAD_GRAMMARS),
+]
+
+
+def test_w1_bad_patterns_are_refused_with_the_reason_each_in_time(compiler: GrammarCompiler) -> None:
+    """Case W1: more than 50 of them, none held for long; the compiler works on afterwards."""
+    assert len(BAD) >= 50
+    compiler.compile(regex("warm up")).result()
+    wrongly_taken = []
+    for structured in BAD:
+        try:
+            compiler.compile(structured).result(timeout=20)
+            wrongly_taken.append(structured.text[:40])
+        except InvalidRequestError as error:
+            text = str(error)
+            assert text.startswith("structured output: the "), text
+            assert text.isprintable(), text
+            assert len(text) < 400, text
+            assert "/home" not in text and "site-packages" not in text, text  # noqa: PT018 one property
+    assert not wrongly_taken
+    assert compiler.compile(regex("a+")).result().new_guide().failure is None
+
+
+@pytest.mark.parametrize(
+    ("structured", "reason"),
+    [
+        (regex("foo**("), "the regex cannot be used: .*unclosed group.*; change it"),
+        (regex("(a{1000}){1000}"), "the regex cannot be used: .*too (complex|many expressions).*; change it"),
+        (regex("a\\"), "it ends with a backslash that escapes nothing"),
+        (json_schema({"type": "strange"}), "the JSON schema cannot be used: Invalid type: strange; change it"),
+        (json_schema({"not": {}}), 'the JSON schema cannot be used: Unimplemented keys: .*not'),
+        (StructuredOutput(kind="grammar", text="start: start"), "the grammar cannot be used: it allows no output"),
+        (StructuredOutput(kind="grammar", text="root ::= ("), "the grammar cannot be used: .*GBNF"),
+    ],
+)  # fmt: skip
+def test_the_reason_names_what_is_wrong(compiler: GrammarCompiler, structured: StructuredOutput, reason: str) -> None:
+    for _ in range(2):  # the second time out of the cache
+        with pytest.raises(InvalidRequestError, match=reason):
+            compiler.compile(structured).result()
+
+
+@pytest.mark.parametrize("text", ["(a+)+$", "(a|a)*b", "(x+x+)+y", "(.*a){20}", "(a|b)*a(a|b){20}", "foo**"])
+def test_w1_patterns_that_explode_elsewhere_are_followed_quickly(compiler: GrammarCompiler, text: str) -> None:
+    """Case W1: no backtracking here, so these are ordinary, or end with an error of their own; nothing hangs."""
+    guide = compiler.compile(regex(text)).result().new_guide()
+    for _ in range(100):
+        choices = allowed(guide) - {0}
+        if guide.failure or not choices:
+            break
+        guide.consume(min(choices))
+    assert guide.failure in (None, TOO_COMPLEX)
+
+
+def test_equal_grammars_are_compiled_once_and_counted(folder: Path) -> None:
+    compiler = GrammarCompiler(str(folder), VOCAB_SIZE, (0,))
+    first = compiler.compile(json_schema({"type": "object"}))
+    assert compiler.compile(json_schema({"type": "object"})) is first
+    assert compiler.compile(json_schema({"type": "object"}, is_compact=True)) is not first
+    first.result()
+    for structured in (regex("("), regex("(")):
+        with pytest.raises(InvalidRequestError):
+            compiler.compile(structured).result()
+    compiler.compile(json_schema({"type": "object"}, is_compact=True)).result()
+    assert (compiler.num_compiled, compiler.num_refused) == (2, 1)
+    assert compiler.seconds > 0
+    compiler.close()
+
+
+def test_the_cache_is_bounded_and_keeps_what_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cb_backend.engine.grammar_compiler.MAX_CACHED", 3)
+    compiler = GrammarCompiler(str(folder), VOCAB_SIZE, (0,))
+    used = compiler.compile(regex("used"))
+    for number in range(8):
+        compiler.compile(regex(f"x{number}")).result()
+        assert compiler.compile(regex("used")) is used
+    assert len(compiler._cache) == 3
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_spell_their_bytes(tmp_path: Path) -> None:
+    """Byte fallback: single bytes, spaces written as marks, special tokens apart."""
+    kit = ByteFallbackKit(tmp_path, byte_fallback_backend(), CONFIG)
+    table = TokenTable(tmp_path)
+    assert [table.tokens[i] for i in kit.ids("▁Hello", "▁▁", b"\xe4", "中")] == [
+        b" Hello",
+        b"  ",
+        b"\xe4",
+        "中".encode(),
+    ]
+    assert table.special_token_ids == [0, 1, 2]
+    compiler = GrammarCompiler(str(tmp_path), len(table.tokens) + 30, (2,))
+    guide = compiler.compile(regex("中!")).result().new_guide()
+    # The character as a token or its first byte; ids of the model's padding never.
+    assert allowed(guide) <= {*kit.ids("中"), *kit.ids(b"\xe4")}
+    for token_id in kit.ids(b"\xe4\xb8\xad", "!"):
+        guide.consume(token_id)
+    assert guide.is_complete and allowed(guide) == {2}  # noqa: PT018 one state
+
+
+def test_tokenizers_of_converted_gguf_files(folder: Path, tmp_path: Path) -> None:
+    """Their decoder names byte fallback before the byte-level one; tokens must still be read as byte-level."""
+    from tokenizers import decoders
+
+    backend = byte_level_backend(has_extra_token=False)
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+    backend.decoder = decoders.Sequence(steps)
+    kit = ByteLevelKit(tmp_path, backend, CONFIG)
+    table = TokenTable(tmp_path)
+    assert [table.tokens[i] for i in kit.ids(" world", b"\xf0")] == [b" world", b"\xf0"]
+
+
+def test_what_a_deployment_must_have(tmp_path: Path, folder: Path) -> None:
+    """Ids alone, a decoder without bytes, a model without an end: each is said with the remedy, once asked for."""
+    backend = byte_fallback_backend()
+    backend.decoder = decoders.Metaspace()
+    Kit(tmp_path, backend, CONFIG)
+    for place, eos, reason in [
+        (tmp_path / "nothing", (0,), "needs the model's tokenizer: tokenizer.json is missing"),
+        (tmp_path, (2,), "neither byte-level nor has byte fallback"),
+        (folder, (), "needs an end-of-sequence token"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=reason):
+            GrammarCompiler(str(place), 300, eos).compile(regex("a")).result()
+    with pytest.raises(ConfigError, match="neither byte-level"):
+        TokenTable(tmp_path)
+
+
+# ---- waiting -------------------------------------------------------------------------------------------------------
+
+
+class Slow(GrammarCompiler):
+    """Compiles when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__("", 1, (0,))
+        self.pending: list[Future[Grammar]] = []
+
+    def compile(self, structured: StructuredOutput) -> Future[Grammar]:
+        self.pending.append(Future())
+        return self.pending[-1]
+
+
+def held_engine(folder: Path, **settings: Any) -> tuple[Any, Slow, list[float]]:
+    clock = [0.0]
+    engine = engine_for(folder, "slots", run_ahead=1, max_num_seqs=2, **settings)
+    slow = Slow()
+    engine._clock = lambda: clock[0]
+    engine._held._compiler = slow
+    return engine, slow, clock
+
+
+def add(engine: Any, request_id: int, structured: StructuredOutput | None, **scheduling: Any) -> None:
+    own = params(structured, max_tokens=30, ignore_eos=structured is None)
+    engine.add_request(
+        engine.make_request(request_id, np.array([5, 6, 7], np.int32), own, SchedulingParams(**scheduling))
+    )
+
+
+def test_waiting_for_a_grammar_holds_neither_slot_nor_blocks(folder: Path, compiler: GrammarCompiler) -> None:
+    engine, slow, _ = held_engine(folder)
+    add(engine, 1, GRAMMARS["choice"])
+    assert engine.is_compiling and engine.has_unfinished() and engine.step() is None  # noqa: PT018 one state
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 1)
+    assert engine.stats().num_free_blocks == engine.info.num_blocks
+    add(engine, 2, None)
+    add(engine, 3, None)
+    while len(ended := [rid for rid in (2, 3) if rid not in engine.scheduler._results.running]) < 2:
+        engine.step()
+        assert ended is not None
+        engine.scheduler.check_integrity()
+    slow.pending[0].set_result(compiler.compile(GRAMMARS["choice"]).result())
+    assert engine.release_compiled() == []
+    while engine.has_unfinished():
+        engine.step()
+    assert not engine.is_compiling
+
+
+def test_cancel_and_timeout_while_compiling(folder: Path, compiler: GrammarCompiler) -> None:
+    engine, slow, clock = held_engine(folder)
+    add(engine, 1, GRAMMARS["choice"])
+    add(engine, 2, GRAMMARS["choice"], queue_timeout_ms=500)
+    add(engine, 3, GRAMMARS["choice"])
+    assert engine.cancel(1)
+    clock[0] = 1.0
+    assert [request_id for request_id, _ in engine.expire()] == [2]
+    for future in slow.pending[:2]:
+        future.set_result(compiler.compile(GRAMMARS["choice"]).result())
+    assert engine.release_compiled() == []
+    assert engine.scheduler.num_waiting == 1
+    clock[0] = held_requests.COMPILE_TIMEOUT_S + 1.1
+    ((request_id, error),) = engine.release_compiled()
+    assert request_id == 3
+    assert "was not compiled within 5 s" in str(error)
+    assert not engine.has_unfinished()
+    engine.scheduler.check_integrity()
+
+
+def test_a_refusal_while_waiting_and_at_once(folder: Path) -> None:
+    engine = engine_for(folder, "reference")
+    add(engine, 1, regex("("))
+    while not (refused := engine.release_compiled()):
+        time.sleep(0.001)
+    assert refused[0][0] == 1
+    assert "unclosed group" in str(refused[0][1])
+    with pytest.raises(InvalidRequestError, match="unclosed group"):
+        add(engine, 2, regex("("))
+    assert not engine.has_unfinished()
+
+
+def test_held_requests_count_for_the_queue(folder: Path) -> None:
+    engine, _, _ = held_engine(folder, max_queue_size=1)
+    for request_id in range(3):  # two slots, one place
+        add(engine, request_id, GRAMMARS["regex"])
+    with pytest.raises(UnavailableError, match="the queue is full"):
+        add(engine, 3, GRAMMARS["regex"])
+    assert engine.scheduler.num_waiting == 3
+
+
+# ---- masks that take too long ------------------------------------------------------------------------------------
+
+
+class StuckGuide:
+    """A guide whose mask comes only when the test is over, or at once."""
+
+    def __init__(self, is_over: threading.Event | None) -> None:
+        self.is_over = is_over
+        self.failure: str | None = None
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        if self.is_over is not None:
+            self.is_over.wait(60)
+        mask[:] = 7
+
+    def finish_mask(self, mask: np.ndarray) -> None:
+        assert mask[0] == 7
+
+    def give_up(self) -> None:
+        self.failure = TOO_COMPLEX
+
+
+def test_a_mask_that_takes_too_long_costs_its_own_request_only() -> None:
+    """Two that are stuck among twenty; the threads they hold are replaced, and the next step finds others."""
+    is_over = threading.Event()
+    threads = MaskThreads(timeout_s=0.2)
+    guides: list[Any] = [StuckGuide(is_over if index in (3, 4) else None) for index in range(20)]
+    threads.fill(guides, np.zeros((20, 4), np.int32))
+    assert {index for index, guide in enumerate(guides) if guide.failure} >= {3, 4}
+    others = [StuckGuide(None) for _ in range(18)]
+    threads.fill(others, masks := np.zeros((18, 4), np.int32))  # type: ignore[arg-type]
+    assert (masks == 7).all()
+    is_over.set()
+    threads.close()
+
+
+def test_a_grammar_that_was_too_slow_once_is_refused_from_then_on(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(regex("too slow, say")).result()
+    grammar.new_guide().give_up()
+    with pytest.raises(InvalidRequestError, match="too complex to be followed"):
+        grammar.new_guide()
