@@ -51,7 +51,7 @@ class Setting:
 
 
 TIGHT = 20  # blocks: the longest request and a little; others beside it must give way
-AT_ONCE = {"admission_reserve": 0.0}  # admit what fits now, so that growth leads to preemptions
+AT_ONCE = {"admission_reserve": -10.0}  # admit what fits now, so that growth leads to preemptions
 SETTINGS = (
     Setting("plain"),
     Setting("chunks of 1", {"max_num_batched_tokens": 1, "max_num_seqs": 1}),

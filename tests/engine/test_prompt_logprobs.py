@@ -84,7 +84,7 @@ def test_a_preempted_prompt_is_told_whole_and_its_output_stays(folder: Path, kin
     prompts = [random_tokens(length, seed=length) for length in (9, 25, 17, 22)]
     params = SamplingParams(**{**GREEDY, "max_tokens": 30}, prompt_logprobs=2)
     roomy = run(engine_for(folder, kind), prompts, params)
-    tight = engine_for(folder, kind, num_gpu_blocks_override=18, run_ahead=run_ahead, admission_reserve=0.0)
+    tight = engine_for(folder, kind, num_gpu_blocks_override=18, run_ahead=run_ahead, admission_reserve=-10.0)
     got = run(tight, prompts, params)
     assert tight.stats().num_preemptions > 0
     assert got.token_ids == roomy.token_ids
