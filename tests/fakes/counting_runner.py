@@ -30,7 +30,9 @@ HANGING_TOKEN = 260  # a prompt with it makes its step never end
 
 
 class CountingRunner:
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, first: int = 0, count: int = 256) -> None:
+        """Counts through `count` tokens from `first` on, then again."""
+        self._first, self._count = first, count
         self._last = np.zeros(num_slots, np.int32)
         self._is_failing = np.zeros(num_slots, bool)
         self._step_s = float(os.environ.get("CB_TEST_STEP_S", "0"))
@@ -47,7 +49,8 @@ class CountingRunner:
                 time.sleep(3600)
             if FAILING_STEP_TOKEN in row.token_ids:
                 raise RuntimeError("the step was told to fail")
-        sampled = np.where(plan.is_sampling, (self._last[plan.slots] + 1) % 256, NO_TOKEN).astype(np.int32)
+        following = self._first + (self._last[plan.slots] + 1 - self._first) % self._count
+        sampled = np.where(plan.is_sampling, following, NO_TOKEN).astype(np.int32)
         self._last[plan.slots[plan.is_sampling]] = sampled[plan.is_sampling]
         return self._Pending(ModelRunnerOutput(plan.step_id, sampled, self._is_failing[plan.slots] & plan.is_sampling))
 
@@ -87,6 +90,12 @@ def create_runner(config: EngineConfig) -> tuple[CountingRunner, ModelInfo]:
         device="cpu",
     )
     return CountingRunner(config.max_num_seqs), info
+
+
+def create_letters_runner(config: EngineConfig) -> tuple[CountingRunner, ModelInfo]:
+    """Answers "a" with "bcd...zab...": text of which every token can be shown at once."""
+    _, info = create_runner(config)
+    return CountingRunner(config.max_num_seqs, ord("a"), 26), info
 
 
 def write_byte_tokenizer(folder: Path) -> None:
