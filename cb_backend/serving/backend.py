@@ -30,6 +30,7 @@ from cb_backend.front_end.output_text import OutputText
 from cb_backend.front_end.prompt import prompt_token_ids
 from cb_backend.front_end.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.token_choice import check_token_choice
 from cb_backend.front_end.tokenizer import Tokenizer
 from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.serving.cancellation import CancellationPoller
@@ -151,6 +152,7 @@ class TritonPythonModel:
         generate = self.parse(inputs, parameters, self._info.vocab_size)
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
         params = with_bad_word_ids(generate.params, self._tokenizer)
+        check_token_choice(params, self._info.eos_token_ids)
         prompt = token_ids_to_bytes(token_ids)
         request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.num_answers - 1))]
         answers = [self._new_answer(live, request_id, generate, token_ids) for request_id in request_ids]

@@ -17,6 +17,7 @@ from cb_backend.front_end.bad_words import with_bad_word_ids
 from cb_backend.front_end.chat import Chat
 from cb_backend.front_end.prompt import prompt_token_ids
 from cb_backend.front_end.protocol import parse_request
+from cb_backend.front_end.token_choice import check_token_choice
 from cb_backend.front_end.tokenizer import Tokenizer
 from cb_backend.messages import AddRequest, decode_front_end_message, encode, token_ids_to_bytes
 from tests.fuzz.mutations import FuzzedRequest, make_request
@@ -44,6 +45,7 @@ class FrontEnd:
             generate = parse_request(request.inputs, request.parameters, self._vocab_size)
             ids = prompt_token_ids(generate, self._tokenizer, self._chat, MAX_MODEL_LEN)
             params = with_bad_word_ids(generate.params, self._tokenizer)
+            check_token_choice(params, self._tokenizer.eos_token_ids)
         except InvalidRequestError as error:
             return str(error)
         # What was let through is sound: it fits, it is in the vocabulary, and the engine can read it.

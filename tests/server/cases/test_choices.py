@@ -117,6 +117,19 @@ def test_j3_one_of_eight_with_penalties(wire: Wire, transport: str) -> None:
 
 
 LONDON = {" London": 40.0, "London": 39.0, "x": 20.0}
+test_no_choice = over_transports(
+    [
+        Case(
+            "c2_nothing_but_eos_is_allowed",
+            "the",
+            {"allowed_token_ids": [0], "min_tokens": 1},
+            model="llm",
+            error="allowed_token_ids leaves only tokens that end the answer",
+        ),
+        Case("c2_eos_alone_at_once", "the", {"allowed_token_ids": [0]}, model="llm", text="", num_tokens=1),
+    ]
+)
+
 test_bad_words = over_transports(
     [
         Case("k1_the_favourite", script(LONDON, "!"), text=" London!"),
