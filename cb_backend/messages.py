@@ -62,7 +62,11 @@ class DumpSteps(msgspec.Struct, tag=True, frozen=True):
     max_steps: int  # the newest so many
 
 
-FrontEndMessage = Hello | AddRequest | CancelRequests | Goodbye | Alive | DumpSteps
+class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
+    """Reuse nothing that was computed until now. Anybody may send it; the answer is one `EngineStats`."""
+
+
+FrontEndMessage = ResetPrefixCache | Hello | AddRequest | CancelRequests | Goodbye | Alive | DumpSteps
 
 
 # ---- engine to front end ----------------------------------------------------------------------------------------
@@ -202,6 +206,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     engine_pid: int = 0  # counts of another process begin at 0
     steps: StepStats | None = None
     num_refused: int = 0  # for a full queue
+    num_reset_blocks: int = 0  # cached blocks that resets have made unfindable
     num_timed_out: int = 0
     num_swapped_out: int = 0  # preempted requests whose blocks went to host memory
     num_swapped_in: int = 0

@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "start a server, stream several prompts at once, show the batch change, stop",
     "bench": "measure the engine",
     "study": "what in-flight batching gains on your own traffic, and which settings to run it with",
+    "cache": "have a running engine forget its prefix cache",
     "install": "make the package a backend of an installed server",
     "timeline": "draw who was in the batch, token by token: of a running engine, a saved log, or a demo",
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cb_backend.cli.engine_choice import add_engine_arguments, chosen_engine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.timeline_steps import StepLogFile, from_dump
 from cb_backend.cli.timeline_svg import TimeAxis, draw, page
-from cb_backend.front_end.engine_observer import ask_for_steps, running_engines
-from cb_backend.front_end.runtime_dir import EngineLife
+from cb_backend.front_end.engine_observer import ask_for_steps
 
 HELP = "draw who was in the batch, token by token: of a running engine, a saved log, or a demo"
 
@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=1000, metavar="N", help="newest steps to draw (%(default)s)")
     parser.add_argument("--axis", choices=("time", "steps"), help="default: time, in the demo steps")
     live = parser.add_argument_group("live")
-    live.add_argument("--engine-pid", type=int, metavar="PID", help="which engine, where several run")
-    live.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the engines' folders are; default: found")
+    add_engine_arguments(live)
     demo = parser.add_argument_group("demo")
     demo.add_argument("--model", help="folder or hub id; default: a tiny model with random weights")
     demo.add_argument("--slots", type=int, default=8, help="most requests at once (%(default)s)")
@@ -62,19 +61,5 @@ def _comparison(logs: list[StepLogFile]) -> str:
 
 
 def _live(args: argparse.Namespace) -> StepLogFile:
-    life = _choose(running_engines(args.runtime_dir), args.engine_pid)
+    life = chosen_engine(args)
     return from_dump(ask_for_steps(life.socket_path, args.steps), f"Engine {life.pid}")
-
-
-def _choose(engines: list[EngineLife], pid: int | None) -> EngineLife:
-    """Raises `CliError` unless there is exactly one engine to choose."""
-    known = ", ".join(str(life.pid) for life in engines)
-    if pid is not None:
-        engines = [life for life in engines if life.pid == pid]
-        if not engines:
-            raise CliError(f"no engine of yours has pid {pid}; running: {known or 'none'}")
-    if not engines:
-        raise CliError("no engine of yours is running here; start one: cb-backend serve")
-    if len(engines) > 1:
-        raise CliError(f"several engines are running; choose one: --engine-pid ({known})")
-    return engines[0]

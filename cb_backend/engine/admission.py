@@ -1,6 +1,7 @@
 """From the queue into a slot: who starts in this step, and who must wait.
 
-The head of the queue starts first, with three exceptions inside the first `LOOKAHEAD` requests. While a giant prompt
+The head of the queue starts first, with four exceptions inside the first `LOOKAHEAD` requests. The one that finds most
+of its tokens in the prefix cache goes first, before they are evicted. While a giant prompt
 is computed, or where one at the head does not fit into memory, short prompts may pass it. And a request whose prefix
 another one is computing at this moment waits for it instead of computing it again; meanwhile anyone may pass. Nobody
 is passed by a less urgent request, nobody more than `MAX_OVERTAKEN` times, and nobody after a preemption. What is
@@ -17,7 +18,7 @@ from cb_backend.engine.slot_table import SlotTable
 from cb_backend.engine.step_plan import StepPlan
 from cb_backend.engine.step_result import StepResults
 from cb_backend.engine.swap_space import SwapSpace
-from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS, KVCacheManager
 from cb_backend.request import Request
 
 LOOKAHEAD = 8
@@ -83,6 +84,12 @@ class Admission:
         passed: list[Request] = []
         self._is_memory_short = False
         is_prefix_coming = False
+        in_place = self._queue.first(self._lookahead)
+        best = self._longest_hit(in_place)
+        if best is not None and len(best.token_ids) <= longest and self._start(best, plan):
+            for other in in_place[: in_place.index(best)]:
+                other.num_overtaken += 1
+            return True
         for request in self._candidates():
             if passed and not self._may_pass(request, passed):
                 continue
@@ -111,6 +118,17 @@ class Admission:
             if first is not None and first not in candidates:
                 return [*candidates, first]
         return candidates
+
+    def _longest_hit(self, in_place: list[Request]) -> Request | None:
+        """The one with the most cached blocks, if it may pass those before it, of its own tenant, and it is worth it."""
+        if len(in_place) < 2 or not self._kv.enable_prefix_caching:
+            return None
+        hits = [self._kv.num_findable_blocks(request) for request in in_place]
+        best = max(range(len(hits)), key=hits.__getitem__)  # of equals the first
+        request, passed = in_place[best], in_place[:best]
+        is_worth_it = hits[best] >= max(hits[:best], default=0) + MIN_COMING_BLOCKS
+        is_same_turn = all(other.scheduling.tenant == request.scheduling.tenant for other in passed)
+        return request if passed and is_worth_it and is_same_turn and self._may_pass(request, passed) else None
 
     def _is_of_reserved_class(self, request: Request, other: Request) -> bool:
         """Whether `request` has a share that `other` has no part in."""

@@ -41,6 +41,7 @@ from cb_backend.messages import (
     Goodbye,
     Hello,
     RequestFailed,
+    ResetPrefixCache,
     token_ids_from_bytes,
 )
 
@@ -130,6 +131,9 @@ class EngineProcess:
             self._drop_front_end(message.front_end_id)
         elif isinstance(message, DumpSteps):
             self.link.send(identity, self.engine.log.dump(message.max_steps))
+        elif isinstance(message, ResetPrefixCache):
+            self.engine.scheduler.reset_prefix_cache()
+            self.link.send(identity, self._stats())
 
     def _add_request(self, identity: bytes, message: AddRequest) -> None:
         front_end = self.link.sender(identity, message.request_id)
@@ -227,7 +231,7 @@ class EngineProcess:
         for front_end_id in self.link.dead_front_ends():
             logger.warning("front end %d is gone; its requests are aborted", front_end_id)
             self._drop_front_end(front_end_id)
-        self._end_requests_of_silent_front_ends()
+        self.link.end_requests_of_silent(self.engine.config.watchdog_timeout_s, self.engine.cancel)
         if not self.link.is_server_alive:
             logger.info("the server is gone; the engine ends")
             self.is_stopping = True
@@ -235,20 +239,6 @@ class EngineProcess:
         if not self.link.front_ends and (self.link.has_had_front_end or is_too_late):
             logger.info("no front end is left; the engine ends")
             self.is_stopping = True
-
-    def _end_requests_of_silent_front_ends(self) -> None:
-        """A front end that lives but does not run (stopped, stuck) must not hold blocks for ever.
-
-        It stays a member, and hears of the end of its requests when it wakes.
-        """
-        limit_s = self.engine.config.watchdog_timeout_s
-        for front_end in self.link.silent_front_ends(limit_s) if limit_s else ():
-            logger.error("front end %d has been silent for %.0f s; its requests end", front_end.front_end_id, limit_s)
-            reason = f"the front end of this request did not run for {limit_s:g} s; send the request again"
-            for request_id in front_end.open_request_ids:
-                self.engine.cancel(request_id)
-                self.link.send(front_end.identity, RequestFailed(request_id, int(ErrorCode.UNAVAILABLE), reason))
-            front_end.open_request_ids.clear()
 
 
 def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:

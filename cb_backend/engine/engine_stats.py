@@ -27,6 +27,7 @@ def engine_stats(
         num_cancelled=counters.num_cancelled,
         num_evicted_blocks=kv.pool.num_evicted_blocks,
         num_refused=queue.num_refused,
+        num_reset_blocks=kv.num_reset_blocks,
         num_timed_out=counters.num_timed_out,
         num_swapped_out=swap.num_swapped_out,
         num_swapped_in=swap.num_swapped_in,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -146,6 +147,19 @@ class FrontEndLink:
             if not front_end.open_request_ids:
                 front_end.silence.heard()
         return [front_end for front_end in self.front_ends.values() if front_end.silence.look() > limit_s]
+
+    def end_requests_of_silent(self, limit_s: float, cancel: Callable[[int], object]) -> None:
+        """A front end that lives but does not run (stopped, stuck) must not hold blocks for ever; 0: no limit.
+
+        It stays a member, and hears of the end of its requests when it wakes.
+        """
+        for front_end in self.silent_front_ends(limit_s) if limit_s else ():
+            logger.error("front end %d has been silent for %.0f s; its requests end", front_end.front_end_id, limit_s)
+            reason = f"the front end of this request did not run for {limit_s:g} s; send the request again"
+            for request_id in front_end.open_request_ids:
+                cancel(request_id)
+                self.send(front_end.identity, RequestFailed(request_id, int(ErrorCode.UNAVAILABLE), reason))
+            front_end.open_request_ids.clear()
 
     def dead_front_ends(self) -> list[int]:
         return [fid for fid, front_end in self.front_ends.items() if not front_end.watch.is_alive]

@@ -119,6 +119,10 @@ class BlockPool:
         """The cached content of a block, or None if its content cannot be hit."""
         return self._link_of_block[block_id]
 
+    def has_digest(self, digest: bytes) -> bool:
+        """Whether some block has this digest; its content may still be another."""
+        return digest in self._link_of_digest
+
     def find(self, digest: bytes, token_bytes: bytes, parent: CachedBlock | bytes) -> CachedBlock | None:
         """The live link with exactly this content, or None. An equal digest with other content is None."""
         link = self._link_of_digest.get(digest)

@@ -59,6 +59,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._hash_block = hash_block or keyed_block_hash()
+        self.num_reset_blocks = 0  # that were findable when the cache was reset
         self._coming: dict[bytes, int] = {}  # digest of a block being computed -> request that computes it
         self._announced: dict[int, list[bytes]] = {}  # request id -> its digests in _coming
         self._chains: dict[int, _Chain] = {}  # by request id, of the requests that hold blocks
@@ -93,6 +94,21 @@ class KVCacheManager:
             block_ids.append(link.block_id)
             parent = link
         return block_ids, len(block_ids) * self.block_size
+
+    def num_findable_blocks(self, request: Request) -> int:
+        """About how many blocks `get_computed_blocks` would find, in a few look-ups: digests only, by bisection."""
+        low, high = 0, (len(request.token_ids) - 1) // self.block_size
+        if high and not request.block_hashes:
+            self._digest_until(request, high)
+        hashes = request.block_hashes
+        high = min(high, len(hashes))
+        while low < high:
+            middle = (low + high) // 2
+            if self.pool.has_digest(hashes[middle]):
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def allocate_slots(
         self, request: Request, num_tokens_total: int, computed_blocks: Sequence[int] = (), num_reserved: int = 0
@@ -187,6 +203,7 @@ class KVCacheManager:
         Requests that hold blocks go on, but what they compute hangs on earlier blocks and is not cached either.
         """
         num_blocks = self.pool.num_cached_blocks
+        self.num_reset_blocks += num_blocks
         self.pool.withdraw(self.pool.cached_blocks())
         self._coming.clear()
         self._announced.clear()
@@ -220,6 +237,10 @@ class KVCacheManager:
 
     def _token_bytes(self, token_ids: NDArray[np.int32], index: int) -> bytes:
         return token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
+
+    def _digest_until(self, request: Request, num_blocks: int) -> None:
+        for index in range(len(request.block_hashes), num_blocks):
+            self._digest(request, index, self._token_bytes(request.token_ids, index))
 
     def _digest(self, request: Request, index: int, token_bytes: bytes) -> bytes:
         """Digest of the request's block `index`; digests before it must have been asked for already."""

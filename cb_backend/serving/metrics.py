@@ -29,6 +29,7 @@ class _Histogram(NamedTuple):
 # Of the whole engine: name -> (field of EngineStats, description).
 _ENGINE_COUNTERS = {
     "cb_prompt_tokens_total": ("num_prompt_tokens", "Prompt tokens of admitted requests"),
+    "cb_prefix_cache_reset_blocks_total": ("num_reset_blocks", "Cached blocks forgotten by resets of the prefix cache"),
     "cb_cached_prompt_tokens_total": ("num_cached_prompt_tokens", "Prompt tokens found in the prefix cache"),
     "cb_output_tokens_total": ("num_output_tokens", "Tokens generated"),
     "cb_preemptions_total": ("num_preemptions", "Requests put back into the queue for lack of KV blocks"),

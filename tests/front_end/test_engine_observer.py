@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cb_backend.cli.main import main
 from cb_backend.cli.timeline_steps import from_dump
 from cb_backend.errors import UnavailableError
 from cb_backend.front_end.engine_observer import ask_for_steps, running_engines
@@ -23,7 +24,9 @@ def base() -> Iterator[Path]:
     shutil.rmtree(base)
 
 
-def test_steps_of_a_running_engine(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_running_engine(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CB_TEST_STEP_S", "0.002")
     supervisor = make_supervisor(counting_config(max_num_seqs=4), base)
     try:
@@ -41,6 +44,9 @@ def test_steps_of_a_running_engine(base: Path, monkeypatch: pytest.MonkeyPatch) 
         assert [len(step.rows) for step in busy.steps] == [1, 1, 1]
         assert (busy.header.num_slots, busy.header.num_blocks, busy.header.block_size) == (4, 1024, 16)
         assert sink.finish_reason == 0, "looking does not disturb"
+        assert main(["cache", "reset", "--runtime-dir", str(base)]) == 0
+        assert f"engine {life.pid}: " in capsys.readouterr().out
+        assert sink.finish_reason == 0, "a reset of the cache does not either"
         assert sink.scheduled_at > steps[-1].end, "its first step came after the other request's last"
     finally:
         supervisor.close()

@@ -1,0 +1,135 @@
+"""The prefix cache under traffic: the longest hit first within bounds, and a reset without a restart."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from cb_backend.engine.admission import MAX_OVERTAKEN
+from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.request import Request
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
+from tests.fakes.engine import FakeEngine
+
+SHARED = list(range(100, 140))  # ten blocks of four
+
+
+def joined(engine: FakeEngine) -> list[int]:
+    return [row.request_id for plan in engine.plans for row in plan.joined]
+
+
+def warm_engine(**arguments: int) -> FakeEngine:
+    engine = FakeEngine(num_blocks=200, max_num_seqs=1, **arguments)
+    engine.add(0, [*SHARED, 1], max_tokens=1)
+    engine.run()
+    return engine
+
+
+def test_the_longest_hit_goes_first() -> None:
+    engine = warm_engine()
+    engine.add(1, 20, max_tokens=1)
+    engine.add(2, [*SHARED[:20], 5], max_tokens=1)
+    engine.add(3, [*SHARED, 5], max_tokens=1)
+    engine.run()
+    assert joined(engine)[1:] == [3, 2, 1]
+
+
+def test_a_hit_of_a_few_blocks_more_changes_nothing() -> None:
+    engine = warm_engine()
+    engine.add(1, 20, max_tokens=1)
+    engine.add(2, [*SHARED[:12], 5], max_tokens=1)
+    engine.run()
+    assert joined(engine)[1:] == [1, 2]
+
+
+def test_i10_hits_pass_nobody_more_often_than_documented() -> None:
+    engine = warm_engine()
+    cold = engine.add(1, 20, max_tokens=1)
+    for number in range(2, 60):
+        engine.add(number, [*SHARED, number], max_tokens=1)
+    engine.run()
+    assert joined(engine).index(1) == 1 + MAX_OVERTAKEN
+    assert cold.num_overtaken == MAX_OVERTAKEN
+
+
+@pytest.mark.parametrize("other", [SchedulingParams(priority=1), SchedulingParams(tenant="b")])
+def test_nobody_passes_the_more_urgent_or_another_tenants_turn(other: SchedulingParams) -> None:
+    engine = warm_engine()
+    engine.add(1, 20, max_tokens=1)
+    engine.add(2, [*SHARED, 5], max_tokens=1, scheduling=other)
+    engine.run()
+    assert joined(engine)[1] == 1 or other.tenant
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_findable_blocks_are_those_that_are_found(seed: int) -> None:
+    rng = random.Random(seed)
+    kv = KVCacheManager(40, 4)
+    requests = []
+    for number in range(12):
+        tokens = np.array([*SHARED[: rng.randint(0, 40)], *(rng.randint(0, 3) for _ in range(9))], np.int32)
+        request = Request(number, tokens, len(tokens), SamplingParams(), (), 200)
+        found = kv.get_computed_blocks(request)[0]
+        assert kv.num_findable_blocks(request) == len(found)
+        if kv.allocate_slots(request, len(tokens), found) is not None:
+            kv.cache_full_blocks(request, tokens, len(tokens))
+            requests.append(request)
+        if rng.random() < 0.5 and requests:
+            kv.free(requests.pop(rng.randrange(len(requests))))
+
+
+# ---- reset --------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_reset_nothing_from_before_is_found() -> None:
+    engine = warm_engine()
+    num_cached = engine.kv.pool.num_cached_blocks
+    assert engine.scheduler.reset_prefix_cache() == num_cached > 0
+    request = engine.add(1, [*SHARED, 1], max_tokens=1)
+    engine.run()
+    assert request.num_cached_tokens == 0
+    again = engine.add(2, [*SHARED, 1], max_tokens=1)
+    engine.run()
+    assert again.num_cached_tokens == 40, "what was computed since is found"
+
+
+@pytest.mark.parametrize("run_ahead", [0, 3])
+def test_who_runs_through_a_reset_goes_on_and_leaves_nothing_to_find(run_ahead: int) -> None:
+    engine = FakeEngine(num_blocks=200, run_ahead=run_ahead)
+    engine.add(1, SHARED, max_tokens=40)
+    for _ in range(10):
+        engine.step()
+    engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert engine.tokens[1] == list(range(10, 50))
+    assert engine.kv.pool.num_cached_blocks == 0
+
+
+def test_a_swapped_request_is_computed_again_after_a_reset() -> None:
+    engine = FakeEngine(num_blocks=16, num_host_blocks=16, max_num_seqs=2)
+    engine.scheduler._swap.fixed_cost_tokens = 0
+    engine.add(1, 20, max_tokens=30)
+    second = engine.add(2, 20, max_tokens=30)
+    while not second.num_swaps:
+        engine.step()
+    engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.stats().num_free_host_blocks == 16
+    engine.run()
+    assert engine.scheduler.stats().num_swapped_in == 0
+    assert engine.tokens[2] == list(range(10, 40))
+
+
+def test_nobody_waits_for_a_prefix_that_a_reset_has_made_useless() -> None:
+    engine = FakeEngine(num_blocks=200, max_num_batched_tokens=16)
+    engine.add(1, SHARED, max_tokens=2)
+    engine.step()
+    engine.add(2, [*SHARED, 9], max_tokens=2)
+    engine.step()
+    assert joined(engine) == [1], "it waits"
+    engine.scheduler.reset_prefix_cache()
+    engine.step()
+    assert joined(engine) == [1, 2]
+    engine.run()
