@@ -120,7 +120,7 @@ class Admission:
         return candidates
 
     def _longest_hit(self, in_place: list[Request]) -> Request | None:
-        """The one with the most cached blocks, if it may pass those before it, of its own tenant, and it is worth it."""
+        """The one with the most cached blocks, if it may pass those before it (of its tenant) and it is worth it."""
         if len(in_place) < 2 or not self._kv.enable_prefix_caching:
             return None
         hits = [self._kv.num_findable_blocks(request) for request in in_place]
