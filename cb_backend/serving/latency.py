@@ -85,7 +85,7 @@ class Latencies:
         return self.threads[-1]
 
     def totals(self) -> dict[str, Totals]:
-        """Since the start, by the names of `BOUNDS`. Always to be called by the same thread."""
+        """Since the start, by the names of `BOUNDS`. One caller at a time."""
         count = len(self.inter_token_seconds)  # NOTE: more may be appended meanwhile, at the end
         self._inter_token.add_all(self.inter_token_seconds[:count])
         del self.inter_token_seconds[:count]

@@ -136,11 +136,12 @@ class Senders:
 
     def _look(self, now: float) -> None:
         for index, turn in enumerate(self._owners):
-            if turn.live is None or now - turn.since < HELD_UP_S or len(self._held_up) >= MAX_HELD_UP:
-                continue
-            turn.is_owner = False
-            self._held_up.append(turn)
-            self._owners[index] = self._start(index)
+            is_held_up = turn.live is not None and now - turn.since >= HELD_UP_S and len(self._held_up) < MAX_HELD_UP
+            if is_held_up or not turn.is_owner:  # the second: a new thread could not be started last time
+                # NOTE: in this order, so that whoever finds a request taken knows that it will be queued again.
+                turn.is_owner = False
+                self._owners[index] = self._start(index)
+                self._held_up.append(turn)
         for turn in list(self._held_up):
             live = turn.live
             if turn.thread is not None and not turn.thread.is_alive():

@@ -128,6 +128,26 @@ def test_closing_does_not_wait_for_a_client(tmp_path: Path) -> None:
     stuck[1].may_send.set()
 
 
+def test_a_thread_that_cannot_be_started_is_started_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failures = threading.Thread.start, [1, 1]
+
+    def start_at_last(thread: threading.Thread) -> None:
+        if failures and thread.name.startswith("sender-"):
+            failures.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_at_last)
+    stuck, other, good = bench.open(), bench.open(), bench.open()
+    stop_reading(stuck)
+    other[0].answers[0].on_tokens((ord("b"),), LENGTH)
+    assert other[1].wait().text == "b"  # the other thread's
+    good[0].answers[0].on_tokens((ord("c"),), LENGTH)
+    assert good[1].wait().text == "c"
+    assert not failures
+    stuck[1].may_send.set()
+
+
 def test_stream_interval_makes_fewer_responses(tmp_path: Path) -> None:
     bench = Bench(tmp_path, stream_interval=4)
     live, sender = bench.open()
