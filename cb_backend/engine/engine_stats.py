@@ -17,7 +17,7 @@ def engine_stats(
     return EngineStats(
         step_id=step_id,
         num_running=table.num_running,
-        num_waiting=len(queue),
+        num_waiting=len(queue) + queue.num_held,
         num_blocks=kv.num_usable_blocks,
         num_free_blocks=kv.num_free_blocks,
         num_preemptions=counters.num_preemptions,

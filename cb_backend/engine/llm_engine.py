@@ -208,7 +208,13 @@ class LLMEngine:
         return StepFailedError(output, error)
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(self.scheduler.stats(), steps=self.log.stats())
+        return msgspec.structs.replace(
+            self.scheduler.stats(),
+            steps=self.log.stats(),
+            num_compiled_grammars=self.grammars.num_compiled,
+            num_refused_grammars=self.grammars.num_refused,
+            grammar_seconds=self.grammars.seconds,
+        )
 
     def close(self) -> None:
         self._launched.clear()

@@ -38,6 +38,9 @@ _ENGINE_COUNTERS = {
     "cb_timed_out_requests_total": ("num_timed_out", "Requests ended by timeout_ms or queue_timeout_ms"),
     "cb_swapped_out_requests_total": ("num_swapped_out", "Preempted requests whose KV blocks went to host memory"),
     "cb_swapped_in_requests_total": ("num_swapped_in", "Requests whose KV blocks came back from host memory"),
+    "cb_compiled_grammars_total": ("num_compiled_grammars", "Grammars of structured output that were compiled"),
+    "cb_refused_grammars_total": ("num_refused_grammars", "Grammars that could not be compiled"),
+    "cb_grammar_seconds_total": ("grammar_seconds", "Compiling grammars, beside the engine's loop"),
     "cb_evicted_blocks_total": ("num_evicted_blocks", "Cached KV blocks given up for new ones"),
 }
 _VLLM_ENGINE_COUNTERS = {
