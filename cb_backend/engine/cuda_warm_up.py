@@ -119,6 +119,9 @@ def warm_up(
             joined=joined,
         )
         runner.execute_model(plan).result()
+    logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=runner.device)
+    every_token = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=runner.device)
+    runner.ops.apply_token_bitmask(logits, every_token, torch.zeros(1, dtype=torch.int64, device=runner.device))
 
 
 def _num_blocks(config: EngineConfig, model_config: ModelConfig, kv_dtype: torch.dtype) -> int:
