@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from cb_backend.engine.guide import NOT_ALLOWED
 from cb_backend.engine.step_messages import step_output
 from cb_backend.errors import ErrorCode
 from cb_backend.messages import (
@@ -94,7 +95,9 @@ class FrontEndLink:
     def send_output(self, step_id: int, output: EngineOutput, scheduled_at: dict[int, float]) -> None:
         """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
         for request_id, reason in output.failures.items():
-            self.send_failure(request_id, ErrorCode.INTERNAL, reason)
+            # Grammars and rules that cannot be followed are the client's to mend.
+            code = ErrorCode.INTERNAL if reason == NOT_ALLOWED else ErrorCode.INVALID_ARG
+            self.send_failure(request_id, code, reason)
         owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
         asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
         for front_end in self.front_ends.values():

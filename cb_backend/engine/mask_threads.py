@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cb_backend.engine.guide import Guide
 
-MASK_TIMEOUT_S = 1.0  # masks take 30 us on average; only a stuck or starved thread comes near this
+MASK_TIMEOUT_S = 1.0  # a thousand times what masks take; only a stuck or starved thread comes near this
 _MAX_THREADS = 8
 
 logger = logging.getLogger("cb_backend.engine")
