@@ -113,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--demand", type=float, default=1.2, help="of KV blocks, as a share of the pool")
     parser.add_argument("--leak", action="store_true", help="the control that must fail")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="keep histories in this folder, which must not exist")
     options = parser.parse_args(arguments)
     if options.minutes < 0.5 or options.streams < 1:
         parser.error("--minutes must be at least 0.5 and --streams at least 1")
@@ -127,7 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
         server = {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": num_blocks, "swap_space": 0.01}
         lengths = {"max_num_seqs": options.streams, "max_model_len": num_blocks * BLOCK_SIZE}
         arguments_of_server = {**server, **lengths, "front_ends": options.front_ends}
-        with world(checkpoint, plan, Path(temporary) / "w", options.seed, load, **arguments_of_server) as made:
+        with world(
+            checkpoint, plan, options.keep or Path(temporary) / "w", options.seed, load, **arguments_of_server
+        ) as made:
             if options.leak:
                 made.faults.write("leak", 1 << 40)
             all_series, shared = watch(made, seconds)

@@ -17,7 +17,7 @@ import pytest
 from cb_backend.errors import CbError, ConfigError
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.front_end.engines import eventually, is_running
-from tests.serving.fake_server import InferenceRequest, TritonError
+from tests.serving.fake_server import InferenceRequest, Metric, MetricFamily, TritonError, TritonModelException
 
 LONG = {"max_tokens": 3000}
 
@@ -216,6 +216,24 @@ def test_failures_in_the_engine_are_internal_errors_without_traces(model: Any, t
     assert code == TritonError.INTERNAL
     assert "told to fail" not in message
     assert ask(model, "a", sampling={"max_tokens": 2}).sender.wait().text == "bc"
+
+
+def test_t1_metrics_that_fail_stop_neither_requests_nor_the_thread_that_publishes(model: Any, monkeypatch: Any) -> None:
+    failures = []
+
+    def fail(*_: Any) -> None:
+        failures.append(1)
+        raise TritonModelException("the server has lost this metric")
+
+    with monkeypatch.context() as patch:
+        for name in ("increment", "set", "observe"):
+            patch.setattr(Metric, name, fail)
+        assert ask(model, "a", sampling={"max_tokens": 3}).sender.wait().text == "bcd"
+        eventually(lambda: len(failures) >= 2, "publishing is tried again and again", 10)
+    key = ("cb_requests_total", (("model", "llm"), ("outcome", "length"), ("version", "1")))
+    before = MetricFamily.exported[key].value
+    assert ask(model, "a", sampling={"max_tokens": 3}).sender.wait().text == "bcd"
+    eventually(lambda: MetricFamily.exported[key].value > before, "it is published once more", 10)
 
 
 def test_is_ready_and_killed_engine(model: Any) -> None:
