@@ -61,14 +61,14 @@ class CheckedEngine:
 
     # ---- the engine's calls go through here ---------------------------------------------------------------------
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, is_held: bool = False) -> None:
         limit = min(self.scenario.max_model_len, self.scenario.num_cache_tokens)
         is_too_long = request.num_prompt_tokens + 1 > limit
         is_full, figure = refuses_by_queue(self.config, self.scheduler, self.kv, request.num_prompt_tokens)
         expected = InvalidRequestError if is_too_long else UnavailableError if is_full else None
         before, refusal = self.scheduler.stats(), None
         try:
-            self._add_request(request)
+            self._add_request(request, is_held)
         except CbError as error:
             refusal = error
         self._expect((refusal and type(refusal)) == expected, f"I18: {refusal!r}, expected {expected}")
