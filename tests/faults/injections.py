@@ -33,7 +33,7 @@ class Fault:
     server: dict[str, Any] = field(default_factory=dict)
     load: tuple[str, ...] = ()
     is_last: bool = False
-    prepare: Callable[[Path], dict[str, str]] | None = None  # gives the server's further environment
+    prepare: Callable[[Path], dict[str, Any]] | None = None  # makes files, gives further values of `server`
 
 
 def window(world: World, begin: float, **limits: Any) -> None:

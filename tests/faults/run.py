@@ -60,7 +60,7 @@ def _run_safely(fault: Fault, numbers: list[int], setting: Setting, folder: Path
 def _run(fault: Fault, numbers: list[int], setting: Setting, folder: Path) -> Verdict:
     server = dict(fault.server)
     if fault.prepare is not None:
-        server["environment"] = fault.prepare(folder.parent)
+        server |= fault.prepare(folder.parent)
     seed = setting.seed + numbers[0]
     with world(setting.checkpoint, setting.plan, folder, seed, fault.load, **server) as made:
         made.restart_limit_s = setting.restart_limit_s
