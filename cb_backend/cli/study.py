@@ -153,6 +153,10 @@ def check(args: argparse.Namespace) -> None:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if getattr(args, name) is not None and min(getattr(args, name)) < 1:
             raise CliError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("html", "json", "save_times"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():  # said now, not after the work
+            raise CliError(f"--{name.replace('_', '-')} {path}: there is no folder {path.parent}")
     if not isinstance(args.engine_args, dict):
         raise CliError("--engine-args must be a JSON object")
     is_without_engine = args.simulate and args.times is not None and args.no_confirm
