@@ -24,7 +24,7 @@ from tests.fuzz.mutations import FuzzedRequest, make_request
 from tests.server.cases.case import assert_clean
 
 MAX_MODEL_LEN = 128
-MAX_SECONDS = 5.0  # of one request, on a machine that does other things too
+MAX_SECONDS = 2.0  # of one request, of this thread's own time: the machine may do other things too
 
 
 class FrontEnd:
@@ -67,7 +67,7 @@ def fuzz(front_end: FrontEnd, seed: int, start: int, count: int) -> Counter[str]
     slowest = 0.0
     for index in range(start, start + count):
         request = make_request(seed, index)
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             refusal = front_end.take(request)
             if refusal is not None:
@@ -76,7 +76,7 @@ def fuzz(front_end: FrontEnd, seed: int, start: int, count: int) -> Counter[str]
                 refusal.encode()
         except Exception as error:
             raise AssertionError(f"seed {seed}, request {index}: {error!r}\n{shown(request)}") from error
-        seconds = time.perf_counter() - began
+        seconds = time.thread_time() - began
         assert seconds < MAX_SECONDS, f"seed {seed}, request {index} took {seconds:.1f} s\n{shown(request)}"
         slowest = max(slowest, seconds)
         counts["accepted" if refusal is None else "refused"] += 1
