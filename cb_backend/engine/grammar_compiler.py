@@ -151,15 +151,22 @@ def _new_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) 
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
-        error = CbError("structured output needs the package llguidance for the engine's Python; pip install it")
-        error.code = ErrorCode.UNSUPPORTED
-        raise error from None
+        raise _library_error("is not installed") from None
     try:
         table = TokenTable(folder)
     except ConfigError as error:
         raise InvalidRequestError(f"structured output needs the model's tokenizer: {error}") from None
     num_ids = max(vocab_size, len(table.tokens))
-    return LLTokenizer(TokenizerWrapper(table), n_vocab=num_ids, eos_token=list(eos_token_ids))
+    try:
+        return LLTokenizer(TokenizerWrapper(table), n_vocab=num_ids, eos_token=list(eos_token_ids))
+    except TypeError:
+        raise _library_error("is older than 1.7") from None
+
+
+def _library_error(what: str) -> CbError:
+    error = CbError(f"structured output needs llguidance, which {what} for the engine's Python; install a newer one")
+    error.code = ErrorCode.UNSUPPORTED
+    return error
 
 
 def _matcher(structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:

@@ -1,10 +1,9 @@
-"""Grammars compiled beside the engine's loop: what is refused and how, what is remembered, who waits meanwhile."""
+"""Grammars compiled beside the engine's loop: what is refused and how, what is remembered, what tokens spell."""
 
 from __future__ import annotations
 
+import sys
 import threading
-import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from cb_backend.engine import held_requests
-from cb_backend.engine.grammar_compiler import Grammar, GrammarCompiler
+from cb_backend.engine.grammar_compiler import GrammarCompiler
 from cb_backend.engine.guide import TOO_COMPLEX, Guide
 from cb_backend.engine.mask_threads import MaskThreads
 from cb_backend.engine.token_table import TokenTable
-from cb_backend.errors import ConfigError, InvalidRequestError, UnavailableError
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
 from cb_backend.structured_output import StructuredOutput
-from tests.engine.structured import GRAMMARS, engine_for, json_schema, params
+from tests.engine.structured import json_schema
 from tests.front_end.conftest import (
     CONFIG,
     ByteFallbackKit,
@@ -203,97 +200,6 @@ def test_what_a_deployment_must_have(tmp_path: Path, folder: Path) -> None:
         TokenTable(tmp_path)
 
 
-# ---- waiting -------------------------------------------------------------------------------------------------------
-
-
-class Slow(GrammarCompiler):
-    """Compiles when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__("", 1, (0,))
-        self.pending: list[Future[Grammar]] = []
-
-    def compile(self, structured: StructuredOutput) -> Future[Grammar]:
-        self.pending.append(Future())
-        return self.pending[-1]
-
-
-def held_engine(folder: Path, **settings: Any) -> tuple[Any, Slow, list[float]]:
-    clock = [0.0]
-    engine = engine_for(folder, "slots", run_ahead=1, max_num_seqs=2, **settings)
-    slow = Slow()
-    engine._clock = lambda: clock[0]
-    engine._held._compiler = slow
-    return engine, slow, clock
-
-
-def add(engine: Any, request_id: int, structured: StructuredOutput | None, **scheduling: Any) -> None:
-    own = params(structured, max_tokens=30, ignore_eos=structured is None)
-    engine.add_request(
-        engine.make_request(request_id, np.array([5, 6, 7], np.int32), own, SchedulingParams(**scheduling))
-    )
-
-
-def test_waiting_for_a_grammar_holds_neither_slot_nor_blocks(folder: Path, compiler: GrammarCompiler) -> None:
-    engine, slow, _ = held_engine(folder)
-    add(engine, 1, GRAMMARS["choice"])
-    assert engine.is_compiling and engine.has_unfinished() and engine.step() is None  # noqa: PT018 one state
-    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 1)
-    assert engine.stats().num_free_blocks == engine.info.num_blocks
-    add(engine, 2, None)
-    add(engine, 3, None)
-    while len(ended := [rid for rid in (2, 3) if rid not in engine.scheduler._results.running]) < 2:
-        engine.step()
-        assert ended is not None
-        engine.scheduler.check_integrity()
-    slow.pending[0].set_result(compiler.compile(GRAMMARS["choice"]).result())
-    assert engine.release_compiled() == []
-    while engine.has_unfinished():
-        engine.step()
-    assert not engine.is_compiling
-
-
-def test_cancel_and_timeout_while_compiling(folder: Path, compiler: GrammarCompiler) -> None:
-    engine, slow, clock = held_engine(folder)
-    add(engine, 1, GRAMMARS["choice"])
-    add(engine, 2, GRAMMARS["choice"], queue_timeout_ms=500)
-    add(engine, 3, GRAMMARS["choice"])
-    assert engine.cancel(1)
-    clock[0] = 1.0
-    assert [request_id for request_id, _ in engine.expire()] == [2]
-    for future in slow.pending[:2]:
-        future.set_result(compiler.compile(GRAMMARS["choice"]).result())
-    assert engine.release_compiled() == []
-    assert engine.scheduler.num_waiting == 1
-    clock[0] = held_requests.COMPILE_TIMEOUT_S + 1.1
-    ((request_id, error),) = engine.release_compiled()
-    assert request_id == 3
-    assert "was not compiled within 5 s" in str(error)
-    assert not engine.has_unfinished()
-    engine.scheduler.check_integrity()
-
-
-def test_a_refusal_while_waiting_and_at_once(folder: Path) -> None:
-    engine = engine_for(folder, "reference")
-    add(engine, 1, regex("("))
-    while not (refused := engine.release_compiled()):
-        time.sleep(0.001)
-    assert refused[0][0] == 1
-    assert "unclosed group" in str(refused[0][1])
-    with pytest.raises(InvalidRequestError, match="unclosed group"):
-        add(engine, 2, regex("("))
-    assert not engine.has_unfinished()
-
-
-def test_held_requests_count_for_the_queue(folder: Path) -> None:
-    engine, _, _ = held_engine(folder, max_queue_size=1)
-    for request_id in range(3):  # two slots, one place
-        add(engine, request_id, GRAMMARS["regex"])
-    with pytest.raises(UnavailableError, match="the queue is full"):
-        add(engine, 3, GRAMMARS["regex"])
-    assert engine.scheduler.num_waiting == 3
-
-
 # ---- masks that take too long ------------------------------------------------------------------------------------
 
 
@@ -328,6 +234,20 @@ def test_a_mask_that_takes_too_long_costs_its_own_request_only() -> None:
     assert (masks == 7).all()
     is_over.set()
     threads.close()
+
+
+def test_an_old_or_missing_library_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        def __init__(self, tokenizer: object, n_vocab: int, eos_token: int) -> None:
+            raise TypeError("argument 'eos_token': 'list' object cannot be interpreted as an integer")
+
+    monkeypatch.setattr("llguidance.LLTokenizer", Old)
+    with pytest.raises(CbError, match=r"needs llguidance, which is older than 1\.7") as caught:
+        GrammarCompiler(str(folder), VOCAB_SIZE, (0,)).compile(regex("a")).result()
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(CbError, match="needs llguidance, which is not installed"):
+        GrammarCompiler(str(folder), VOCAB_SIZE, (0,)).compile(regex("a")).result()
 
 
 def test_a_grammar_that_was_too_slow_once_is_refused_from_then_on(compiler: GrammarCompiler) -> None:

@@ -1,0 +1,49 @@
+"""A step of the slot runner that is on its way: where its results will be, and how to wait for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cb_backend.engine.logprobs import PendingLogprobs
+from cb_backend.engine.prompt_logprobs import PendingPromptLogprobs
+from cb_backend.engine.token_masks import GuidedRows
+from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A `PendingOutput`: the step's sampled tokens are on their way to `host_result`."""
+
+    plan: SchedulerOutput
+    first_prompt: int  # column of the first prompt row in the result; decode rows begin at 0
+    host_result: Tensor  # int32 [2, columns], pinned
+    done: torch.cuda.Event | None
+    logprobs: PendingLogprobs | None
+    prompt_logprobs: PendingPromptLogprobs | None
+    guided: GuidedRows | None
+
+    def result(self) -> ModelRunnerOutput:
+        tokens, is_failed = self.sampled()
+        logprobs = None if self.logprobs is None else self.logprobs.result()
+        of_prompts = {} if self.prompt_logprobs is None else self.prompt_logprobs.result()
+        failures = {} if self.guided is None else self.guided.read_tokens()
+        is_failed[list(failures)] = True
+        return ModelRunnerOutput(self.plan.step_id, tokens, is_failed, logprobs, of_prompts, failures)
+
+    def sampled(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Token ids and is_failed [num_rows], as soon as they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+        plan, num_decode = self.plan, self.plan.num_decode_rows
+        values = self.host_result.numpy()
+        if num_decode == plan.num_rows:
+            tokens, failed = values[:, :num_decode].copy()
+            return tokens, failed.astype(np.bool_)
+        prompts = values[:, self.first_prompt : self.first_prompt + plan.num_rows - num_decode]
+        tokens, failed = np.concatenate((values[:, :num_decode], prompts), axis=1)
+        return np.where(plan.is_sampling, tokens, NO_TOKEN), (failed != 0) & plan.is_sampling
