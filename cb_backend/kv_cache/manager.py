@@ -27,10 +27,12 @@ MIN_COMING_BLOCKS = 4  # fewer are computed again sooner than waited for
 
 def keyed_block_hash() -> HashBlock:
     """A 128-bit hash under a random key of this process, so that no prompt can be built to collide with another's."""
-    key = os.urandom(32)
+    keyed = blake2b(key=os.urandom(32), digest_size=DIGEST_BYTES)
 
     def hash_block(parent_digest: bytes, content: bytes) -> bytes:
-        return blake2b(parent_digest + content, key=key, digest_size=DIGEST_BYTES).digest()
+        state = keyed.copy()  # the key is taken in once
+        state.update(parent_digest + content)
+        return state.digest()
 
     return hash_block
 
