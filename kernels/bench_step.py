@@ -27,6 +27,7 @@ from cb_backend.cli.roofline import decode_seconds
 from cb_backend.engine.slot_runner import SlotRunner
 from cb_backend.engine.step_buffers import StepBuffers, StepShape
 from cb_backend.kernels import launch
+from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.rope_config import RopeConfig
@@ -97,6 +98,7 @@ def seat(runner: SlotRunner, lengths: list[int]) -> None:
 def capture(runner: SlotRunner, num_rows: int) -> tuple[torch.cuda.CUDAGraph, StepBuffers]:
     buffers = runner.new_buffers(StepShape(num_rows))
     buffers.slots.copy_(torch.arange(num_rows, dtype=torch.int32, device=DEVICE))
+    compile_ahead(lambda: runner.run_step(buffers))
     runner.run_step(buffers)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,8 @@
 """Bring a model up on a GPU: compile and run everything once, size the cache from what is left, capture the graphs.
 
-The order matters: the largest step runs on a cache of two blocks, which shows how much memory steps need; the cache
-then takes the rest of the allowance; graphs are captured last, on the real cache.
+The order matters: kernels are compiled by several processes before anything launches them; the largest step runs on a
+cache of two blocks, which shows how much memory steps need; the cache then takes the rest of the allowance; graphs are
+captured last, on the real cache.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.engine.step_buffers import StepShape
 from cb_backend.engine.step_graphs import step_shapes
 from cb_backend.errors import ConfigError
-from cb_backend.kv_cache.storage import KVCacheStorage, bytes_per_block
+from cb_backend.kernels.compile_ahead import compile_ahead
+from cb_backend.kv_cache.storage import KVCacheStorage, size_kv_cache
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
@@ -65,6 +68,7 @@ def create_cuda_runner(
     torch.cuda.reset_peak_memory_stats()
     small = new_storage(config, model_config, 2, kv_dtype, device)
     runner = SlotRunner(model, ops, rotary, small, config.max_num_seqs, max_model_len)
+    _compile_kernels(runner, config.max_num_seqs)
     try:
         warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, model_config.vocab_size)
     except torch.cuda.OutOfMemoryError:
@@ -74,7 +78,7 @@ def create_cuda_runner(
         ) from None
     torch.cuda.synchronize()
     log(f"warm-up took {time.perf_counter() - start:.1f} s")
-    num_blocks = _num_blocks(config, model_config, kv_dtype)
+    num_blocks = size_kv_cache(config, model_config, kv_dtype, device, _step_bytes())
     runner.storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
     log(
         f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB of"
@@ -84,6 +88,20 @@ def create_cuda_runner(
         shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
     return runner
+
+
+@torch.inference_mode()
+def _compile_kernels(runner: SlotRunner, max_num_seqs: int) -> None:
+    """Compile what steps of every size launch, several processes at once. The warm-up then finds it compiled."""
+    start = time.perf_counter()
+    sizes = {1 << bits for bits in range(max_num_seqs.bit_length())} | {max_num_seqs}
+    shapes = [*(StepShape(size) for size in sorted(sizes)), StepShape(0, 16, 1)]
+    try:
+        number = compile_ahead(lambda: [runner.run_step(runner.new_buffers(shape)) for shape in shapes])
+    except (OSError, TimeoutError) as error:  # no memory or no right to fork: the warm-up compiles
+        log(f"kernels are compiled one by one: {error}")
+    else:
+        log(f"{number} kernels compiled in {time.perf_counter() - start:.1f} s")
 
 
 def warm_up(
@@ -124,23 +142,8 @@ def warm_up(
     runner.ops.apply_token_bitmask(logits, every_token, torch.zeros(1, dtype=torch.int64, device=runner.device))
 
 
-def _num_blocks(config: EngineConfig, model_config: ModelConfig, kv_dtype: torch.dtype) -> int:
-    """How many blocks the allowance holds after weights and steps; the null block included."""
-    block_bytes = bytes_per_block(model_config, config.block_size, kv_dtype)
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override + 1
-    if config.kv_cache_memory_bytes is not None:
-        budget = config.kv_cache_memory_bytes
-    else:
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        others = total - free - torch.cuda.memory_reserved()  # other processes, the driver, loaded kernels
-        budget = int(total * config.gpu_memory_utilization) - others - peak - GRAPH_MEMORY
-    num_blocks = budget // block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"no memory is left for the KV cache: it may take {budget // MIB} MiB and a block needs"
-            f" {block_bytes / MIB:.1f} MiB; raise gpu_memory_utilization or lower max_num_batched_tokens, max_num_seqs"
-        )
-    return int(num_blocks)
+def _step_bytes() -> int:
+    """Memory that steps will take beside the cache, after the largest has run: its peak, and room for the graphs."""
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    return peak - torch.cuda.memory_reserved() + GRAPH_MEMORY

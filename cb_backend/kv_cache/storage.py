@@ -69,35 +69,43 @@ def num_blocks_for(num_bytes: int, block_bytes: int) -> int:
     return max(0, num_bytes) // block_bytes
 
 
-def size_kv_cache(config: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+def size_kv_cache(
+    config: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device, step_bytes: int = 0
+) -> int:
     """How many blocks to allocate, null block included. Call it when the weights are in place.
 
+    step_bytes: what else will be taken of the memory that is free now (activations, graphs); the cache leaves them.
     Raises `ConfigError` with the figures and the settings to change when the memory does not suffice.
     """
     block_bytes = bytes_per_block(model, config.block_size, dtype)
     free_bytes, total_bytes = _memory(device)
+    available = free_bytes - step_bytes
     if config.num_gpu_blocks_override is not None:
         num_blocks, setting = config.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
     elif config.kv_cache_memory_bytes is not None:
         num_blocks, setting = num_blocks_for(config.kv_cache_memory_bytes, block_bytes), "kv_cache_memory_bytes"
     elif device.type == "cuda":
         kept_free = int(total_bytes * (1 - config.gpu_memory_utilization))
-        num_blocks, setting = num_blocks_for(free_bytes - kept_free, block_bytes), "gpu_memory_utilization"
+        num_blocks, setting = num_blocks_for(available - kept_free, block_bytes), "gpu_memory_utilization"
     else:
         num_blocks, setting = num_blocks_for(_DEFAULT_CPU_BYTES, block_bytes), "kv_cache_memory_bytes"
+    if num_blocks >= 2 and num_blocks * block_bytes <= available:
+        return num_blocks
+    memory = f"{_show(free_bytes)} of {_show(total_bytes)} are free on the {device.type} device"
+    steps = ""
+    if step_bytes > 0:
+        memory += f" and steps need {_show(step_bytes)} of them"
+        steps = ", lower max_num_batched_tokens or max_num_seqs"
     if num_blocks < 2:
         raise ConfigError(
             f"no room for a KV cache: a block of {config.block_size} tokens takes {_show(block_bytes)} and {setting} "
-            f"leaves {num_blocks} blocks, 2 are needed; {_show(free_bytes)} of {_show(total_bytes)} are free on the "
-            f"{device.type} device. Raise {setting}, lower block_size, or use a smaller model or dtype"
+            f"leaves {num_blocks} blocks, 2 are needed; {memory}. Raise {setting}{steps}, lower block_size, or use a "
+            "smaller model or dtype"
         )
-    if num_blocks * block_bytes > free_bytes:
-        raise ConfigError(
-            f"not enough memory for the KV cache: {setting} asks for {num_blocks} blocks of {_show(block_bytes)} = "
-            f"{_show(num_blocks * block_bytes)}, {_show(free_bytes)} of {_show(total_bytes)} are free on the "
-            f"{device.type} device. Lower {setting}"
-        )
-    return num_blocks
+    raise ConfigError(
+        f"not enough memory for the KV cache: {setting} asks for {num_blocks} blocks of {_show(block_bytes)} = "
+        f"{_show(num_blocks * block_bytes)}, {memory}. Lower {setting}{steps.replace(', lower', ' or')}"
+    )
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

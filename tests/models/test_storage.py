@@ -88,6 +88,19 @@ def test_gpu_that_is_full_already() -> None:
         size_kv_cache(config, SHAPE, torch.float32, torch.device("cuda"))
 
 
+@pytest.mark.usefixtures("memory")
+def test_what_steps_need_is_left_free() -> None:
+    config = EngineConfig(model="m", gpu_memory_utilization=0.75)
+    cuda = torch.device("cuda")
+    assert size_kv_cache(config, SHAPE, torch.float32, cuda, 1 << 30) == (1 << 30) // BLOCK_BYTES
+    remedy = r"steps need 3\.00 GiB of them.*lower max_num_batched_tokens or max_num_seqs"
+    with pytest.raises(ConfigError, match=remedy):
+        size_kv_cache(config, SHAPE, torch.float32, cuda, 3 << 30)
+    config = EngineConfig(model="m", kv_cache_memory_bytes=2 << 30)  # explicit, and free, but not beside the steps
+    with pytest.raises(ConfigError, match=r"steps need 3\.00 GiB.*Lower kv_cache_memory_bytes or max_num_batched"):
+        size_kv_cache(config, SHAPE, torch.float32, cuda, 3 << 30)
+
+
 def test_the_system_says_what_is_free() -> None:
     free, total = storage._memory(CPU)
     assert 0 < free <= total

@@ -1,0 +1,113 @@
+"""Compile kernels before they are needed, several processes at once, into Triton's cache on disk.
+
+Triton compiles a variant when it is first launched, one after the other. Here launches are rehearsed: each is noted
+and left out, then forked processes compile what was noted. Nothing depends on it: a variant that was not noted, or
+whose process failed, is compiled when it is launched. Triton's cache is keyed by source, options, GPU and its own
+version, so an upgrade of any of them compiles anew.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cb_backend.kernels.launch import IS_INTERPRETING, triton
+
+MAX_PROCESSES = 24
+TIMEOUT_SECONDS = 180.0  # then the rest is left to the launches
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with the types and constants of a launch, and the GPU it is for."""
+
+    kernel: Any  # triton.JITFunction
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+    target: Any  # triton.backends.compiler.GPUTarget
+    launcher: Callable[..., Any] | None = None  # makes the host's part of a launch: a C module that is compiled too
+
+    def compile(self) -> None:
+        source = triton.compiler.ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        compiled = triton.compile(source, target=self.target, options=self.options)
+        if self.launcher is not None:
+            self.launcher(source, compiled.metadata)
+
+
+def rehearse(launch_all: Callable[[], object]) -> list[Variant]:
+    """The variants that `launch_all` would have compiled. No kernel is launched, so results are uninitialised."""
+    found: dict[str, Variant] = {}
+    launcher = triton.runtime.driver.active.launcher_cls
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # names are Triton's
+        kernel, described = fn.jit_function, compile["specialization_data"]
+        options = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in json.loads(described)["options"].items()
+        }
+        target = kernel.device_caches[compile["device"]][2]
+        types, constants, (attributes,) = compile["signature"], compile["constants"], compile["configs"]
+        found.setdefault(described, Variant(kernel, types, constants, attributes, options, target, launcher))
+        return True  # do not compile
+
+    def run_without_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(kernel, *args, grid=grid, warmup=True, **kwargs)
+
+    kernel_class, runtime = triton.JITFunction, triton.knobs.runtime
+    run, before = kernel_class.run, runtime.jit_cache_hook
+    kernel_class.run, runtime.jit_cache_hook = run_without_launch, note
+    try:
+        launch_all()
+    finally:
+        kernel_class.run, runtime.jit_cache_hook = run, before
+    return list(found.values())
+
+
+_variants: list[Variant] = []  # what forked processes inherit
+
+
+def _compile(index: int) -> str:
+    """In a forked process. Returns what went wrong, or nothing."""
+    try:
+        _variants[index].compile()
+    except Exception as error:  # the launch will raise it again, where it can be handled
+        return f"{_variants[index].kernel.__name__}: {type(error).__name__}: {error}".splitlines()[0][:200]
+    return ""
+
+
+def compile_variants(variants: list[Variant], num_processes: int | None = None) -> list[str]:
+    """Compile all of them; returns one line for each that failed. Forked processes never touch the GPU.
+
+    Raises `TimeoutError` after `TIMEOUT_SECONDS`.
+    """
+    if not variants:
+        return []
+    triton.runtime.cache.triton_key()  # hashes the whole of Triton: once, and not in each process
+    num_processes = num_processes or max(1, min(len(variants), os.cpu_count() or 1, MAX_PROCESSES))
+    _variants[:] = variants
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
+            with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+                errors = pool.map_async(_compile, range(len(variants)), chunksize=1).get(TIMEOUT_SECONDS)
+    except multiprocessing.TimeoutError:
+        raise TimeoutError(f"compiling {len(variants)} kernels took longer than {TIMEOUT_SECONDS:.0f} s") from None
+    finally:
+        _variants.clear()
+    return [error for error in errors if error]
+
+
+def compile_ahead(launch_all: Callable[[], object]) -> int:
+    """Compile what `launch_all` would launch; returns the number of variants. Needs an operating system that forks."""
+    if triton is None or IS_INTERPRETING or not hasattr(os, "fork"):
+        return 0
+    variants = rehearse(launch_all)
+    compile_variants(variants)
+    return len(variants)
