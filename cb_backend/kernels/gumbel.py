@@ -35,8 +35,8 @@ def gumbel_noise_log2(seed, position, token_ids):
     """`gumbel_noise_torch` divided by ln 2, out of the same bits. seed, position int64 scalars; token_ids [n] int32."""
     key = _mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)
     key = _mix(_mix(key) ^ position.to(tl.uint32)) ^ (position >> 32).to(tl.uint32)
-    key_2 = _mix(key ^ 0xFFFFFFFF)
-    bits = _mix(_mix(token_ids.to(tl.uint32) * 0x9E3779B9 + key) ^ key_2)
+    stride = _mix(key ^ 0xFFFFFFFF) | 1
+    bits = _mix(token_ids.to(tl.uint32) * stride + key)
     u = bits.to(tl.float32) * 2.0**-32 + 2.0**-33
     # A small exponential decides who wins, and there 1 - u has lost the bits that the series keeps.
     series = u + u * u * (0.5 + u * (1.0 / 3.0 + u * 0.25))
@@ -54,14 +54,18 @@ def gumbel_noise_torch(seeds: Tensor, positions: Tensor, vocab_size: int) -> Ten
 
 
 def random_bits_torch(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits a (row, token id), as int32 [num_rows, vocab_size]: three rounds of mixing of a row's key."""
+    """32 random bits a (row, token id), as int32 [num_rows, vocab_size].
+
+    A row's key, mixed three times, gives it a start and an odd stride; a token's bits are the mixed value of the place
+    where its id stands on that row's walk through all 32-bit numbers. One round a token: with a batch of 256 the
+    hashing, not the logits, bounds the sampler.
+    """
     low, high = seeds.to(torch.int32), (seeds >> 32).to(torch.int32)
     position_low, position_high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
     key = _mix_torch(_mix_torch(_mix_torch(low) ^ high) ^ position_low) ^ position_high
-    key_2 = _mix_torch(~key)
+    stride = _mix_torch(~key) | 1
     ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
-    bits = _mix_torch(ids * _as_int32(0x9E3779B9) + key.unsqueeze(1))
-    return _mix_torch(bits ^ key_2.unsqueeze(1))
+    return _mix_torch(ids * stride.unsqueeze(1) + key.unsqueeze(1))
 
 
 def _mix_torch(x: Tensor) -> Tensor:
