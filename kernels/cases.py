@@ -182,7 +182,9 @@ def make_decode(model: str, num_rows: int, context: int, block_size: int, kv_dty
 def _prefill_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
     shape = MODELS[model]
     sizes = [(1, 1024, 1024), (1, 4096, 4096), (8, 1024, 1024), (1, 512, 4096)]
-    for requests, query_len, context in sizes if is_quick else [*sizes, (1, 8192, 8192), (32, 128, 128)]:
+    if not is_quick:
+        sizes += [(1, 2048, 2048), (1, 8192, 8192), (32, 128, 128)]
+    for requests, query_len, context in sizes:
         yield Case(
             op=op, model=model, label=f"requests {requests} queries {query_len} context {context}",
             work=roofline.prefill_attention(shape, requests, query_len, context, _cache_dtype(op).itemsize),

@@ -12,7 +12,10 @@ from roofline import MODELS
 
 Parameters = dict[str, int]
 # Rows that one compiled variant serves, so a row's result is the same in any batch of them; the first stands for all.
-ROW_GROUPS = ((1,), (8, 2, 4, 16), (32,), (64, 48), (128, 88), (256, 160, 208))
+ROW_GROUPS = (
+    (1,), (8, 2, 4, 16), (32,), (64, 48), (128, 88), (256, 160, 208), (512, 384), (1024,), (2048,), (4096,), (8192,)
+)  # fmt: skip
+MAX_ROWS = 256  # for which the kernels are tried
 SHARED_BYTES = 227 << 10
 
 # (block_n, block_k, num_warps), of one row
@@ -80,6 +83,10 @@ def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Ite
     if num_rows == 1 and not shape.is_fp8:
         for tile in VECTOR_TILES:
             yield {"vector": 1, **dict(zip(("block_n", "block_k", "num_warps"), tile, strict=True))}
+    if num_rows >= 32:
+        yield {"library": 2}
+    if num_rows > MAX_ROWS:
+        return
     block_m = max(16, num_rows)
     weights = shape.weight_rows // shape.n
     kinds = SMALL_TILES if num_rows <= 32 else LARGE_TILES

@@ -54,11 +54,22 @@ class Target:
 def targets(is_quick: bool) -> list[Target]:
     """What is tuned. The cases are the shapes a served batch has: few rows, many, long contexts."""
     decode: tuple[tuple[int, ...], ...] = ((1, 512), (1, 2048), (64, 640), (256, 768))
-    prefill: tuple[tuple[int, ...], ...] = ((1, 4096, 4096), (1, 512, 4096), (8, 1024, 1024))
+    # Many programs, or too few to share multiprocessors (see prefill_attention).
+    prefill: list[tuple[tuple[int, ...], ...]] = [
+        ((1, 4096, 4096), (8, 1024, 1024)),
+        ((1, 1024, 1024), (1, 512, 4096)),
+    ]
     if not is_quick:
         decode += ((8, 2048), (1, 8192))
-        prefill += ((1, 2048, 2048), (1, 8192, 8192))
+        prefill[0] += ((1, 2048, 2048), (1, 8192, 8192), (32, 128, 128))
     found = []
+    tiles = {
+        "block_m": (128, 256),
+        "block_n": (64, 128),
+        "num_warps": (8, 16),
+        "num_stages": (2, 3),
+        "max_registers": (128, 255),
+    }
     for head_dim, models in ((128, ("qwen3-0.6b", "llama-3.1-8b")), (64, ("llama-3.2-1b",))):
         found.append(
             Target(
@@ -73,20 +84,16 @@ def targets(is_quick: bool) -> list[Target]:
                 planned={"ctas_per_sm": (2, 4, 8), "min_split": (64, 128, 256)},
             )
         )
-        found.append(
+        found += [
             Target(
                 op="prefill_attention",
-                when={"block_d": head_dim},
-                cases=tuple((models[-1], *sizes, 16) for sizes in prefill),
-                compiled={
-                    "block_m": (128,) if is_quick else (64, 128),
-                    "block_n": (64, 128),
-                    "num_warps": (8,) if is_quick else (4, 8),
-                    "num_stages": (2, 3),
-                },
+                when={"block_d": head_dim, "is_small": is_small},
+                cases=tuple((models[-1], *sizes, 16) for sizes in prefill[is_small]),
+                compiled=tiles,
                 planned={},
             )
-        )
+            for is_small in (0, 1)
+        ]
     return found
 
 

@@ -240,6 +240,6 @@ def decode_attention(
         BLOCK_G=next_power_of_2(group), MERGED=min(max(4096 // (next_power_of_2(group) * block_d), 1), 16),
         IS_PAIRED=is_paired, HAS_ASSEMBLY=not IS_INTERPRETING, IS_DEPENDENT=is_dependent,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
-        **(dependent_options(q.device) if is_dependent else {}),
+        **(dependent_options(q.device, num_rows) if is_dependent else {}),
     )  # fmt: skip
     return out

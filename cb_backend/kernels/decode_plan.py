@@ -131,7 +131,7 @@ def plan_decode(seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: 
         WINDOW=window, MIN_SPLIT=parameters["min_split"], BLOCK_N=block_n, ALIGN=tile_alignment(block_n, block_size),
         MAX_SPLITS=MAX_SPLITS, CHOICES=_CHOICES, HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         ROWS=rows, SORTED=min(rows, 8192 // rows) if rows <= _SORTED_ROWS else 0,
-        IS_DEPENDENT=can_overlap(device), num_warps=4 if rows <= 64 else 8, **dependent_options(device),
+        IS_DEPENDENT=can_overlap(device), num_warps=4 if rows <= 64 else 8, **dependent_options(device, num_rows),
     )  # fmt: skip
     return out
 

@@ -28,6 +28,7 @@ except ImportError:  # a machine without Triton runs the twins
 # Triton's interpreter runs kernels on CPU tensors. It reads this when it is imported, so later changes have no effect.
 IS_INTERPRETING = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
+MAX_DEPENDENT_ROWS = 128  # of a step whose kernels are dependent launches, as far as that is a kernel's own choice
 TUNED = Path(__file__).parent / "tuned"
 # Whose file a GPU without one of its own uses, by compute capability.
 _RELATIVES = {(9, 0): "nvidia-h100-80gb-hbm3.json"}
@@ -83,15 +84,19 @@ def can_overlap(device: torch.device) -> bool:
     weights, so a kernel that has waited knows all earlier ones to be complete. `CB_BACKEND_DEPENDENT_LAUNCHES=0` in the
     environment makes every launch a plain one; results are the same, bit for bit.
     """
-    if device.type != "cuda" or os.environ.get("CB_BACKEND_DEPENDENT_LAUNCHES", "0") == "0":
+    if device.type != "cuda" or os.environ.get("CB_BACKEND_DEPENDENT_LAUNCHES") == "0":
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache
-def dependent_options(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that calls `await_previous`."""
-    return {"launch_pdl": True} if can_overlap(device) else {}
+def dependent_options(device: torch.device, num_rows: int = 1) -> dict[str, bool]:
+    """Launch options of a kernel that calls `await_previous`.
+
+    With many rows a kernel is too long for its start to be felt, and programs that wait are in the way of those that
+    work: there all but the products are launched the plain way, which the waits allow.
+    """
+    return {"launch_pdl": True} if can_overlap(device) and num_rows <= MAX_DEPENDENT_ROWS else {}
 
 
 @jit()

@@ -27,11 +27,11 @@ from cb_backend.kernels.launch import (
     tl,
 )
 from cb_backend.kernels.linear_one_row import gated, launch_one_row, prefetch
-from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
 
-MAX_ROWS = 256  # above, a product is bound by arithmetic, and the library's is near what the tensor cores give
+MAX_ROWS = 256  # above, a product is bound by arithmetic, and a library's is near what the tensor cores give
 _MAX_TILES = 1 << 14  # split tiles of one launch: one counter each
+_LIBRARY = {"library": 1}
 
 
 @jit()
@@ -74,7 +74,7 @@ def _linear_kernel(
     n, m, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     start = split * split_size
     end = tl.minimum(start + split_size, in_size)
-    # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.
+    # Columns past the last are the last again: their sums are not stored, and no load needs a mask for them.
     weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
     up_shift = out_size.to(tl.int64) * in_size
     let_next_start(IS_DEPENDENT)
@@ -84,17 +84,20 @@ def _linear_kernel(
         prefetch(weight_row_ptr + start + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
     weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
-    x_tile_ptr = x_ptr + tl.minimum(m, num_rows - 1)[:, None] * x_stride + k[None, :]
+    # NOTE: rows of padding are not read. As copies of a real row they would be read by every multiprocessor at once,
+    # from one place in L2: products of 88 rows took half as long again as those of 128.
+    is_row = (m < num_rows)[:, None]
+    x_tile_ptr = x_ptr + m[:, None] * x_stride + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for offset in range(start, end, BLOCK_K):
         if IS_EVEN:
             weight = tl.load(weight_tile_ptr + offset, eviction_policy="evict_first")  # [BLOCK_N, BLOCK_K]
-            x = tl.load(x_tile_ptr + offset)  # [BLOCK_M, BLOCK_K]
+            x = tl.load(x_tile_ptr + offset, mask=is_row, other=0.0)  # [BLOCK_M, BLOCK_K]
         else:
             is_inside = (offset + k < end)[None, :]
             weight = tl.load(weight_tile_ptr + offset, mask=is_inside, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_tile_ptr + offset, mask=is_inside, other=0.0)
+            x = tl.load(x_tile_ptr + offset, mask=is_row & is_inside, other=0.0)
         if IS_GATED:
             if IS_EVEN:
                 up = tl.load(weight_tile_ptr + up_shift + offset, eviction_policy="evict_first")
@@ -137,9 +140,9 @@ def _linear_kernel(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`linear_torch`, by whatever the tuned table says is fastest for this shape; rows of x may be strided."""
-    parameters = _parameters("linear", x, weight, weight.shape[0])
-    if parameters is None or "library" in parameters:
-        return linear_torch(x, weight, bias, out)
+    parameters = product_parameters("linear", x, weight, weight.shape[0])
+    if "library" in parameters:
+        return _library_product(x, weight, bias, out, parameters)
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
     _launch(x, weight, bias, out, parameters, is_gated=False)
@@ -149,59 +152,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_silu_mul_torch` in one launch, or in two where the tuned table says so."""
     out_size = weight.shape[0] // 2
-    parameters = _parameters("linear_silu_mul", x, weight, out_size)
-    if parameters is None or "library" in parameters:
-        return silu_mul(linear(x, weight))
+    parameters = product_parameters("linear_silu_mul", x, weight, out_size)
+    if "library" in parameters:
+        return silu_mul(_library_product(x, weight, None, None, parameters))
     out = x.new_empty(x.shape[0], out_size)
     _launch(x, weight, None, out, parameters, is_gated=True)
     return out
 
 
-def norm_linear(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`norm_linear_torch`: one launch for a single row, else a norm and a product."""
-    fused = _one_row_parameters("linear", x, residual, weight, weight.shape[0])
-    if fused is None:
-        normed, total = add_rms_norm(x, residual, norm, eps)
-        return linear(normed, weight, bias), total
-    out = x.new_empty(1, weight.shape[0])
-    new_residual = launch_one_row(x, weight, bias, out, fused, is_gated=False, norm=(residual, norm, eps))
-    assert new_residual is not None
-    return out, new_residual
-
-
-def norm_linear_silu_mul(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`norm_linear_silu_mul_torch`: one launch for a single row, else a norm and a gated product."""
-    out_size = weight.shape[0] // 2
-    fused = _one_row_parameters("linear_silu_mul", x, residual, weight, out_size)
-    if fused is None:
-        normed, total = add_rms_norm(x, residual, norm, eps)
-        return linear_silu_mul(normed, weight), total
-    out = x.new_empty(1, out_size)
-    new_residual = launch_one_row(x, weight, None, out, fused, is_gated=True, norm=(residual, norm, eps))
-    assert new_residual is not None
-    return out, new_residual
-
-
-def _one_row_parameters(op: str, x: Tensor, residual: Tensor, weight: Tensor, out_size: int) -> dict[str, int] | None:
-    """Launch parameters of the kernel for one row; None where another serves these tensors."""
-    if x.shape[0] != 1 or residual.stride(1) != 1:
-        return None
-    parameters = _parameters(op, x, weight, out_size)
-    return parameters if parameters is not None and "vector" in parameters else None
-
-
-def _parameters(op: str, x: Tensor, weight: Tensor, out_size: int) -> dict[str, int] | None:
-    """Launch parameters of the table's entry; None where the kernels do not apply."""
+def product_parameters(op: str, x: Tensor, weight: Tensor, out_size: int) -> dict[str, int]:
+    """Launch parameters of the table's entry; those of a library's product where the kernels do not apply."""
     num_rows = x.shape[0]
-    if not 0 < num_rows <= MAX_ROWS or x.element_size() != 2 or needs_twin(x):
-        return None
+    if num_rows == 0 or x.element_size() != 2 or needs_twin(x):
+        return _LIBRARY
     if x.stride(1) != 1 or not weight.is_contiguous():
-        return None
-    return launch_parameters(op, x.device, n=out_size, k=weight.shape[1], m=next_power_of_2(num_rows))
+        return _LIBRARY
+    parameters = launch_parameters(op, x.device, n=out_size, k=weight.shape[1], m=next_power_of_2(num_rows))
+    return parameters if num_rows <= MAX_ROWS or "library" in parameters else _LIBRARY
+
+
+def _library_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, parameters: dict[str, int]
+) -> Tensor:
+    """`linear_torch` by the library that `parameters` name: 1 is cuBLAS, 2 cuBLASLt, which chooses other kernels."""
+    if parameters["library"] != 2:
+        return linear_torch(x, weight, bias, out)
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        return linear_torch(x, weight, bias, out)
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def _launch(
@@ -268,8 +249,9 @@ def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Ten
     """
     if out is not None and bias is None and x.is_cuda:
         return torch.mm(x, weight.t(), out=out)  # the same product, without a copy
-    product = functional.linear(x, weight, bias)
-    return product if out is None else out.copy_(product)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear_silu_mul_torch(x: Tensor, weight: Tensor) -> Tensor:
@@ -278,23 +260,3 @@ def linear_silu_mul_torch(x: Tensor, weight: Tensor) -> Tensor:
     Returns [num_rows, out_size]; products and activation are rounded to x's type, as in separate steps.
     """
     return silu_mul_torch(functional.linear(x, weight))
-
-
-def norm_linear_torch(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(`linear(rms_norm(x + residual))`, x + residual). x, residual [num_rows, in_size]; norm [in_size]; the rest as
-    in `linear_torch`.
-
-    The kernel for one row scales the sum and not the normed row, so it rounds less.
-    """
-    normed, total = add_rms_norm_torch(x, residual, norm, eps)
-    return linear_torch(normed, weight, bias), total
-
-
-def norm_linear_silu_mul_torch(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(`linear_silu_mul(rms_norm(x + residual))`, x + residual), see `norm_linear_torch`."""
-    normed, total = add_rms_norm_torch(x, residual, norm, eps)
-    return linear_silu_mul_torch(normed, weight), total

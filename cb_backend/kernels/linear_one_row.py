@@ -1,13 +1,12 @@
-"""Products of a single row with weights, plain or gated, on their own or behind the norm that makes the row.
+"""Products of a single row with weights, plain or gated.
 
 One request that decodes alone is bound by reading weights and by the gaps between kernels. So a program asks for its
-first weights before it waits for the kernel before it, there are no tensor cores to feed, and the norm (every program
-sums the whole row anyway) costs no launch of its own. Called by `linear`'s launchers; knows no tuned table.
+first weights before it waits for the kernel before it, and there are no tensor cores to feed. Called by `linear`'s
+launchers; knows no tuned table.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cb_backend.kernels.launch import await_previous, can_overlap, dependent_options, jit, let_next_start, tl
@@ -34,18 +33,13 @@ def gated(gate, up, dtype: tl.constexpr):
 @jit()
 def _one_row_kernel(
     x_ptr,
-    residual_ptr,
-    norm_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
-    out_residual_ptr,
     out_size,
     in_size,
-    eps,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,  # two weights, out_size rows each: gate, then up
-    HAS_NORM: tl.constexpr,  # the row is norm(x + residual)
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     IS_DEPENDENT: tl.constexpr,
     PREFETCH: tl.constexpr,  # elements of each weight row brought to L2 while waiting
@@ -70,7 +64,6 @@ def _one_row_kernel(
     await_previous(IS_DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
     for offset in range(0, in_size, BLOCK_K):
         column = offset + k
         # After the last tile all of the next one's loads are masked.
@@ -85,29 +78,17 @@ def _one_row_kernel(
                 eviction_policy="evict_first",
             )  # fmt: skip
         is_inside = column < in_size
-        x = tl.load(x_ptr + column, mask=is_inside, other=0.0)
-        row = x.to(tl.float32)
-        if HAS_NORM:
-            residual = tl.load(residual_ptr + column, mask=is_inside, other=0.0)
-            total = (row + residual.to(tl.float32)).to(x.dtype)
-            tl.store(out_residual_ptr + column, total, mask=is_inside & (program == 0))
-            row = total.to(tl.float32)
-            squares += row * row
-            row = row * tl.load(norm_ptr + column, mask=is_inside, other=0.0).to(tl.float32)
+        row = tl.load(x_ptr + column, mask=is_inside, other=0.0).to(tl.float32)
         acc += weight.to(tl.float32) * row[None, :]
         weight = next_weight
         if IS_GATED:
             acc_up += up.to(tl.float32) * row[None, :]
             up = next_up
     product = tl.sum(acc, axis=1)  # [BLOCK_N]
-    product_up = tl.sum(acc_up, axis=1)
-    if HAS_NORM:  # a factor of the whole row, so it may come last
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / in_size + eps)
-        product, product_up = product * scale, product_up * scale
     if HAS_BIAS:
         product += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)
     if IS_GATED:
-        product = gated(product, product_up, out_ptr.dtype.element_ty)
+        product = gated(product, tl.sum(acc_up, axis=1), out_ptr.dtype.element_ty)
     tl.store(out_ptr + n, product.to(out_ptr.dtype.element_ty), mask=n < out_size)
 
 
@@ -121,26 +102,15 @@ def _tile(pointers, k, in_size, IS_EVEN: tl.constexpr):
 
 
 def launch_one_row(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    parameters: dict[str, int],
-    *,
-    is_gated: bool,
-    norm: tuple[Tensor, Tensor, float] | None = None,  # residual [1, in_size], norm weight [in_size], eps
-) -> Tensor | None:
-    """Write the product of x [1, in_size] to `out`; with `norm`, of `rms_norm(x + residual)`, whose sum it returns."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parameters: dict[str, int], *, is_gated: bool
+) -> None:
+    """Write the product of x [1, in_size] to `out` [1, out_size]."""
     in_size, out_size = x.shape[1], out.shape[1]
     block_n, block_k = parameters["block_n"], parameters["block_k"]
-    residual, norm_weight, eps = norm if norm is not None else (None, None, 0.0)
-    out_residual = None if residual is None else torch.empty_like(residual)
     # Prefetches are of whole 16 bytes, which rows of an odd size do not begin at.
     _one_row_kernel[(-(-out_size // block_n),)](
-        x, residual, norm_weight, weight, bias, out, out_residual,
-        out_size, in_size, eps,
-        HAS_BIAS=bias is not None, IS_GATED=is_gated, HAS_NORM=norm is not None, IS_EVEN=in_size % block_k == 0,
+        x, weight, bias, out, out_size, in_size,
+        HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0,
         IS_DEPENDENT=can_overlap(x.device), PREFETCH=parameters.get("prefetch", 0) if in_size % 8 == 0 else 0,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=parameters["num_warps"], **dependent_options(x.device),
     )  # fmt: skip
-    return out_residual

@@ -19,6 +19,7 @@ from cb_backend.kernels.launch import (
     let_next_start,
     needs_twin,
     next_power_of_2,
+    num_multiprocessors,
     tl,
 )
 
@@ -28,27 +29,15 @@ _REQUESTS_AT_ONCE = 32
 
 @jit()
 def _attend_tiles(
-    acc,
-    largest,
-    denominator,
+    acc, largest, denominator,  # of the running softmax
     q,
     position,  # [BLOCK_M] of the queries
-    start,
-    end,
+    start, end,
     last,  # last position in the cache: nothing is read past it
-    table_ptr,
-    key_ptr,
-    scale_log2e,
-    block_stride,
-    value_stride,
-    IS_MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    table_ptr, key_ptr, scale_log2e, block_stride, value_stride,
+    IS_MASKED: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The keys of positions [start, end), BLOCK_N at a time, folded into the running softmax."""
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     # NOTE: block ids are loaded one iteration ahead, as in decode attention, or K and V would be single-buffered.
@@ -87,6 +76,14 @@ def _attend_tiles(
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
         largest = new_largest
     return acc, largest, denominator
+
+
+@jit()
+def _tile_of(token, head, m, d, query_end, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+             HEAD_DIM: tl.constexpr):  # fmt: skip
+    """Offsets [BLOCK_M, BLOCK_D] of a tile in the output, and which of them exist."""
+    offset = (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
+    return offset, ((m < QUERIES * GROUP) & (token < query_end))[:, None] & (d < HEAD_DIM)[None, :]
 
 
 @jit("num_tokens", "num_requests")
@@ -143,11 +140,11 @@ def _prefill_attention_kernel(
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     token = query_start + first_query + m // GROUP
     head = kv_head * GROUP + m % GROUP
-    is_row = ((m < QUERIES * GROUP) & (token < query_end))[:, None] & (d < HEAD_DIM)[None, :]
-    out_tile_ptr = out_ptr + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
     if request == num_requests:
-        tl.store(out_tile_ptr, tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty), mask=is_row)
+        offset, is_row = _tile_of(token, head, m, d, query_end, NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM)
+        tl.store(out_ptr + offset, tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty), mask=is_row)
         return
+    is_row = ((m < QUERIES * GROUP) & (token < query_end))[:, None] & (d < HEAD_DIM)[None, :]
     q_tile_ptr = q_ptr + token.to(tl.int64)[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_tile_ptr, mask=is_row, other=0.0)
     if kv_cache_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
@@ -184,7 +181,9 @@ def _prefill_attention_kernel(
         acc, largest, denominator, q, position, whole_end, last_position + 1, last_position, table_ptr, key_ptr,
         scale_log2e, block_stride, value_stride, True, WINDOW, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    tl.store(out_tile_ptr, (acc * (value_scale / denominator)[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)
+    # Computed again, so that nothing of it is kept in registers meanwhile.
+    offset, is_row = _tile_of(token, head, m, d, query_end, NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM)
+    tl.store(out_ptr + offset, (acc * (value_scale / denominator)[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 def prefill_attention(
@@ -213,7 +212,9 @@ def prefill_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_tokens == 0:
         return out
-    parameters = launch_parameters("prefill_attention", q.device, block_d=block_d)
+    # Few programs leave each a multiprocessor to itself: larger tiles of keys, not a second program, keep it busy.
+    is_small = (num_tokens * group // 128 + slots.shape[0]) * num_kv_heads < 3 * num_multiprocessors(q.device)
+    parameters = launch_parameters("prefill_attention", q.device, block_d=block_d, is_small=int(is_small))
     block_m, block_n = max(parameters["block_m"], next_power_of_2(group)), parameters["block_n"]
     queries = block_m // group
     num_tiles = num_tokens // queries + slots.shape[0] + 1
@@ -225,7 +226,7 @@ def prefill_attention(
         WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ALIGN=block_n if block_size % block_n == 0 else 1,
         QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, REQUESTS=_REQUESTS_AT_ONCE,
-        IS_DEPENDENT=can_overlap(q.device), **dependent_options(q.device), **options,
+        IS_DEPENDENT=can_overlap(q.device), **dependent_options(q.device, num_tokens), **options,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
     )  # fmt: skip
     return out

@@ -135,7 +135,7 @@ def qkv_post(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
         HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, eps=eps, FP8_MAX=FP8_MAX,
         IS_DEPENDENT=can_overlap(qkv.device), HEADS=heads, BLOCK_D=next_power_of_2(head_dim),
-        num_warps=parameters["num_warps"], **dependent_options(qkv.device),
+        num_warps=parameters["num_warps"], **dependent_options(qkv.device, num_tokens),
     )  # fmt: skip
     return out
 

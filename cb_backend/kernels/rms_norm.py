@@ -116,7 +116,7 @@ def _launch(
         hidden_size=hidden_size, eps=eps, HAS_RESIDUAL=residual is not None,
         FP8_MAX=FP8_MAX, MIN_ROW_MAX=MIN_ROW_MAX,
         IS_DEPENDENT=can_overlap(x.device), BLOCK=block,
-        **launch_parameters("rms_norm", x.device, block=block), **dependent_options(x.device),
+        **launch_parameters("rms_norm", x.device, block=block), **dependent_options(x.device, num_tokens),
     )  # fmt: skip
 
 

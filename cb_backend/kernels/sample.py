@@ -181,7 +181,7 @@ def sample(
     values = torch.empty(num_rows, _LISTED, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, _LISTED, dtype=torch.int32, device=logits.device)
     constants = {"HAS_FILTERS": has_filters, "GREEDY_BELOW": GREEDY_BELOW, "TILE": tile, "PARTS": _PARTS}
-    constants |= {"IS_DEPENDENT": can_overlap(logits.device), **dependent_options(logits.device)}
+    constants |= {"IS_DEPENDENT": can_overlap(logits.device), **dependent_options(logits.device, num_rows)}
     row_values = (logits, temperature, top_k, top_p, min_p, seeds, positions)
     _tile_kernel[(num_rows, num_tiles)](
         *row_values, best_score, best_id, part_max, tile_mass, logits.stride(0), vocab_size, num_tiles,

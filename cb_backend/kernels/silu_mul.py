@@ -52,7 +52,7 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     _silu_mul_kernel[(num_tokens, -(-intermediate_size // block))](
         gate_up, out, gate_up.stride(0), intermediate_size,
         IS_DEPENDENT=can_overlap(out.device), BLOCK=block,
-        num_warps=parameters["num_warps"], **dependent_options(out.device),
+        num_warps=parameters["num_warps"], **dependent_options(out.device, num_tokens),
     )  # fmt: skip
     return out
 

@@ -101,7 +101,7 @@ def prepare_rows(slots: Tensor, num_decode: int, state: SlotState, block_size: i
         out.sample_positions,
         num_rows, num_decode, state.block_tables.stride(0),
         BLOCK_SIZE=block_size, IS_DEPENDENT=can_overlap(slots.device), BLOCK=128,
-        num_warps=4, **dependent_options(slots.device),
+        num_warps=4, **dependent_options(slots.device, num_rows),
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def commit_tokens(
     num_rows = slots.shape[0]
     _commit_tokens_kernel[(-(-num_rows // 128),)](
         slots, sampled, is_failed, sample_positions, last_token, num_tokens, result, num_rows,
-        IS_DEPENDENT=can_overlap(slots.device), BLOCK=128, num_warps=4, **dependent_options(slots.device),
+        IS_DEPENDENT=can_overlap(slots.device), BLOCK=128, num_warps=4, **dependent_options(slots.device, num_rows),
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def mask_stop_ids(
     _mask_stop_ids_kernel[(slots.shape[0],)](
         logits, slots, sample_positions, min_positions, stop_ids, logits.stride(0), stop_ids.shape[1],
         IS_DEPENDENT=can_overlap(logits.device), BLOCK=next_power_of_2(stop_ids.shape[1]),
-        num_warps=1, **dependent_options(logits.device),
+        num_warps=1, **dependent_options(logits.device, slots.shape[0]),
     )  # fmt: skip
 
 

@@ -57,14 +57,15 @@ class Linear:
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the product of norm(x + residual), x + residual); x and residual [num_tokens, in_size]."""
-        return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+        normed, total = norm.add(x, residual)
+        return self(normed), total
 
     def gated_after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(silu(first half) * second half of that product, x + residual); the first [num_tokens, out_size / 2]."""
+        normed, total = norm.add(x, residual)
         if self.bias is None:
-            return self.ops.norm_linear_silu_mul(x, residual, norm.weight, norm.eps, self.weight)
-        product, total = self.after(norm, x, residual)
-        return self.ops.silu_mul(product), total
+            return self.ops.linear_silu_mul(normed, self.weight), total
+        return self.ops.silu_mul(self(normed)), total
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Fillable]]:
         start = 0

@@ -38,8 +38,6 @@ _MODULE_OF_OP = {
     "silu_mul": silu_mul,
     "linear": linear,
     "linear_silu_mul": linear,
-    "norm_linear": linear,
-    "norm_linear_silu_mul": linear,
     "add_rms_norm_fp8": rms_norm,
     "quantize_rows": fp8,
     "linear_fp8": linear_fp8,
@@ -72,8 +70,6 @@ class Ops:
     silu_mul: Op
     linear: Op
     linear_silu_mul: Op
-    norm_linear: Op
-    norm_linear_silu_mul: Op
     # The same with fp8 weights, and rows as `kernels.fp8.Fp8Rows`
     add_rms_norm_fp8: Op
     quantize_rows: Op

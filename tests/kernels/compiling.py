@@ -36,7 +36,7 @@ POINTERS = {
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 # Ops that do not name their module.
 MODULES = {
-    "linear_silu_mul": "linear", "norm_linear": "linear", "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
+    "linear_silu_mul": "linear", "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
     "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -86,7 +86,7 @@ def record(op: str, kernel: str, call: dict[str, Any], arch: int) -> Recorder:
     stand_ins = {
         "needs_twin": lambda tensor: False,
         "can_overlap": lambda device: can_overlap,
-        "dependent_options": lambda device: {"launch_pdl": True} if can_overlap else {},
+        "dependent_options": lambda device, num_rows=1: {"launch_pdl": True} if can_overlap else {},
     }
     launched = importlib.import_module(f"cb_backend.kernels.{MODULES.get(op, op)}")
     recorders: dict[str, Recorder] = {}
@@ -124,10 +124,13 @@ def _attention(
 
 def _decode(module: Any, window: int = 0, **shapes: Any) -> None:
     arguments = _attention(**shapes)
+    module.decode_attention(**arguments, window=window, plans=_plans(module, arguments, window))
+
+
+def _plans(module: Any, arguments: dict[str, Any], window: int) -> dict[int, Any]:
+    """As in a step: the plan is there before the first layer."""
     heads, block_size, head_dim = arguments["kv_cache"].shape[2:]
-    # As in a step: the plan is there before the first layer.
-    plans = {window: module.plan_decode(arguments["seq_lens"], heads, head_dim, block_size, window)}
-    module.decode_attention(**arguments, window=window, plans=plans)
+    return {window: module.plan_decode(arguments["seq_lens"], heads, head_dim, block_size, window)}
 
 
 def _prefill(module: Any, window: int = 0, **shapes: Any) -> None:
@@ -184,12 +187,6 @@ def _linear(module: Any, parameters: dict[str, int], num_rows: int, out_size: in
         module.linear(x, weight)
 
 
-def _norm_linear(module: Any, parameters: dict[str, int], out_size: int, in_size: int) -> None:
-    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (1, out_size))
-    with overriding("linear", parameters):
-        module.norm_linear(x, x, x[0], 1e-6, weight)
-
-
 def _linear_silu_mul(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
     x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, 2 * out_size))
     with overriding("linear_silu_mul", parameters):
@@ -223,7 +220,6 @@ LAUNCHES = {
     "apply_marks": _apply_marks,
     "apply_token_bitmask": _apply_token_bitmask,
     "linear": _linear,
-    "norm_linear": _norm_linear,
     "linear_silu_mul": _linear_silu_mul,
     "linear_fp8": _linear_fp8,
     "add_rms_norm_fp8": _add_rms_norm_fp8,

@@ -94,9 +94,6 @@ CASES = {
     "quantize_rows": case("quantize_rows", "_quantize_kernel", 90, {"size": 14336}),
     "one row": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512),
     "one row, gated": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024, prefetch=256),
-    "one row, norm": case("norm_linear", "_one_row_kernel", 90,
-                          {"parameters": {"vector": 1, "block_n": 4, "block_k": 1024, "num_warps": 4},
-                           "out_size": 4096, "in_size": 2048}),
 }  # fmt: skip
 
 

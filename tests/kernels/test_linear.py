@@ -15,10 +15,6 @@ from cb_backend.kernels.linear import (
     linear_silu_mul,
     linear_silu_mul_torch,
     linear_torch,
-    norm_linear,
-    norm_linear_silu_mul,
-    norm_linear_silu_mul_torch,
-    norm_linear_torch,
 )
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -101,40 +97,6 @@ def test_gated_kernel(
     wanted = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(found.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert launches == [num_rows]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("num_rows", "out_size", "in_size"), [(1, 16, 128), (1, 21, 200), (1, 8, 40), (3, 16, 128)])
-@pytest.mark.parametrize("suffix", ["", "_torch"])
-def test_product_behind_a_norm(
-    suffix: str, num_rows: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device,
-    launches: list[int], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """One launch for one row, a norm and a product for more; the sum that goes on is rounded as a norm rounds it."""
-    one_row: list[int] = []
-    launch_one_row = module.launch_one_row
-    monkeypatch.setattr(
-        module, "launch_one_row", lambda x, *rest, **kwargs: one_row.append(1) or launch_one_row(x, *rest, **kwargs)
-    )
-    functions = {"": (norm_linear, norm_linear_silu_mul), "_torch": (norm_linear_torch, norm_linear_silu_mul_torch)}
-    plain, gated = functions[suffix]
-    x, weight, bias = inputs(num_rows, 2 * out_size, in_size, dtype)
-    residual, norm = torch.randn(num_rows, in_size).to(dtype), torch.rand(in_size).to(dtype) + 0.5
-    total = (x + residual).double()
-    normed = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.double()
-    product = normed @ weight.double().T
-    gate, up = product.chunk(2, dim=1)
-    on = [tensor.to(device) for tensor in (x, residual, norm)]
-    tolerances = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    parameters = VECTOR if num_rows == 1 else {"library": 1}
-    with overriding("linear", parameters), overriding("linear_silu_mul", parameters):
-        found, new_residual = plain(*on, 1e-5, weight.to(device), bias.to(device))
-        activated, _ = gated(*on, 1e-5, weight.to(device))
-    torch.testing.assert_close(found.cpu().double(), product + bias.double(), **tolerances)
-    torch.testing.assert_close(activated.cpu().double(), gate / (1 + (-gate).exp()) * up, **tolerances)
-    # The interpreter cuts fp32 to bf16 where a GPU rounds.
-    torch.testing.assert_close(new_residual.cpu(), x + residual, atol=0, rtol=0 if dtype == torch.float16 else 2**-7)
-    assert len(one_row) == (2 if num_rows == 1 and not suffix else 0)
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float32])
