@@ -53,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False  # the model's own end-of-sequence ids do not stop (stop_token_ids still do)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True  # False: the text shows them as they are written
+    spaces_between_special_tokens: bool = True  # False: no space between added tokens that follow each other
     truncate_prompt_tokens: int | None = None  # keep only so many tokens at the prompt's end; -1 = as many as fit
     repetition_penalty: float = 1.0  # tokens of prompt and output: logit / r where above 0, else logit * r; 1 = off
     presence_penalty: float = 0.0  # taken from the logit of every token that the output holds

@@ -35,6 +35,7 @@ class TokenPieces:
     kind: DecoderKind
     num_leading_spaces_stripped: int  # FALLBACK: spaces that the decoder strips off the start of a text
     special_ids: frozenset[int]
+    added_ids: frozenset[int]  # special tokens and others that are no part of the trained vocabulary
     as_bytes: dict[int, bytes]  # BYTES: b"" for a token without text
     as_text: dict[int, str | int | None]  # FALLBACK: characters, a byte's value, or None for a token without text
 
@@ -46,6 +47,7 @@ class TokenPieces:
         special_texts = {token.content for token in added.values() if token.special}
         ids = {backend.token_to_id(text) for text in special_texts} | {i for i, t in added.items() if t.special}
         self.special_ids = frozenset(i for i in ids if i is not None)
+        self.added_ids = self.special_ids | frozenset(added)
         steps = _decoder_steps(backend)
         self.num_leading_spaces_stripped = 0
         if _is_byte_level(steps, backend):

@@ -37,10 +37,17 @@ class IncrementalDetokenizer:
 
     With `prompt_ids` the output is read as the prompt's continuation: the space that begins the first word stays,
     where the decoding of the output alone would strip it. Unknown ids have no text, nor have special tokens unless
-    `skips_special` is false.
+    `skips_special` is false. Without `spaces_between_added`, added tokens that follow each other stand without the
+    space that some decoders put between any two tokens (word pieces); the other kinds put none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skips_special: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skips_special: bool = True,
+        spaces_between_added: bool = True,
+    ) -> None:
         pieces = tokenizer.pieces if skips_special else tokenizer.all_pieces
         self._stream: _Stream
         if pieces.kind is DecoderKind.BYTES:
@@ -48,7 +55,7 @@ class IncrementalDetokenizer:
         elif pieces.kind is DecoderKind.FALLBACK:
             self._stream = _FallbackStream(pieces, prompt_ids)
         else:
-            self._stream = _WindowStream(pieces, prompt_ids)
+            self._stream = _WindowStream(pieces, prompt_ids, spaces_between_added)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that `token_ids` complete; may be empty. Cost: proportional to the tokens pushed."""
@@ -129,8 +136,10 @@ class _FallbackStream:
 class _WindowStream:
     """Decodes the last few tokens with and without the new ones; the difference is the new text."""
 
-    def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int], spaces_between_added: bool) -> None:
         self._pieces = pieces
+        self._joined_ids = frozenset() if spaces_between_added else pieces.added_ids
+        self._is_last_joined = False
         tail = [int(token_id) for token_id in prompt_ids[-_NUM_CONTEXT_TOKENS:]]
         self._context = [token_id for token_id in tail if pieces.visible_token(token_id) is not None]
         self._held: list[int] = []
@@ -142,6 +151,10 @@ class _WindowStream:
                 continue
             self._held.append(token_id)
             text = self._held_text()
+            is_joined = token_id in self._joined_ids
+            if is_joined and self._is_last_joined:
+                text = text.removeprefix(" ")
+            self._is_last_joined = is_joined
             if not text.endswith(REPLACEMENT) or len(self._held) >= _MAX_HELD_WINDOW_TOKENS:
                 parts.append(text)
                 self._let_go()

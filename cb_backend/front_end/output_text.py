@@ -28,7 +28,9 @@ class OutputText:
     """The output text of one request; state is a few bytes and dies with the object."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+        )
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._stop_reason: int | str | None = None
         self._stops = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models
 
 from cb_backend.front_end.detokenizer import MAX_HELD_RUN_BYTES, IncrementalDetokenizer
 from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit, as_byte_level
@@ -175,3 +178,19 @@ def test_cost_does_not_grow_with_the_text(kit_name: str, byte: bytes, request: p
     text = "".join(deltas(kit, ids))
     assert time.thread_time() - start < 2.0
     assert text == kit.full_decode(ids)
+
+
+def test_added_tokens_that_follow_each_other_stand_without_spaces_if_asked(tmp_path: Path) -> None:
+    """Only decoders that put a space between any two tokens know a difference."""
+    vocabulary = {"[UNK]": 0, "play": 1, "##ing": 2, "now": 3}
+    backend = BackendTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["<a>", "<b>"])
+    kit = Kit(tmp_path, backend, {})
+    ids = [kit.id(token) for token in ("<a>", "<b>", "play", "##ing", "<b>", "<b>", "now")]
+    texts = []
+    for spaces_between in (True, False):
+        stream = IncrementalDetokenizer(kit.tokenizer, (), False, spaces_between)
+        texts.append("".join([*(stream.push([token_id]) for token_id in ids), stream.flush()]))
+    assert texts == ["<a> <b> playing <b> <b> now", "<a><b> playing <b><b> now"]
+    assert texts[0] == backend.decode(ids, skip_special_tokens=False)

@@ -299,14 +299,14 @@ def test_min_tokens_above_max_tokens() -> None:
 
 NEUTRAL = {
     "structured_outputs": None, "guided_json": None, "lora_name": "",
-    "spaces_between_special_tokens": True, "detokenize": True,
+    "detokenize": True,
     "length_penalty": 1, "early_stopping": False, "use_beam_search": "false", "flat_logprobs": False,
     "logprob_token_ids": None, "logits_processors": [], "guided_decoding": None, "guided_regex": "",
     "guided_choice": [], "guided_grammar": "", "thinking_token_budget": None, "extra_args": {},
 }  # fmt: skip
 EFFECTIVE = {
     "guided_whitespace_pattern": " *", "guided_decoding_backend": "outlines",
-    "spaces_between_special_tokens": "false", "detokenize": 0,
+    "detokenize": 0,
 }  # fmt: skip
 
 

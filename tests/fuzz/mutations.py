@@ -44,7 +44,7 @@ VALID: dict[str, Callable[[random.Random], Any]] = {
     "ignore_eos": lambda draw: draw.choice([True, False, "true", 0]),
     "include_stop_str_in_output": lambda draw: draw.choice([True, False]),
     "skip_special_tokens": lambda draw: draw.choice([True, False]),
-    "spaces_between_special_tokens": lambda draw: True,
+    "spaces_between_special_tokens": lambda draw: draw.random() < 0.5,
     "truncate_prompt_tokens": lambda draw: draw.choice([None, -1, 1, 20]),
     "logprobs": lambda draw: draw.choice([None, 0, 1, 5, "2"]),
     "prompt_logprobs": lambda draw: draw.choice([None, None, 0, 2]),
