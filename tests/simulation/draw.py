@@ -11,6 +11,7 @@ from cb_backend.scheduling_params import SchedulingParams
 from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
 
 LONGEST = 100  # tokens of a prompt
+_RARE_POINTS = ("preemption.preempt", "swap.put_out", "swap.bring_in") * 3  # reached in few worlds, so drawn more often
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -41,7 +42,13 @@ def make_scenario(seed: int) -> Scenario:
         num_host_blocks=rng.choice((0, 16, 64, 64)),
         step_s=rng.choice((0.0, 0.01, 0.01, 0.01, 0.01, 1.0)),
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_step)),
-        faults=(Fault(rng.choice(POINTS), rng.choice((1, 2, rng.randint(1, 60))), rng.choice((1, 1, 1, 3))),)
+        faults=(
+            Fault(
+                rng.choice((*POINTS, *_RARE_POINTS)),
+                rng.choice((1, 1, 2, rng.randint(1, 40))),
+                rng.choice((1, 1, 1, 3)),
+            ),
+        )
         if has_faults
         else (),
         engine_dies_at=rng.randint(1, 60) if rng.random() < 0.05 else None,
@@ -126,7 +133,9 @@ class _ArrivalDrawer:
             ),
             fails_at=rng.randint(1, len(prompt) + max_tokens) if rng.random() < 0.06 else None,
             cancel_at=at_step + rng.randint(0, 25) if is_cancelled and not by_state else None,
-            cancel_in=rng.choice((*CANCEL_STATES, "preempted", "swapped")) if is_cancelled and by_state else None,
+            cancel_in=rng.choice((*CANCEL_STATES, "prefilling", "preempted", "swapped"))
+            if is_cancelled and by_state
+            else None,
         )
 
     def _prompt(self) -> tuple[int, ...]:
@@ -134,7 +143,7 @@ class _ArrivalDrawer:
         at_border = rng.randint(0, longest // self.block_size) * self.block_size + rng.choice((-1, 0, 0, 1))
         few = rng.randint(1, max(1, longest // 8))
         length = rng.choice((rng.randint(1, longest), few, few, max(1, longest // 3), at_border, longest))
-        length = min(max(length, 1), longest + (rng.random() < 0.2) * 3)
+        length = max(length, 1) if rng.random() < 0.95 else longest + rng.randint(1, 3)
         shared = rng.choice((0, length, length, rng.randint(0, length)))
         return (
             *rng.choice(self.texts)[:shared],
