@@ -27,7 +27,8 @@ LEAST_SHARE = {
 }  # fmt: skip
 LEAST_PER_THOUSAND = {
     "ended: stop": 1000, "ended: length": 2500, "failed rows": 200, "timed out: waiting": 300,
-    "timed out: running": 100,    "refused: too long": 80, "refused: queue full": 150, "overtaken": 400, "resumed": 300, "stalled": 2000,
+    "timed out: running": 100,
+    "refused: too long": 80, "refused: queue full": 150, "overtaken": 400, "resumed": 300, "stalled": 2000,
     "chunks": 3000, "whole prompts beyond the budget": 80, "front end deaths": 40, "cache resets": 100,
     "cancelled: waiting": 100, "cancelled: prefilling": 12, "cancelled: decoding": 80, "cancelled: preempted": 6,
     "cancelled: swapped": 6, "cancelled: ended": 100, **{f"fault: {point}": 0.5 for point in POINTS},
