@@ -34,6 +34,7 @@ NUM_STREAMS = 16
 
 def make_plan(reference: Reference) -> list[Item]:
     """The canary and every prompt at every length, with the texts that transformers gives."""
+    torch.set_num_threads(1)  # a tiny model's threads only wait for one another, for minutes where cores are busy
     longest = max(LENGTHS)
     items = [Item(CANARY.prompt, CANARY.max_tokens, reference.greedy_text(CANARY.prompt, CANARY.max_tokens))]
     for prompt in PROMPTS:
