@@ -92,6 +92,7 @@ class Admission:
             return True
         for request in self._candidates():
             if passed and not self._may_pass(request, passed):
+                passed.append(request)  # it waits all the same: whoever starts after it passes it
                 continue
             if passed and self._is_of_reserved_class(request, passed[0]):
                 longest = longest_of_all  # it takes nothing that those before it could have

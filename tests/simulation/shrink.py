@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cb_backend.config import EngineConfig
+from cb_backend.errors import ConfigError
 from cb_backend.scheduling_params import SchedulingParams
 from tests.simulation.scenario import Arrival, Scenario
 from tests.simulation.world import World
@@ -66,7 +67,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         if getattr(scenario.config, name) != value:
             try:
                 yield replace(scenario, config=replace(scenario.config, **{name: value}))
-            except ValueError:
+            except ConfigError:
                 continue  # not together with the rest
     for name in ("num_host_blocks", "stop_chance", "is_delayed"):
         if getattr(scenario, name):
