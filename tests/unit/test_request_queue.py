@@ -1,0 +1,90 @@
+"""The queue by itself: turns of tenants stay true while requests come and go, and the hint of a refusal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cb_backend.engine.fair_share import FairShare
+from cb_backend.engine.request_queue import RequestQueue
+from cb_backend.errors import UnavailableError
+from cb_backend.request import Request
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
+
+
+def add(queue: RequestQueue, request_id: int, tenant: str = "", priority: int = 0, length: int = 4) -> Request:
+    scheduling = SchedulingParams(tenant=tenant, priority=priority)
+    request = Request(
+        request_id, np.zeros(length, np.int32), length, SamplingParams(), (), length + 8, scheduling=scheduling
+    )
+    queue.arrive(request, num_free_slots=0, num_free_tokens=0)
+    return request
+
+
+def make_queue(max_size: int = 100, **arguments: bool) -> RequestQueue:
+    return RequestQueue(max_size, 10_000, 10.0, FairShare(), **arguments)
+
+
+def ids(requests: list[Request]) -> list[int]:
+    return [request.request_id for request in requests]
+
+
+def test_tenants_take_turns_unless_places_are_all_there_is() -> None:
+    for arguments, expected in (({}, [0, 3, 1, 2]), ({"is_fair": False}, [0, 1, 2, 3])):
+        queue = make_queue(**arguments)
+        for number in range(3):
+            add(queue, number, "flood")
+        add(queue, 3, "small")
+        assert ids(queue.first(8)) == expected
+
+
+def test_whoever_has_left_is_not_among_the_first_and_whoever_came_is() -> None:
+    queue = make_queue()
+    for number, tenant in enumerate("abc"):
+        add(queue, number, tenant)
+    assert ids(queue.first(3)) == [0, 1, 2]
+    preempted = queue.remove(0)
+    assert preempted is not None
+    assert ids(queue.first(3)) == [1, 2]
+    queue.put_back(preempted)
+    queue.remove(1)
+    assert ids(queue.first(3)) == [0, 2]
+
+
+def test_a_turn_that_was_charged_changes_the_order() -> None:
+    share = FairShare()
+    queue = RequestQueue(100, 10_000, 10.0, share)
+    requests = [add(queue, number, tenant) for number, tenant in enumerate("abab")]
+    assert ids(queue.first(4)) == [0, 1, 2, 3]
+    queue.start(requests[0])
+    share.start(requests[0], 100.0)
+    assert ids(queue.first(4)) == [1, 3, 2]
+    share.end(requests[0], 0, has_started=True)  # cancelled before anything was computed: nothing to pay for
+    assert ids(queue.first(4)) == [1, 2, 3]
+
+
+def test_the_first_within_a_class_may_be_of_its_least_urgent_priority() -> None:
+    queue = make_queue()
+    for number, priority in enumerate((1, 0, -1)):
+        add(queue, number, priority=priority)
+    first = [queue.first_within(limit) for limit in (-2, -1, 0, 1)]
+    assert [request and request.request_id for request in first] == [None, 2, 2, 2]
+    queue.remove(2)
+    assert queue.first_within(-1) is None
+    found = queue.first_within(0)
+    assert found is not None
+    assert found.request_id == 1
+
+
+@pytest.mark.parametrize(("seconds_each", "hint"), [(0.0, 1), (20.0, 60)])
+def test_the_hint_when_to_come_back_is_between_a_second_and_a_minute(seconds_each: float, hint: int) -> None:
+    queue = make_queue(max_size=50)
+    for number in range(50):
+        add(queue, number)
+    for number in range(20):
+        queue.now += seconds_each
+        queue.start(queue.first(1)[0])
+        add(queue, 100 + number)
+    with pytest.raises(UnavailableError, match=rf"try again in about {hint} s"):
+        add(queue, 1000)
