@@ -28,13 +28,15 @@ class Mutant:
 
     index: int
     line: int
+    source: str  # the line
     what: str
 
 
 def mutants(source: str) -> list[Mutant]:
     """All changes that can be made, in order."""
-    tree = ast.parse(source)
-    return [Mutant(i, node.lineno, what) for i, (node, what, _) in enumerate(_sites(tree))]
+    lines = source.splitlines()
+    sites = enumerate(_sites(ast.parse(source)))
+    return [Mutant(i, node.lineno, lines[node.lineno - 1].strip(), what) for i, (node, what, _) in sites]
 
 
 def mutated(source: str, index: int) -> ast.Module:

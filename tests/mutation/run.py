@@ -3,7 +3,8 @@
 python -m tests.mutation.run [--modules scheduler block_pool ...] [--sample N] [--jobs J] [--json FILE]
 
 Every mutant is a forked process that imports the changed module in place of the right one and runs the tests named for
-it until the first failure. A mutant that hangs is noticed. Survivors are printed.
+it until the first failure. A mutant that hangs is noticed. Survivors are printed. Those that change nothing that can be
+seen are listed in `equivalent.txt` with reasons, and are not tried.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from tests.mutation.mutate import Mutant, mutants, mutated
 
 ROOT = Path(__file__).parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 LONGEST_S = 60
 SURVIVED, NOTICED, HUNG, SKIPPED = "survived", "noticed", "hung", "skipped"
 _WORLDS = ("tests/mutation/check_worlds.py",)
@@ -33,19 +35,24 @@ _SCHEDULING = tuple(
     f"tests/unit/test_{name}.py"
     for name in ("scheduler", "scheduler_cases", "priorities", "prompt_share", "swap", "reserved_share", "pressure")
 )
-_POOL = ("tests/unit/test_block_pool.py", "tests/unit/test_kv_manager.py")
+_REUSE = "tests/unit/test_prefix_cache_use.py"
+_POINTS = "tests/unit/test_fault_points.py"
+_POOL = tuple(f"tests/unit/test_{name}.py" for name in ("block_pool", "kv_manager", "coming_prefixes"))
 _TEXT = tuple(f"tests/front_end/test_{name}.py" for name in ("stop_strings", "output_text", "detokenizer"))
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "scheduler": ("cb_backend.engine.scheduler", ("tests/unit/test_scheduler.py", *_WORLDS, *_SCHEDULING)),
-    "admission": ("cb_backend.engine.admission", (*_SCHEDULING, *_WORLDS)),
+    "scheduler": ("cb_backend.engine.scheduler", ("tests/unit/test_scheduler.py", _POINTS, *_WORLDS, *_SCHEDULING)),
+    "admission": ("cb_backend.engine.admission", ("tests/unit/test_admission.py", *_SCHEDULING, _REUSE, *_WORLDS)),
     "request_queue": (
-        "cb_backend.engine.request_queue", ("tests/unit/test_fair_share.py", "tests/unit/test_priorities.py", *_WORLDS)
+        "cb_backend.engine.request_queue",
+        (*(f"tests/unit/test_{name}.py" for name in ("request_queue", "fair_share", "priorities")), *_WORLDS),
     ),
-    "fair_share": ("cb_backend.engine.fair_share", ("tests/unit/test_fair_share.py", *_WORLDS)),
-    "preemption": ("cb_backend.engine.preemption", (*_WORLDS, *_SCHEDULING)),
-    "swap_space": ("cb_backend.engine.swap_space", ("tests/unit/test_swap.py", *_WORLDS)),
+    "fair_share": (
+        "cb_backend.engine.fair_share", ("tests/unit/test_fair_share.py", "tests/unit/test_request_queue.py", *_WORLDS)
+    ),
+    "preemption": ("cb_backend.engine.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
+    "swap_space": ("cb_backend.engine.swap_space", ("tests/unit/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
-    "manager": ("cb_backend.kv_cache.manager", (*_POOL, *_WORLDS, "tests/unit/test_prompt_share.py")),
+    "manager": ("cb_backend.kv_cache.manager", (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/unit/test_prompt_share.py")),
     "stop_strings": ("cb_backend.front_end.stop_strings", _TEXT),
     "output_text": ("cb_backend.front_end.output_text", _TEXT),
     "detokenizer": ("cb_backend.front_end.detokenizer", _TEXT),
@@ -73,6 +80,32 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def source_of(module: str) -> Path:
     return ROOT / (module.replace(".", "/") + ".py")
+
+
+def equivalents(text: str, module: str) -> set[tuple[str, str]]:
+    """(line of source, change) of the module's mutants that no test can notice."""
+    found = set()
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, source, what, reason = line.split(" | ")
+        if name not in TARGETS or not reason.strip():
+            raise ValueError(f"{line!r} must be: module | line of source | change | why; modules: {', '.join(TARGETS)}")
+        if name == module:
+            found.add((source, what))
+    return found
+
+
+def mutants_to_try(name: str) -> list[Mutant]:
+    """All of the module but the equivalent ones. Raises `ValueError` if one that is listed does not exist any more."""
+    found = mutants(source_of(TARGETS[name][0]).read_text())
+    listed = equivalents(EQUIVALENT.read_text(), name)
+    stale = listed - {(mutant.source, mutant.what) for mutant in found}
+    if stale:
+        raise ValueError(
+            f"{EQUIVALENT.name} lists changes of {name} that cannot be made: {sorted(stale)}; mend the list"
+        )
+    return [mutant for mutant in found if (mutant.source, mutant.what) not in listed]
 
 
 def try_out(name: str, mutant: Mutant | None, deadline: float = float("inf")) -> tuple[str, Mutant | None, str]:
@@ -117,7 +150,7 @@ def main() -> int:
     began, work = time.perf_counter(), []
     deadline = time.time() + options.limit
     for name in options.modules:
-        found = mutants(source_of(TARGETS[name][0]).read_text())
+        found = mutants_to_try(name)
         if options.sample and len(found) > options.sample:
             found = sorted(random.Random(0).sample(found, options.sample), key=lambda mutant: mutant.index)
         work += [(name, mutant, deadline) for mutant in found]
