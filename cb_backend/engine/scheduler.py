@@ -30,7 +30,7 @@ from cb_backend.errors import InvalidRequestError
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
-from cb_backend.outputs import EngineOutput, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from cb_backend.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from cb_backend.request import Request, RequestStatus
 
 _MOST_RUN_AHEAD = 4  # when the config leaves the depth to the engine, which then keeps to its own
@@ -240,21 +240,10 @@ class Scheduler:
             has_enough = len(growing) <= self._kv.num_free_blocks
             if not has_enough:
                 growing = self._preemption.make_room(growing, batch)
-            self._grow(growing, plan, batch)
+            plan.new_blocks += batch.grow(growing, self._kv)
         if len(batch.slots):
             plan.set_decode(batch)
         return has_enough
-
-    def _grow(self, slots: list[int], plan: StepPlan, batch: DecodeBatch) -> None:
-        """One more block for each slot; the caller has seen to it that they are free."""
-        requests = [self._table.request_at(slot) for slot in slots]
-        block_ids = self._kv.append_blocks(requests)
-        self._table.num_block_tokens[slots] += self._kv.block_size
-        batch.room = self._table.num_block_tokens[batch.slots]
-        plan.new_blocks.extend(
-            NewBlocks(slot, len(request.block_table) - 1, (block_id,))
-            for slot, request, block_id in zip(slots, requests, block_ids, strict=True)
-        )
 
     def _plan_prompts(self, plan: StepPlan, can_admit: bool) -> None:
         """Give what is left of the budget to prompts: those that have begun, then those of the queue.

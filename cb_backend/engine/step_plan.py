@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cb_backend.engine.in_flight import LaunchedStep
 from cb_backend.engine.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
+from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput
 from cb_backend.request import Request
 
@@ -55,6 +56,17 @@ class DecodeBatch:
         keep = ~np.isin(self.slots, slots)
         self.slots, self.computed, self.room = self.slots[keep], self.computed[keep], self.room[keep]
         self.num_steps_left, self._constants = 0, None
+
+    def grow(self, slots: list[int], kv: KVCacheManager) -> list[NewBlocks]:
+        """One more block for each of these slots; the caller has seen to it that so many are free."""
+        requests = [self._table.request_at(slot) for slot in slots]
+        block_ids = kv.append_blocks(requests)
+        self._table.num_block_tokens[slots] += kv.block_size
+        self.room = self._table.num_block_tokens[self.slots]
+        return [
+            NewBlocks(slot, len(request.block_table) - 1, (block_id,))
+            for slot, request, block_id in zip(slots, requests, block_ids, strict=True)
+        ]
 
     def constants(self) -> tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
         """(rows, slots as int32, ones, all true): the same arrays in every step."""
