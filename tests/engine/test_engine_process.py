@@ -49,6 +49,9 @@ class StuckEngine:
     def release_compiled(self) -> list[tuple[int, Exception]]:
         return []
 
+    def cancel(self, request_id: int) -> bool:
+        return False
+
     def step(self) -> None:
         self.num_steps += 1
 

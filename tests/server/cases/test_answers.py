@@ -50,7 +50,8 @@ def test_l3_the_final_response_waits_for_the_last_answer(wire: Wire, transport: 
 @pytest.mark.parametrize("transport", ["grpc_single", "http_generate"])
 def test_l3_the_best_two_of_four(wire: Wire, transport: str) -> None:
     """Case L3: answers that end at once and later ones, ranked by their cumulative log-probability."""
-    prompt = script({"</s>": 3.0, "x": 4.0}, "y")
+    # So likely beside all other tokens that no answers of different texts have one log-probability.
+    prompt = script({"</s>": 20.0, "x": 21.0, "w": 19.0}, "y")
     singles = [wire.ask(transport, "scripted", {**FOUR, "n": 1, "seed": 3 + i}, text_input=prompt) for i in range(4)]
     ranked = sorted(((single.last("cumulative_logprob"), single.text()) for single in singles), reverse=True)
     reply = wire.ask(transport, "scripted", {**FOUR, "n": 2, "best_of": 4}, text_input=prompt)
