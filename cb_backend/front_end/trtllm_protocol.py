@@ -53,10 +53,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_trtllm_request(inputs: Mapping[str, NDArray[Any]], vocab_size: int) -> GenerateRequest:
+def parse_trtllm_request(
+    inputs: Mapping[str, NDArray[Any]], vocab_size: int, is_input_excluded: bool = False
+) -> GenerateRequest:
     """Check one request. Raises `InvalidRequestError` for whatever a client can send.
 
     inputs: arrays by name, with or without the batch dimension; strings are object arrays of bytes.
+    is_input_excluded: what a request means that does not send `exclude_input_in_output`.
     """
     ours: dict[str, NDArray[Any]] = {}
     sampling: dict[str, Any] = {}
@@ -81,8 +84,9 @@ def parse_trtllm_request(inputs: Mapping[str, NDArray[Any]], vocab_size: int) ->
     if guide := _guide(*(_text(name, inputs) for name in _GUIDE_INPUTS)):
         sampling["structured_outputs"] = guide
     is_stream = "stream" in inputs and bool(np.asarray(inputs["stream"]).any())
-    if "exclude_input_in_output" in inputs and not is_stream:  # a stream never repeats the prompt, whatever this says
-        ours["exclude_input_in_output"] = inputs["exclude_input_in_output"]
+    if not is_stream:  # a stream never repeats the prompt, whatever this says
+        default = np.array([is_input_excluded])
+        ours["exclude_input_in_output"] = inputs.get("exclude_input_in_output", default)
     ours["sampling_parameters"] = np.array([json.dumps(sampling).encode()], dtype=np.object_)
     return parse_request(ours, "", vocab_size)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cb_backend.errors import ConfigError
+
 # name, type, dims, optional
 INPUTS: tuple[tuple[str, str, list[int], bool], ...] = (
     ("text_input", "TYPE_STRING", [1], True),
@@ -60,4 +62,12 @@ def num_instances(model_config: dict[str, Any]) -> int:
 def reports_vllm_names(model_config: dict[str, Any]) -> bool:
     """The parameter `REPORT_CUSTOM_METRICS` of config.pbtxt, as with vLLM's backend: its metrics, under its names."""
     value = model_config.get("parameters", {}).get("REPORT_CUSTOM_METRICS", {}).get("string_value", "")
+    return str(value).lower() == "true"
+
+
+def excludes_input(model_config: dict[str, Any]) -> bool:
+    """The parameter `exclude_input_in_output` of config.pbtxt, as TensorRT-LLM has it. Raises `ConfigError`."""
+    value = model_config.get("parameters", {}).get("exclude_input_in_output", {}).get("string_value", "")
+    if str(value).lower() not in ("", "true", "false"):
+        raise ConfigError(f"parameter exclude_input_in_output in config.pbtxt is {value!r}; use true or false")
     return str(value).lower() == "true"

@@ -5,6 +5,7 @@ Everything but reading a request is `serving.backend`'s. The tensors stand in th
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.protocol import GenerateRequest
 from cb_backend.front_end.trtllm_protocol import parse_trtllm_request
 from cb_backend.serving import backend
+from cb_backend.serving.model_config import excludes_input
 
 
 class TritonPythonModel(backend.TritonPythonModel):
@@ -23,7 +25,11 @@ class TritonPythonModel(backend.TritonPythonModel):
         auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
         return auto_complete_model_config
 
+    def initialize(self, args: dict[str, str]) -> None:
+        self._is_input_excluded = excludes_input(json.loads(args["model_config"]))
+        super().initialize(args)
+
     def parse(self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
         if parameters not in ("", "{}"):
             raise InvalidRequestError("this model takes its parameters as tensors; send none as request parameters")
-        return parse_trtllm_request(inputs, vocab_size)
+        return parse_trtllm_request(inputs, vocab_size, self._is_input_excluded)

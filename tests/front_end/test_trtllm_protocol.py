@@ -84,6 +84,17 @@ def test_a_stream_never_repeats_the_prompt() -> None:
     assert parse(stream=False).is_input_prepended
 
 
+def test_a_model_may_leave_the_prompt_out_unless_a_request_asks() -> None:
+    def is_prepended(**inputs: bool) -> bool:
+        arrays = {"text_input": np.array([[b"hi"]], dtype=np.object_)}
+        arrays |= {name: np.array([[value]]) for name, value in inputs.items()}
+        return parse_trtllm_request(arrays, 384, is_input_excluded=True).is_input_prepended
+
+    assert not is_prepended()
+    assert is_prepended(exclude_input_in_output=False)
+    assert not is_prepended(exclude_input_in_output=False, stream=True)
+
+
 NEUTRAL = {
     "beam_width": 1, "length_penalty": 1.0, "return_log_probs": False, "return_context_logits": False,
     "return_generation_logits": False, "return_perf_metrics": False, "num_draft_tokens": 0, "use_draft_logits": False,
