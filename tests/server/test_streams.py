@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import signal
@@ -156,7 +157,9 @@ def test_generate_stream_over_http(server: RunningServer, reference: Reference) 
 
 def generate(server: RunningServer, *arguments: str, **options: object) -> subprocess.Popen[str]:
     command = [sys.executable, str(checkout_path("client/generate.py")), "--url", server.url, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell's background job ignores Ctrl-C, and so would the script that it starts.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
 def test_client_script(server: RunningServer, reference: Reference) -> None:
@@ -176,9 +179,12 @@ def test_client_script(server: RunningServer, reference: Reference) -> None:
 
 def test_client_script_is_cancelled_by_ctrl_c(server: RunningServer) -> None:
     long = generate(server, "fox", "--stream", "--max-tokens", str(MAX_MODEL_LEN - 100), "--ignore-eos")
-    wait_until(lambda: (server.num_active_requests() or 0) > 0, 20, "the request runs")
-    long.send_signal(signal.SIGINT)
-    _, errors = long.communicate(timeout=20)
+    try:
+        wait_until(lambda: (server.num_active_requests() or 0) > 0, 20, "the request runs")
+        long.send_signal(signal.SIGINT)
+        _, errors = long.communicate(timeout=20)
+    finally:
+        long.kill()
     assert long.returncode == 130
     assert "cancelled" in errors
     server.wait_idle()
