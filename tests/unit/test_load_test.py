@@ -7,6 +7,7 @@ when it sent each response, on the same monotonic clock, so client times have an
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -388,7 +389,9 @@ def test_ctrl_c_reports_what_was_done(server: tuple[ScriptedServer, str], tmp_pa
         sys.executable, str(CLIENT_DIR / "load_test.py"), "--url", address, "--rate", "inf", "--num-requests", "8",
         "--warm-up", "0", "--tokens-per-word", "1", "--json", str(tmp_path / "out.json"),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    # A shell's background job ignores Ctrl-C, and so would the script that it starts.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heed)
     deadline = time.monotonic() + 20
     while len(servicer.requests) < 8 and time.monotonic() < deadline:
         time.sleep(0.05)
