@@ -158,6 +158,13 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def about_card(card: CardLimits) -> dict[str, Any]:
+    """What stands beside every row of a results file: the card as measured now, driver, versions, commit."""
+    about = conditions("cuda")
+    names = ("driver", "torch", "triton", "commit")
+    return {"gpu": about["card"], **{name: about[name] for name in names}, "copy_gb_s": round(card.bandwidth / 1e9)}
+
+
 def write_csv(folder: Path, op: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row | about for row in rows]
@@ -185,9 +192,7 @@ def main() -> int:
         print("no memory left on the GPU to measure its limits", file=sys.stderr)
         return 2
     torch.cuda.empty_cache()
-    about = conditions("cuda")
-    about = {"gpu": about["card"], **{name: about[name] for name in ("driver", "torch", "triton", "commit")}}
-    about |= {"copy_gb_s": round(card.bandwidth / 1e9), "matmul_tflop_s": round(card.flops / 1e12)}
+    about = about_card(card) | {"matmul_tflop_s": round(card.flops / 1e12)}
     peers, all_rows = read_peers(arguments.peers), []
     ops, models = list(OPS) if arguments.op == "all" else [arguments.op], arguments.models.split(",")
     started = time.perf_counter()

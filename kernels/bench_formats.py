@@ -21,10 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import time_graph, write_csv
+from bench import about_card, time_graph, write_csv
 from roofline import HAS_QK_NORM, MODELS
 
-from cb_backend.cli.bench_device import conditions, measure_card, model_shape
+from cb_backend.cli.bench_device import measure_card, model_shape
 from cb_backend.cli.roofline import CardLimits, decode_seconds
 from cb_backend.kernels.fp8 import FP8
 from cb_backend.kv_cache.storage import KVCacheStorage
@@ -148,9 +148,7 @@ def main() -> int:
         print("no CUDA device, or none with memory left: steps are timed on a GPU", file=sys.stderr)
         return 2
     torch.cuda.empty_cache()
-    about = conditions("cuda")
-    about = {"gpu": about["card"], **{name: about[name] for name in ("driver", "torch", "triton", "commit")}}
-    about["copy_gb_s"] = round(card.bandwidth / 1e9)
+    about = about_card(card)
     sizes = [int(part) for part in arguments.rows.split(",")]
     found = []
     print(f"{'format':12} {'rows':>5} {'context':>8} {'ms':>8} {'floor':>8} {'share':>7} {'tokens/s':>9}")

@@ -28,10 +28,10 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import TOLERANCE, relative_error, time_graph, write_csv
+from bench import TOLERANCE, about_card, relative_error, time_graph, write_csv
 from linear_shapes import ROW_GROUPS, Parameters, Shape, candidates, shapes_of
 
-from cb_backend.cli.bench_device import conditions, measure_card
+from cb_backend.cli.bench_device import measure_card
 from cb_backend.kernels.launch import can_overlap, next_power_of_2, num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.rms_norm import rms_norm
@@ -228,9 +228,7 @@ def run(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     if card is None:
         raise SystemExit("no memory left on the GPU to measure its limits")
     torch.cuda.empty_cache()
-    about = conditions("cuda")
-    about = {"gpu": about["card"], **{name: about[name] for name in ("driver", "torch", "triton", "commit")}}
-    about["copy_gb_s"] = round(card.bandwidth / 1e9)
+    about = about_card(card)
     helpers = max(1, min(14, (os.cpu_count() or 2) - 2))
     rows = tune_all(shapes_of(arguments.models.split(",")), arguments.quick, card.bandwidth, helpers)
     print_rows(rows)

@@ -26,12 +26,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import relative_error, time_graph, write_csv
+from bench import about_card, relative_error, time_graph, write_csv
 from linear_shapes import Parameters, Shape, candidates, shapes_of
 from roofline import MODELS
 from tune import write_table
 
-from cb_backend.cli.bench_device import conditions, measure_card
+from cb_backend.cli.bench_device import measure_card
 from cb_backend.kernels.fp8 import Fp8Rows, quantize_rows_torch
 from cb_backend.kernels.launch import TUNED, gpu_slug, num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
@@ -215,9 +215,7 @@ def main() -> int:
         print("no CUDA device, or none with memory left: launch parameters are found on their GPU", file=sys.stderr)
         return 2
     torch.cuda.empty_cache()
-    about = conditions("cuda")
-    about = {"gpu": about["card"], **{name: about[name] for name in ("driver", "torch", "triton", "commit")}}
-    about["copy_gb_s"] = round(card.bandwidth / 1e9)
+    about = about_card(card)
     helpers = max(1, min(14, (os.cpu_count() or 2) - 2))
     rows = tune_all(fp8_shapes(arguments.models.split(",")), arguments.quick, card.bandwidth, helpers)
     if not arguments.dry_run:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import pytest
+import torch
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
@@ -112,6 +114,17 @@ def take_prompt_logprobs(output: EngineOutput, taken: dict[int, list[Logprob]]) 
         assert part.first == len(known) + 1, "figures of a prompt have a gap"
         columns = (part.given, part.ranks, part.top_ids, part.top_logprobs)
         known += [Logprob(*figures) for figures in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def check_figures(figures: list[Logprob], tokens: list[int], expected: torch.Tensor, num_top: int) -> None:
+    """Each token's log-probability, rank and likeliest tokens are those of `expected` [num_tokens, vocab_size]."""
+    assert len(figures) == len(tokens)
+    for token, figure, row in zip(tokens, figures, expected, strict=True):
+        assert figure.sampled == pytest.approx(float(row[token]), abs=2e-4)
+        assert figure.rank == int((row > row[token]).sum()) + 1
+        values, ids = row.topk(num_top)
+        assert figure.top_ids[:num_top] == ids.tolist()
+        assert figure.top[:num_top] == pytest.approx(values.tolist(), abs=2e-4)
 
 
 def with_slot_runner(settings: EngineConfig) -> LLMEngine:

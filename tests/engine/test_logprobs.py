@@ -11,7 +11,7 @@ import pytest
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import InvalidRequestError
 from cb_backend.sampling_params import SamplingParams
-from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.engine.drive import Run, check_figures, config, run, with_slot_runner
 from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
 
 PROMPTS = [random_tokens(length, seed=length) for length in (5, 17, 4, 9)]
@@ -40,13 +40,7 @@ def check_against_transformers(folder: Path, got: Run, prompt_index: int, num_to
     logits = reference_logits(folder, PROMPTS[prompt_index], tokens)[len(PROMPTS[prompt_index]) - 1 : -1]
     expected = logits.log_softmax(-1)
     figures = got.logprobs[prompt_index]
-    assert len(figures) == len(tokens)
-    for token, figure, row in zip(tokens, figures, expected, strict=True):
-        assert figure.sampled == pytest.approx(float(row[token]), abs=2e-4)
-        assert figure.rank == int((row > row[token]).sum()) + 1
-        values, ids = row.topk(num_top)
-        assert figure.top_ids[:num_top] == ids.tolist()
-        assert figure.top[:num_top] == pytest.approx(values.tolist(), abs=2e-4)
+    check_figures(figures, tokens, expected, num_top)
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), [("reference", 0), ("slots", 0), ("slots", 4)])

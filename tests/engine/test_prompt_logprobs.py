@@ -11,7 +11,7 @@ from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.prompt_logprobs import TOKENS_AT_ONCE
 from cb_backend.errors import InvalidRequestError
 from cb_backend.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
-from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.engine.drive import Run, check_figures, config, run, with_slot_runner
 from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
 
 PROMPTS = [random_tokens(length, seed=length) for length in (5, 37, 1, 18, 2)]
@@ -38,14 +38,7 @@ def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
 
 def check(folder: Path, got: Run, index: int, prompt: list[int], num_top: int) -> None:
     expected = reference_logits(folder, prompt, [])[:-1].log_softmax(-1)
-    figures = got.prompt_logprobs[index]
-    assert len(figures) == len(prompt) - 1
-    for token, figure, row in zip(prompt[1:], figures, expected, strict=True):
-        assert figure.sampled == pytest.approx(float(row[token]), abs=2e-4)
-        assert figure.rank == int((row > row[token]).sum()) + 1
-        values, ids = row.topk(num_top)
-        assert figure.top_ids[:num_top] == ids.tolist()
-        assert figure.top[:num_top] == pytest.approx(values.tolist(), abs=2e-4)
+    check_figures(got.prompt_logprobs[index], prompt[1:], expected, num_top)
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), [("reference", 0), ("slots", 0), ("slots", 4)])
