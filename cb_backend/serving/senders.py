@@ -67,6 +67,7 @@ class Senders:
         self.tallies: list[Tally] = []  # of all threads that there have been
         self._free_tallies: list[Tally] = []
         self.queues: list[queue.SimpleQueue[LiveRequest | None]] = [queue.SimpleQueue() for _ in range(num_threads)]
+        self._is_closing = False
         self._own_counts = Tally(ThreadLatencies())  # the watch's
         self.tallies.append(self._own_counts)
         self._owners = [self._start(index) for index in range(num_threads)]
@@ -82,6 +83,7 @@ class Senders:
 
     def close(self) -> None:
         """Serve what is queued, then stop; threads that are held up get a moment."""
+        self._is_closing = True
         for news in self.queues:
             news.put(None)
         for index in range(len(self.queues)):
@@ -126,6 +128,10 @@ class Senders:
                 live.turn_lock.release()
             if not turn.is_owner:
                 news.put(live)  # what has come for it meanwhile
+                # NOTE: asked after the request is queued: who closes later stops the queue's owner behind it.
+                if self._is_closing:  # the owner may have stopped already
+                    news.put(None)
+                    turn.is_owner = True
 
     def _run_watch(self) -> None:
         while not self._stop.wait(TICK_S):

@@ -128,6 +128,21 @@ def test_closing_does_not_wait_for_a_client(tmp_path: Path) -> None:
     stuck[1].may_send.set()
 
 
+def test_a_client_that_reads_again_while_all_is_closed_gets_its_end(bench: Bench) -> None:
+    """Nobody else serves its queue any more when the thread that waited for it comes back."""
+    stuck = bench.open()
+    stop_reading(stuck)
+    until(lambda: bench.responder.num_held_up == 1)
+    bench.responder.end_all(ErrorCode.UNAVAILABLE, "stopping")
+    closing = threading.Thread(target=bench.responder.close)
+    closing.start()
+    until(lambda: num_threads() == 1)  # the one that waits
+    stuck[1].may_send.set()
+    assert (stuck[1].wait().error or (None,))[0] == TritonError.UNAVAILABLE
+    closing.join()
+    assert num_threads() == 0
+
+
 def test_a_thread_that_cannot_be_started_is_started_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     start, failures = threading.Thread.start, [1, 1]
 
