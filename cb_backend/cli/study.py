@@ -172,7 +172,7 @@ def _sample(args: argparse.Namespace) -> Sample:
 
 
 def _device(args: argparse.Namespace) -> str:
-    from cb_backend.engine.runner_factory import resolve_device  # brings torch in
+    from cb_backend.engine.runner.runner_factory import resolve_device  # brings torch in
 
     return resolve_device(str(_arguments(args).get("device", "auto"))).type
 

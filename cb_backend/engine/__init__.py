@@ -1,1 +1,6 @@
-"""The engine: scheduler, model runner, sampler, and the process that runs them."""
+"""The engine: requests in, tokens out.
+
+`engine_process` (the loop behind a socket) and `llm_engine` (the same in process) stand at the top. Under them are
+three rooms: `scheduler` decides what a step computes, `runner` computes it, `grammar` says what structured output may
+say. The scheduler and the runner know each other only by the plans and results of `cb_backend.outputs`.
+"""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from cb_backend.engine.guide import NOT_ALLOWED
+from cb_backend.engine.grammar.guide import NOT_ALLOWED
 from cb_backend.engine.step_messages import step_output
 from cb_backend.errors import ErrorCode
 from cb_backend.messages import (

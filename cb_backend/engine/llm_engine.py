@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.grammar_compiler import GrammarCompiler
-from cb_backend.engine.held_requests import HeldRequests
-from cb_backend.engine.scheduler import Scheduler
+from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
+from cb_backend.engine.grammar.held_requests import HeldRequests
+from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
 from cb_backend.errors import CbError, ConfigError, InvalidRequestError
 from cb_backend.fault_points import reach
@@ -231,7 +231,7 @@ def create_engine(config: EngineConfig) -> LLMEngine:
     """Load the model and build the engine. Raises `ConfigError` with a one-line reason and remedy."""
     name = config.worker_cls
     if name == "auto":
-        name = "cb_backend.engine.runner_factory:create_runner"
+        name = "cb_backend.engine.runner.runner_factory:create_runner"
     module_name, _, attribute = name.partition(":")
     try:
         factory: RunnerFactory = getattr(importlib.import_module(module_name), attribute)

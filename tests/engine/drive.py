@@ -13,8 +13,8 @@ import torch
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.model_runner import ModelRunner
-from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.engine.runner.model_runner import ModelRunner
+from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.outputs import NO_TOKEN, EngineOutput
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams

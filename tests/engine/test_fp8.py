@@ -12,8 +12,8 @@ import torch
 
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.model_runner import ModelRunner
-from cb_backend.engine.runner_factory import resolve_quantization
+from cb_backend.engine.runner.model_runner import ModelRunner
+from cb_backend.engine.runner.runner_factory import resolve_quantization
 from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import resolve_kv_dtype
 from cb_backend.kv_cache.swap import BlockSwapper

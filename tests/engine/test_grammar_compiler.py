@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from cb_backend.engine.grammar_compiler import GrammarCompiler
-from cb_backend.engine.guide import TOO_COMPLEX, Guide
-from cb_backend.engine.mask_threads import MaskThreads
-from cb_backend.engine.token_table import TokenTable
+from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
+from cb_backend.engine.grammar.guide import TOO_COMPLEX, Guide
+from cb_backend.engine.grammar.mask_threads import MaskThreads
+from cb_backend.engine.grammar.token_table import TokenTable
 from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
 from cb_backend.structured_output import StructuredOutput
 from tests.engine.structured import json_schema
@@ -140,7 +140,7 @@ def test_equal_grammars_are_compiled_once_and_counted(folder: Path) -> None:
 
 
 def test_the_cache_is_bounded_and_keeps_what_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cb_backend.engine.grammar_compiler.MAX_CACHED", 3)
+    monkeypatch.setattr("cb_backend.engine.grammar.grammar_compiler.MAX_CACHED", 3)
     compiler = GrammarCompiler(str(folder), VOCAB_SIZE, (0,))
     used = compiler.compile(regex("used"))
     for number in range(8):

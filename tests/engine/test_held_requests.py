@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cb_backend.engine import held_requests
-from cb_backend.engine.grammar_compiler import Grammar, GrammarCompiler
+from cb_backend.engine.grammar import held_requests
+from cb_backend.engine.grammar.grammar_compiler import Grammar, GrammarCompiler
 from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.structured_output import StructuredOutput

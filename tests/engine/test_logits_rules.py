@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.logits_rules import LogitsRules, RuledRows
+from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows
 from cb_backend.errors import InvalidRequestError
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.outputs import JoinedRow

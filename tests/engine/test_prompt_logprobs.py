@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.prompt_logprobs import TOKENS_AT_ONCE
+from cb_backend.engine.runner.prompt_logprobs import TOKENS_AT_ONCE
 from cb_backend.errors import InvalidRequestError
 from cb_backend.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from tests.engine.drive import Run, check_figures, config, run, with_slot_runner

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.model_runner import ModelRunner
-from cb_backend.engine.slot_runner import SlotRunner
-from cb_backend.engine.step_buffers import StepBuffers, StepShape
-from cb_backend.engine.step_graphs import decode_sizes, step_shapes
+from cb_backend.engine.runner.model_runner import ModelRunner
+from cb_backend.engine.runner.slot_runner import SlotRunner
+from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape
+from cb_backend.engine.runner.step_graphs import decode_sizes, step_shapes
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.scheduler import Scheduler
+from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, SchedulerOutput
 from cb_backend.request import FinishReason, Request

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.model_runner import ModelRunner
+from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.messages import ModelInfo

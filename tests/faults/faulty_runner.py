@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine import runner_factory
+from cb_backend.engine.runner import runner_factory
 from cb_backend.kv_cache.block_pool import BlockPool
 from cb_backend.messages import ModelInfo
 from cb_backend.outputs import PendingOutput, SchedulerOutput

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cb_backend.engine.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots
+from cb_backend.engine.runner.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots
 from cb_backend.kernels import slot_state, step_rows
 from cb_backend.outputs import JoinedRow
 from cb_backend.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.scheduler import Scheduler
+from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import ModelRunnerOutput, SchedulerOutput
 from cb_backend.request import Request

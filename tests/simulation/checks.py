@@ -11,9 +11,9 @@ from collections import Counter
 
 import msgspec
 
-from cb_backend.engine.admission import MAX_OVERTAKEN
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.engine.preemption import MAX_PREEMPTIONS
+from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
+from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
 from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
 from cb_backend.outputs import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from cb_backend.request import Request, RequestStatus

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.scheduler import Scheduler
+from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request

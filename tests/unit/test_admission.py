@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.engine.admission import MAX_OVERTAKEN
+from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine

@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cb_backend.engine.fair_share import MAX_REMEMBERED, FairShare, Flow, fair_order
+from cb_backend.engine.scheduler.fair_share import MAX_REMEMBERED, FairShare, Flow, fair_order
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams

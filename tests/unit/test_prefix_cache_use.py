@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cb_backend.engine.admission import MAX_OVERTAKEN
+from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from cb_backend.engine.output_lengths import MAX_SAMPLES, OutputLengths, most_growth
+from cb_backend.engine.scheduler.output_lengths import MAX_SAMPLES, OutputLengths, most_growth
 from cb_backend.errors import ConfigError
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine

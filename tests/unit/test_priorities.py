@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from cb_backend.engine.preemption import MAX_PREEMPTIONS
+from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
 from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.request import FinishReason, RequestStatus
 from cb_backend.scheduling_params import SchedulingParams

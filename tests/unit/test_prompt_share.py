@@ -11,8 +11,8 @@ import random
 import numpy as np
 import pytest
 
-from cb_backend.engine.admission import MAX_OVERTAKEN
-from cb_backend.engine.step_time import MIN_PREFILL_TOKENS, Pace, StepTimeModel
+from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
+from cb_backend.engine.scheduler.step_time import MIN_PREFILL_TOKENS, Pace, StepTimeModel
 from cb_backend.errors import ConfigError
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.scheduling_params import SchedulingParams

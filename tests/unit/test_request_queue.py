@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cb_backend.engine.fair_share import FairShare
-from cb_backend.engine.request_queue import RequestQueue
+from cb_backend.engine.scheduler.fair_share import FairShare
+from cb_backend.engine.scheduler.request_queue import RequestQueue
 from cb_backend.errors import UnavailableError
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.engine.swap_space import FIXED_COST_TOKENS
+from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.request import Request
 from tests.fakes.engine import FakeEngine

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.in_flight import LaunchedStep
-from cb_backend.engine.slot_table import Rows, SlotTable
+from cb_backend.engine.scheduler.in_flight import LaunchedStep
+from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput

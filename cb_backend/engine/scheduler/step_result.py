@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.fair_share import FairShare
-from cb_backend.engine.in_flight import InFlightSteps, LaunchedStep
-from cb_backend.engine.output_lengths import OutputLengths
-from cb_backend.engine.slot_table import Rows, SlotTable
+from cb_backend.engine.scheduler.fair_share import FairShare
+from cb_backend.engine.scheduler.in_flight import InFlightSteps, LaunchedStep
+from cb_backend.engine.scheduler.output_lengths import OutputLengths
+from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, PromptLogprobs, rows_after

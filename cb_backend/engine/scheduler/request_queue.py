@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from cb_backend.engine.fair_share import FairShare, Flow, fair_order
+from cb_backend.engine.scheduler.fair_share import FairShare, Flow, fair_order
 from cb_backend.errors import UnavailableError
 from cb_backend.request import QueueKey, Request
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.slot_table import Rows
+from cb_backend.engine.scheduler.slot_table import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.guide import Guide
+from cb_backend.engine.grammar.guide import Guide
 
 MASK_TIMEOUT_S = 1.0  # a thousand times what masks take; only a stuck or starved thread comes near this
 _MAX_THREADS = 8

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.output_lengths import most_growth
-from cb_backend.engine.slot_table import SlotTable
-from cb_backend.engine.step_result import StepResults
+from cb_backend.engine.scheduler.output_lengths import most_growth
+from cb_backend.engine.scheduler.slot_table import SlotTable
+from cb_backend.engine.scheduler.step_result import StepResults
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request
 

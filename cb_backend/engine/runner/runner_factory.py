@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.cuda_warm_up import create_cuda_runner, log, new_storage
-from cb_backend.engine.model_runner import ModelRunner
-from cb_backend.engine.slot_runner import SlotRunner
+from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log, new_storage
+from cb_backend.engine.runner.model_runner import ModelRunner
+from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING

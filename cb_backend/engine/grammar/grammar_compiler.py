@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cb_backend.engine.guide import TOO_COMPLEX, Guide
-from cb_backend.engine.token_table import TokenTable
+from cb_backend.engine.grammar.guide import TOO_COMPLEX, Guide
+from cb_backend.engine.grammar.token_table import TokenTable
 from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.input_batch import InputBatch
+from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kernels.step_rows import StepRows
 from cb_backend.outputs import SchedulerOutput

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.bad_words import BadWords
-from cb_backend.engine.device_state import copy_to
-from cb_backend.engine.input_batch import is_sampled_apart
+from cb_backend.engine.runner.bad_words import BadWords
+from cb_backend.engine.runner.device_state import copy_to
+from cb_backend.engine.runner.input_batch import is_sampled_apart
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kernels.token_marks import FORBIDDEN, PROMPT
 from cb_backend.layers.ops import Ops

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.device_state import copy_to
+from cb_backend.engine.runner.device_state import copy_to
 
 
 class BadWords:

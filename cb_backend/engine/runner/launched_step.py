@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.logprobs import PendingLogprobs
-from cb_backend.engine.prompt_logprobs import PendingPromptLogprobs
-from cb_backend.engine.token_masks import GuidedRows
+from cb_backend.engine.runner.logprobs import PendingLogprobs
+from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs
+from cb_backend.engine.runner.token_masks import GuidedRows
 from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 

@@ -12,20 +12,20 @@ what time it is it is told (`set_time`): without that, time stands still, and no
 from __future__ import annotations
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.admission import Admission
-from cb_backend.engine.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
-from cb_backend.engine.deadlines import Deadlines
-from cb_backend.engine.engine_stats import engine_stats
-from cb_backend.engine.fair_share import FairShare
-from cb_backend.engine.in_flight import InFlightSteps
-from cb_backend.engine.preemption import Preemption
-from cb_backend.engine.prefill import PrefillPlanner
-from cb_backend.engine.request_queue import RequestQueue
-from cb_backend.engine.slot_table import SlotTable
-from cb_backend.engine.step_plan import DecodeBatch, StepPlan, launch
-from cb_backend.engine.step_result import StepCounters, StepResults
-from cb_backend.engine.step_time import Pace
-from cb_backend.engine.swap_space import SwapSpace
+from cb_backend.engine.scheduler.admission import Admission
+from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
+from cb_backend.engine.scheduler.deadlines import Deadlines
+from cb_backend.engine.scheduler.engine_stats import engine_stats
+from cb_backend.engine.scheduler.fair_share import FairShare
+from cb_backend.engine.scheduler.in_flight import InFlightSteps
+from cb_backend.engine.scheduler.preemption import Preemption
+from cb_backend.engine.scheduler.prefill import PrefillPlanner
+from cb_backend.engine.scheduler.request_queue import RequestQueue
+from cb_backend.engine.scheduler.slot_table import SlotTable
+from cb_backend.engine.scheduler.step_plan import DecodeBatch, StepPlan, launch
+from cb_backend.engine.scheduler.step_result import StepCounters, StepResults
+from cb_backend.engine.scheduler.step_time import Pace
+from cb_backend.engine.scheduler.swap_space import SwapSpace
 from cb_backend.errors import InvalidRequestError
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager

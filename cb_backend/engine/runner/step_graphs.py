@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from cb_backend.engine.step_buffers import StepBuffers, StepShape
+from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape
 
 # Prompt tokens a mixed step has a graph for, and how many requests they may come from. Above the last, the device is
 # busy for longer than the host needs to launch the step kernel by kernel.

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.guide import Guide
-from cb_backend.engine.mask_threads import MaskThreads
+from cb_backend.engine.grammar.guide import Guide
+from cb_backend.engine.grammar.mask_threads import MaskThreads
 from cb_backend.layers.ops import Ops
 from cb_backend.outputs import JoinedRow
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.input_batch import is_sampled_apart
+from cb_backend.engine.runner.input_batch import is_sampled_apart
 from cb_backend.kernels.slot_state import JOIN_COLUMNS, SamplingState, SlotState
 from cb_backend.outputs import JoinedRow, SchedulerOutput
 from cb_backend.sampling_params import MAX_STOP_TOKEN_IDS

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cb_backend.engine.slot_table import SlotTable
-from cb_backend.engine.step_plan import StepPlan
-from cb_backend.engine.step_time import Pace
+from cb_backend.engine.scheduler.slot_table import SlotTable
+from cb_backend.engine.scheduler.step_plan import StepPlan
+from cb_backend.engine.scheduler.step_time import Pace
 
 SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
 _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step

@@ -10,14 +10,14 @@ reserved for a high class is given to it past everybody else. This module does n
 
 from __future__ import annotations
 
-from cb_backend.engine.admission_policy import AdmissionPolicy
-from cb_backend.engine.preemption import Preemption, is_protected
-from cb_backend.engine.prefill import SHORT_FACTOR, PrefillPlanner
-from cb_backend.engine.request_queue import RequestQueue
-from cb_backend.engine.slot_table import SlotTable
-from cb_backend.engine.step_plan import StepPlan
-from cb_backend.engine.step_result import StepResults
-from cb_backend.engine.swap_space import SwapSpace
+from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy
+from cb_backend.engine.scheduler.preemption import Preemption, is_protected
+from cb_backend.engine.scheduler.prefill import SHORT_FACTOR, PrefillPlanner
+from cb_backend.engine.scheduler.request_queue import RequestQueue
+from cb_backend.engine.scheduler.slot_table import SlotTable
+from cb_backend.engine.scheduler.step_plan import StepPlan
+from cb_backend.engine.scheduler.step_result import StepResults
+from cb_backend.engine.scheduler.swap_space import SwapSpace
 from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS, KVCacheManager
 from cb_backend.request import Request
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from cb_backend.engine.grammar_compiler import Grammar, GrammarCompiler
+from cb_backend.engine.grammar.grammar_compiler import Grammar, GrammarCompiler
 from cb_backend.errors import CbError, InvalidRequestError
 from cb_backend.request import Request
 

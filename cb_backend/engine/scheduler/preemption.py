@@ -8,12 +8,12 @@ is not a victim any more. This module does not know budgets or plans.
 
 from __future__ import annotations
 
-from cb_backend.engine.in_flight import InFlightSteps
-from cb_backend.engine.request_queue import RequestQueue
-from cb_backend.engine.slot_table import SlotTable
-from cb_backend.engine.step_plan import DecodeBatch
-from cb_backend.engine.step_result import StepCounters, StepResults
-from cb_backend.engine.swap_space import SwapSpace
+from cb_backend.engine.scheduler.in_flight import InFlightSteps
+from cb_backend.engine.scheduler.request_queue import RequestQueue
+from cb_backend.engine.scheduler.slot_table import SlotTable
+from cb_backend.engine.scheduler.step_plan import DecodeBatch
+from cb_backend.engine.scheduler.step_result import StepCounters, StepResults
+from cb_backend.engine.scheduler.swap_space import SwapSpace
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request, RequestStatus

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.input_batch import InputBatch
-from cb_backend.engine.logits_rules import LogitsRules
-from cb_backend.engine.logprobs import LogprobsOfStep
-from cb_backend.engine.prompt_logprobs import asking_chunks, launch_prompt_logprobs
-from cb_backend.engine.token_masks import GuidedRows, TokenMasks
+from cb_backend.engine.runner.input_batch import InputBatch
+from cb_backend.engine.runner.logits_rules import LogitsRules
+from cb_backend.engine.runner.logprobs import LogprobsOfStep
+from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
-from cb_backend.engine.input_batch import InputBatch
-from cb_backend.engine.launched_step import LaunchedStep
-from cb_backend.engine.logits_rules import LogitsRules, RuledRows
-from cb_backend.engine.logprobs import LogprobsOfStep, PendingLogprobs
-from cb_backend.engine.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
-from cb_backend.engine.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
-from cb_backend.engine.step_graphs import MAX_GRAPH_PROMPTS, StepGraphs
-from cb_backend.engine.token_masks import GuidedRows, TokenMasks
+from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
+from cb_backend.engine.runner.input_batch import InputBatch
+from cb_backend.engine.runner.launched_step import LaunchedStep
+from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows
+from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
+from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
+from cb_backend.engine.runner.step_graphs import MAX_GRAPH_PROMPTS, StepGraphs
+from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
