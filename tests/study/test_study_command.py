@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli.main import main
+from tests.cli.test_bench_command import CONFIG
 from tests.study.made_up import step_times
-from tests.unit.test_bench_command import CONFIG
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:{second:02d}.{second % 10}000000,{20 + 7 * second % 50},{2 + 5 * second % 12}\n"

@@ -1,4 +1,4 @@
-"""Finding a server, and each thing that can be wrong with one: pytest tests/unit/test_cli_local_server.py"""
+"""Finding a server, and each thing that can be wrong with one: pytest tests/cli/test_local_server.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads are what they claim, request for request: pytest tests/unit/test_bench_workloads.py
+"""Workloads are what they claim, request for request: pytest tests/cli/test_bench_workloads.py
 
 Totals and digests were computed with the peer engines' own scripts, not with this package.
 """

@@ -1,4 +1,4 @@
-"""A benchmark pass over a runner without a model: pytest tests/unit/test_bench_engine.py"""
+"""A benchmark pass over a runner without a model: pytest tests/cli/test_bench_engine.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is another front of a neighbour's engine: pytest tests/unit/test_engine_of.py"""
+"""A model that is another front of a neighbour's engine: pytest tests/front_end/test_engine_of.py"""
 
 from __future__ import annotations
 

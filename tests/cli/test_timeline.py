@@ -1,4 +1,4 @@
-"""The picture of a step log that is known by heart. pytest tests/unit/test_timeline.py"""
+"""The picture of a step log that is known by heart. pytest tests/cli/test_timeline.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Silence counts only while somebody listens. pytest tests/unit/test_silence.py"""
+"""Silence counts only while somebody listens. pytest tests/front_end/test_silence.py"""
 
 from __future__ import annotations
 

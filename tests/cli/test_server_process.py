@@ -1,4 +1,4 @@
-"""Ports, processes, the server's log, model repositories: pytest tests/unit/test_cli_server_process.py"""
+"""Ports, processes, the server's log, model repositories: pytest tests/cli/test_server_process.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits against tables worked out by hand from public configs: pytest tests/unit/test_bench_roofline.py
+"""The limits against tables worked out by hand from public configs: pytest tests/cli/test_bench_roofline.py
 
 Bandwidth 3.0 TB/s and 790 TFLOP/s throughout.
 """

@@ -1,4 +1,4 @@
-"""No ratio between unlike runs, ties inside the spread, budgets: pytest tests/unit/test_bench_compare.py"""
+"""No ratio between unlike runs, ties inside the spread, budgets: pytest tests/cli/test_bench_compare.py"""
 
 from __future__ import annotations
 

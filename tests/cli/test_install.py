@@ -1,4 +1,4 @@
-"""Installing the package as a backend of a server: pytest tests/unit/test_cli_install.py"""
+"""Installing the package as a backend of a server: pytest tests/cli/test_install.py"""
 
 from __future__ import annotations
 

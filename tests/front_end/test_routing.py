@@ -1,4 +1,4 @@
-"""Which engine a request goes to. pytest tests/unit/test_routing.py"""
+"""Which engine a request goes to. pytest tests/front_end/test_routing.py"""
 
 from __future__ import annotations
 
