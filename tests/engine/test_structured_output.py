@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.request import FinishReason
 from cb_backend.structured_output import StructuredOutput
@@ -160,7 +161,7 @@ def test_an_empty_intersection_ends_its_own_request_with_the_reason(
     bad = params(GRAMMARS["regex"], allowed_token_ids=(70, 71))
     got = run_to_end(engine, [*PROMPTS[:5], PROMPTS[0], *PROMPTS[10:]], [*ALL_PARAMS[:5], bad, *ALL_PARAMS[10:]])
     assert got.reasons[5] is FinishReason.ERROR
-    assert "no token is left that the grammar and the request's other rules" in got.failures[5]
+    assert got.failures[5] == NO_TOKEN_LEFT
     assert [got.token_ids[i] for i in (0, 1, 2, 3, 4, 6, 7)] == [*alone[:5], *alone[10:]]
 
 

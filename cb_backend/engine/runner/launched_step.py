@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT
 from cb_backend.engine.runner.logprobs import PendingLogprobs
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs
 from cb_backend.engine.runner.token_masks import GuidedRows
@@ -28,22 +29,30 @@ class LaunchedStep:
     guided: GuidedRows | None
 
     def result(self) -> ModelRunnerOutput:
-        tokens, is_failed = self.sampled()
+        tokens, codes = self._tokens_and_codes()
+        is_failed = codes != 0
         logprobs = None if self.logprobs is None else self.logprobs.result()
         of_prompts = {} if self.prompt_logprobs is None else self.prompt_logprobs.result()
-        failures = {} if self.guided is None else self.guided.read_tokens()
+        failures = dict.fromkeys(np.flatnonzero(codes == RULED_OUT).tolist(), NO_TOKEN_LEFT)
+        if self.guided is not None:
+            failures |= self.guided.read_tokens()
         is_failed[list(failures)] = True
         return ModelRunnerOutput(self.plan.step_id, tokens, is_failed, logprobs, of_prompts, failures)
 
     def sampled(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Token ids and is_failed [num_rows], as soon as they are there."""
+        tokens, codes = self._tokens_and_codes()
+        return tokens, codes != 0
+
+    def _tokens_and_codes(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Token ids, and 0 or why a row failed, [num_rows] each."""
         if self.done is not None:
             self.done.synchronize()
         plan, num_decode = self.plan, self.plan.num_decode_rows
         values = self.host_result.numpy()
         if num_decode == plan.num_rows:
-            tokens, failed = values[:, :num_decode].copy()
-            return tokens, failed.astype(np.bool_)
+            tokens, codes = values[:, :num_decode].copy()
+            return tokens, codes
         prompts = values[:, self.first_prompt : self.first_prompt + plan.num_rows - num_decode]
-        tokens, failed = np.concatenate((values[:, :num_decode], prompts), axis=1)
-        return np.where(plan.is_sampling, tokens, NO_TOKEN), (failed != 0) & plan.is_sampling
+        tokens, codes = np.concatenate((values[:, :num_decode], prompts), axis=1)
+        return np.where(plan.is_sampling, tokens, NO_TOKEN), np.where(plan.is_sampling, codes, 0)

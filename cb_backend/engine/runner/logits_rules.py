@@ -30,6 +30,13 @@ from cb_backend.layers.ops import Ops
 from cb_backend.outputs import JoinedRow
 from cb_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
+NO_TOKEN_LEFT = (
+    "no token is left that all of the request's rules allow (structured output, allowed_token_ids, bad_words,"
+    " min_tokens); relax one of them"
+)
+# Why a row has no token, where a step's result tells it apart: its own logits are not finite, or its rules forbid all.
+NOT_FINITE, RULED_OUT = 1, 2
+
 _NO_MARKS = -1
 _FIRST_MARK_ROWS = 4
 
@@ -172,6 +179,14 @@ class LogitsRules:
 
     def _copy(self, values: object, dtype: type[np.generic]) -> Tensor:
         return copy_to(np.asarray(values, dtype), self._device)
+
+
+def failure_codes(is_failed: Tensor, is_failed_with_rules: Tensor) -> Tensor:
+    """0, NOT_FINITE or RULED_OUT for each row; both arguments and the result are int32 [num_ruled_rows].
+
+    A row that failed before its rules were applied is not finite, even where they hide it.
+    """
+    return torch.where(is_failed != 0, NOT_FINITE, is_failed_with_rules * RULED_OUT)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cb_backend.engine.runner.input_batch import InputBatch
-from cb_backend.engine.runner.logits_rules import LogitsRules
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT, LogitsRules, failure_codes
 from cb_backend.engine.runner.logprobs import LogprobsOfStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
@@ -87,9 +87,11 @@ class ModelRunner:
             last_tokens = np.cumsum(plan.num_scheduled_tokens)[rows] - 1
             last_hidden = hidden[self._to_device(last_tokens)]
             guided = self.masks.find(plan.slots[rows], rows)
-            sampled[rows], is_failed[rows], logprobs = self._sample(plan, rows, last_hidden, guided)
+            sampled[rows], codes, logprobs = self._sample(plan, rows, last_hidden, guided)
+            failures = dict.fromkeys(rows[codes == RULED_OUT].tolist(), NO_TOKEN_LEFT)
+            is_failed[rows] = codes != 0
             if guided is not None:
-                failures = guided.launched(lambda: (sampled, is_failed)).read_tokens()
+                failures |= guided.launched(lambda: (sampled, is_failed)).read_tokens()
                 is_failed[list(failures)] = True
         prompt_logprobs = {} if of_prompts is None else of_prompts.result()
         return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs, prompt_logprobs, failures))
@@ -125,8 +127,11 @@ class ModelRunner:
 
     def _sample(
         self, plan: SchedulerOutput, rows: NDArray[np.intp], hidden: Tensor, guided: GuidedRows | None
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], TokenLogprobs | None]:
-        """Choose the next token of the given rows from their last hidden states [len(rows), hidden_size]."""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], TokenLogprobs | None]:
+        """Choose the next token of the given rows from their last hidden states [len(rows), hidden_size].
+
+        Returns token ids, why a row has none (`logits_rules.failure_codes`; 0: it has one), log-probabilities.
+        """
         batch = self.batch
         slots = plan.slots[rows]
         positions = plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows]  # of the token to be sampled
@@ -162,8 +167,11 @@ class ModelRunner:
         if ruled is not None:
             self.rules.record(ruled, token_ids[ruled.rows])
         logprobs = None if asking is None else self.logprobs.launch(asking, logits, token_ids)
-        failed = is_failed.cpu().numpy()  # waits for the device
-        return sampled, failed, None if logprobs is None else logprobs.result()
+        codes = is_failed.to(torch.int32)
+        if ruled is not None:
+            was_failed = ~logits[ruled.rows].amax(dim=-1).isfinite()  # NaN where a row holds one
+            codes[ruled.rows] = failure_codes(was_failed.to(torch.int32), codes[ruled.rows])
+        return sampled, codes.cpu().numpy(), None if logprobs is None else logprobs.result()
 
     def _to_device(self, array: NDArray) -> Tensor:
         # A plan's arrays are frozen; torch wants to be able to write, so those are copied (they are small).

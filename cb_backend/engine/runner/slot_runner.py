@@ -17,7 +17,7 @@ from torch import Tensor
 from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
 from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.runner.launched_step import LaunchedStep
-from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows
+from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, failure_codes
 from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
@@ -168,6 +168,7 @@ class SlotRunner:
         token_ids, is_failed = ops.sample(own_logits, *ruled.sampling, positions)
         chosen = result.new_empty(2, len(token_ids))
         ops.commit_tokens(ruled.slots, token_ids, is_failed, positions, state.last_token, state.num_tokens, chosen)
+        chosen[1] = failure_codes(result[1, ruled.rows], chosen[1])
         result[:, ruled.rows] = chosen
         rules.record(ruled, token_ids)
 

@@ -25,12 +25,6 @@ from cb_backend.engine.grammar.mask_threads import MaskThreads
 from cb_backend.layers.ops import Ops
 from cb_backend.outputs import JoinedRow
 
-NOTHING_LEFT = (
-    "structured output: no token is left that the grammar and the request's other rules (allowed_token_ids, bad_words,"
-    " logit_bias, min_tokens) both allow; relax one of them"
-)
-
-
 SampledTokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # token ids, is_failed: [num_plan_rows] each
 
 
@@ -40,7 +34,6 @@ class TokenMasks:
     def __init__(self, num_slots: int, device: torch.device, ops: Ops) -> None:
         self.has_guide = np.zeros(num_slots, np.bool_)
         self._guides: dict[int, weakref.ref[Guide]] = {}
-        self._has_rules = np.zeros(num_slots, np.bool_)  # others, which together with a grammar may leave nothing
         self._device = device
         self._ops = ops
         self._threads = MaskThreads()
@@ -56,7 +49,6 @@ class TokenMasks:
                 self._finish_rows_of(guide)
                 guide.follow(row.token_ids[row.num_prompt_tokens :].tolist())
                 self._guides[row.slot] = weakref.ref(guide)
-                self._has_rules[row.slot] = row.params.has_logits_rules or row.params.min_tokens > 0
 
     def find(self, slots: NDArray[np.int32], rows: NDArray[np.intp]) -> GuidedRows | None:
         """The rows with guides among some that sample; None if there are none.
@@ -68,7 +60,7 @@ class TokenMasks:
         if not found:
             return None
         at = np.array([i for i, _ in found])
-        return GuidedRows(self, [guide for _, guide in found], at, rows[at].tolist(), self._has_rules[slots[at]])
+        return GuidedRows(self, [guide for _, guide in found], at, rows[at].tolist())
 
     def close(self) -> None:
         self._threads.close()
@@ -117,7 +109,6 @@ class GuidedRows:
         guides: list[Guide],
         indices: NDArray[np.intp],
         rows: list[int],
-        has_rules: NDArray[np.bool_],
     ) -> None:
         """Parallel: `indices` among the rows that were asked about, `rows` in the plan."""
         self.guides = guides
@@ -125,7 +116,6 @@ class GuidedRows:
         self._masks = masks
         self._indices = indices
         self._rows = rows
-        self._has_rules = has_rules
         self._sampled: Callable[[], SampledTokens] | None = None
         self._is_read = False
 
@@ -154,16 +144,14 @@ class GuidedRows:
         return self
 
     def read_tokens(self) -> dict[int, str]:
-        """Feed the guides what their rows sampled, the first time. Returns the rows that failed, and why."""
+        """Feed the guides what their rows sampled, the first time. Returns the rows whose guides failed, and why."""
         if self._is_read or self._sampled is None:
             return self.failures
         self._is_read = True
         self._masks.was_read(self)
         token_ids, is_failed = self._sampled()
-        for row, guide, has_rules in zip(self._rows, self.guides, self._has_rules, strict=True):
+        for row, guide in zip(self._rows, self.guides, strict=True):
             if is_failed[row]:
-                if has_rules:
-                    self.failures.setdefault(row, NOTHING_LEFT)
                 continue
             guide.consume(int(token_ids[row]))
             if guide.failure is not None:

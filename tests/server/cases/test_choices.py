@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.fakes.scripted_model import script
-from tests.server.cases.case import Case, over_transports
+from tests.server.cases.case import Case, assert_clean, over_transports
 from tests.server.cases.conftest import BLOCK_SIZE, Floor
 from tests.server.cases.transports import TRANSPORTS, Wire
 from tests.server.conftest import wait_until
@@ -151,3 +151,16 @@ test_unknown_names = over_transports(
         for name in ("temperatur", "max_new_tokens", "stop_words", "repeat_penalty", "beam_width", "stream")
     ]
 )
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_k3_rules_that_leave_no_token_say_so(wire: Wire, transport: str) -> None:
+    """A word of the only token that is allowed, twice: after the first none is left, and the request is to blame."""
+    sampling = {**GREEDY, "allowed_token_ids": [ord("x")], "bad_words": ["xx"]}
+    reply = wire.ask(transport, "scripted", sampling, text_input=script(then="x"))
+    assert reply.num_finals == 1
+    assert reply.error is not None
+    assert "no token is left that all of the request's rules allow" in reply.error
+    assert_clean(reply.error)
+    assert "".join(text for response in reply.responses for text in response["text_output"]) in ("", "x")

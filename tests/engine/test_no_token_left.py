@@ -1,0 +1,94 @@
+"""Requests whose own rules leave no token, at once or after some: their own error, told as the client's to mend.
+
+A row whose logits are not finite is another thing, whatever rules it has, and stays the engine's fault.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
+from cb_backend.engine.runner.model_runner import ModelRunner
+from cb_backend.engine.runner.slot_runner import SlotRunner
+from cb_backend.request import FinishReason
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.structured_output import StructuredOutput
+from tests.engine.structured import EOS_ID, engine_for, prompts, run_to_end
+from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+PROMPTS = prompts(3)
+PLAIN = {"max_tokens": 12, "temperature": 0.0, "seed": 0, "ignore_eos": True}
+NEIGHBOURS = [SamplingParams(**PLAIN), SamplingParams(**PLAIN, allowed_token_ids=(5, 6, 7), presence_penalty=1.0)]
+
+DEAD_ENDS = {  # rules, and how many tokens come before none is left
+    "a word of the only token twice": ({"allowed_token_ids": (5,), "bad_words_token_ids": ((5, 5),)}, 1),
+    "the same at a temperature": (
+        {"allowed_token_ids": (5,), "bad_words_token_ids": ((5, 5, 5),), "temperature": 0.8, "top_k": 3, "top_p": 0.5},
+        2,
+    ),
+    "only the end, which min_tokens forbids": (
+        {"allowed_token_ids": (EOS_ID, 5), "bad_words_token_ids": ((5, 5),), "min_tokens": 6, "ignore_eos": False},
+        1,
+    ),
+    "every token is a bad word": ({"bad_words_token_ids": tuple((i,) for i in range(VOCAB_SIZE))}, 0),
+    "a grammar's only word is bad": (
+        {"structured_output": StructuredOutput(kind="choice", text='["aa"]'), "allowed_token_ids": (5, 6)},
+        0,
+    ),
+}
+RUNNERS = [("reference", 0), ("slots", 0), ("slots", 4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(("kind", "run_ahead"), RUNNERS)
+@pytest.mark.parametrize("name", DEAD_ENDS)
+def test_rules_that_leave_no_token_are_the_clients_error(folder: Path, name: str, kind: str, run_ahead: int) -> None:
+    rules, num_before = DEAD_ENDS[name]
+    expected = run_to_end(engine_for(folder, kind), PROMPTS[1:], NEIGHBOURS)
+    engine = engine_for(folder, kind, run_ahead=run_ahead)
+    got = run_to_end(engine, PROMPTS, [SamplingParams(**{**PLAIN, **rules}), *NEIGHBOURS])
+    assert got.reasons[0] is FinishReason.ERROR
+    assert got.failures == {0: NO_TOKEN_LEFT}
+    assert len(got.token_ids[0]) == num_before
+    assert [got.token_ids[1], got.token_ids[2]] == [expected.token_ids[0], expected.token_ids[1]]
+
+
+def poison(engine: LLMEngine, value: float, token_id: int | None) -> None:
+    """The first row of every step has this value: everywhere, or at one token."""
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner | SlotRunner)
+    compute_logits = runner.model.compute_logits
+
+    def poisoned(*args: Any) -> torch.Tensor:
+        logits = compute_logits(*args)
+        logits[0, slice(None) if token_id is None else token_id] = value
+        return logits
+
+    runner.model.compute_logits = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("kind", "run_ahead"), RUNNERS)
+@pytest.mark.parametrize(
+    ("value", "token_id"),
+    [(float("nan"), None), (float("-inf"), None), (float("inf"), 5), (float("nan"), 9), (float("inf"), 9)],
+)
+def test_h4_logits_that_are_not_finite_are_no_rules_fault(
+    folder: Path, value: float, token_id: int | None, kind: str, run_ahead: int
+) -> None:
+    """Case H4 of a row with rules, also where these forbid the token that is broken: nothing else is to be trusted."""
+    engine = engine_for(folder, kind, run_ahead=run_ahead)
+    poison(engine, value, token_id)
+    rules = SamplingParams(**PLAIN, allowed_token_ids=(5, 6))
+    got = run_to_end(engine, PROMPTS[:1], [rules])
+    assert got.reasons == {0: FinishReason.ERROR}
+    assert got.failures == {}, "the client is not told that its rules are wrong"
+    assert got.token_ids[0] == []
