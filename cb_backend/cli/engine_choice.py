@@ -1,4 +1,4 @@
-"""Which running engine a command speaks to."""
+"""Which running engine, or which model's engines, a command speaks to."""
 
 from __future__ import annotations
 
@@ -10,21 +10,47 @@ from cb_backend.front_end.engine_observer import running_engines
 from cb_backend.front_end.runtime_dir import EngineLife
 
 
-def add_engine_arguments(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--engine-pid", type=int, metavar="PID", help="which engine, where several run")
+def add_engine_arguments(parser: argparse._ActionsContainer, pid_help: str = "which engine, where several run") -> None:
+    parser.add_argument("--engine-pid", type=int, metavar="PID", help=pid_help)
     parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where engines' folders are; default: found")
 
 
 def chosen_engine(args: argparse.Namespace) -> EngineLife:
     """Raises `CliError` unless there is exactly one engine to choose."""
+    engines = _candidates(args)
+    if args.engine_pid is not None:
+        return next(life for life in engines if life.pid == args.engine_pid)
+    if len(engines) > 1:
+        raise CliError(f"several engines are running; choose one: --engine-pid ({_pids(engines)})")
+    return engines[0]
+
+
+def chosen_model(args: argparse.Namespace) -> list[EngineLife]:
+    """All engines of one model copy (`data_parallel_size` of them), by pid; `args.engine_pid` is any of them.
+
+    Raises `CliError` unless there is exactly one model to choose.
+    """
+    models: dict[Path, list[EngineLife]] = {}
+    for life in _candidates(args):
+        models.setdefault(life.folder, []).append(life)
+    if args.engine_pid is not None:
+        return next(engines for engines in models.values() if args.engine_pid in [life.pid for life in engines])
+    if len(models) > 1:
+        known = "; ".join(_pids(engines) for engines in models.values())
+        raise CliError(f"engines of several models are running; name one of a model's: --engine-pid ({known})")
+    (engines,) = models.values()
+    return engines
+
+
+def _candidates(args: argparse.Namespace) -> list[EngineLife]:
+    """What runs; not empty, and with the engine that `args.engine_pid` names, if it names one."""
     engines, pid = running_engines(args.runtime_dir), args.engine_pid
-    known = ", ".join(str(life.pid) for life in engines)
-    if pid is not None:
-        engines = [life for life in engines if life.pid == pid]
-        if not engines:
-            raise CliError(f"no engine of yours has pid {pid}; running: {known or 'none'}")
+    if pid is not None and pid not in [life.pid for life in engines]:
+        raise CliError(f"no engine of yours has pid {pid}; running: {_pids(engines) or 'none'}")
     if not engines:
         raise CliError("no engine of yours is running here; start one: cb-backend serve")
-    if len(engines) > 1:
-        raise CliError(f"several engines are running; choose one: --engine-pid ({known})")
-    return engines[0]
+    return engines
+
+
+def _pids(engines: list[EngineLife]) -> str:
+    return ", ".join(str(life.pid) for life in engines)

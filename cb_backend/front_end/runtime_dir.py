@@ -33,6 +33,11 @@ class EngineLife:
     start_time: int  # process_watch.process_start_time
     socket_path: str
 
+    @property
+    def folder(self) -> Path:
+        """The runtime folder, which all engines of one model copy share."""
+        return Path(self.socket_path).parent
+
 
 def runtime_base() -> Path:
     """The user's private folder for all servers. Raises `ConfigError` if somebody else owns it."""

@@ -65,8 +65,10 @@ def counting_config(**arguments: Any) -> EngineConfig:
     )
 
 
-def make_supervisor(config: EngineConfig, base: Path, server_pid: int | None = None) -> EngineSupervisor:
-    return EngineSupervisor(config, server_pid or os.getpid(), "llm", "1", base)
+def make_supervisor(
+    config: EngineConfig, base: Path, server_pid: int | None = None, name: str = "llm"
+) -> EngineSupervisor:
+    return EngineSupervisor(config, server_pid or os.getpid(), name, "1", base)
 
 
 def submit(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,8 @@ import pytest
 from cb_backend.cli.main import main
 from cb_backend.cli.timeline_steps import from_dump
 from cb_backend.errors import UnavailableError
-from cb_backend.front_end.engine_observer import ask_for_steps, running_engines
+from cb_backend.front_end.engine_observer import ask_for_steps, reset_prefix_cache, running_engines
+from cb_backend.front_end.supervisor import EngineSupervisor
 from tests.front_end.engines import answer, counting_config, eventually, is_running, make_supervisor, submit
 
 
@@ -52,6 +56,64 @@ def test_steps_of_a_running_engine(
         supervisor.close()
     eventually(lambda: not is_running(life.pid), "the engine ended with its front end, observed or not")
     assert running_engines(base) == []
+
+
+def num_cached_tokens(supervisor: EngineSupervisor) -> int:
+    """Prompt tokens that this model's engines have found in their caches until now."""
+    return sum(client.stats.num_cached_prompt_tokens for client in supervisor.client.members if client.stats)
+
+
+def ask_again(supervisor: EngineSupervisor) -> int:
+    """Ask what is always asked; returns how many tokens of it were cached. Each engine gets some of the prompts."""
+    before = num_cached_tokens(supervisor)
+    for start in range(8):
+        answer(supervisor, list(range(start, start + 80)), 1)
+    return num_cached_tokens(supervisor) - before
+
+
+def test_a_reset_reaches_every_engine_of_its_model_and_no_other(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any engine of a model may get the next request, so one whose cache is kept would serve on from it."""
+    ours, others = (make_supervisor(counting_config(data_parallel_size=2), base, name=name) for name in ("a", "b"))
+    try:
+        for supervisor in (ours, others):
+            supervisor.start()
+            eventually(lambda s=supervisor: all(c.is_ready for c in s.client.members), "both engines are there")
+            assert ask_again(supervisor) == 0
+            assert ask_again(supervisor) == 8 * 64, "of each prompt all whole blocks but the last"
+        pids = [client.life.pid for client in ours.client.members if client.life is not None]
+        assert len(set(pids)) == 2
+
+        assert main(["cache", "reset", "--runtime-dir", str(base)]) == 1
+        assert "engines of several models are running" in capsys.readouterr().err
+        assert main(["cache", "reset", "--runtime-dir", str(base), "--engine-pid", str(pids[1])]) == 0
+        told = re.findall(r"engine (\d+): .*\((\d+) blocks", capsys.readouterr().out)
+        assert [int(pid) for pid, _ in told] == sorted(pids)
+        assert all(int(num_blocks) > 0 for _, num_blocks in told), "each engine has had some of the prompts"
+        assert ask_again(ours) == 0, "nothing is reused, whichever engine is asked"
+        assert ask_again(others) == 8 * 64, "the other model keeps its caches"
+
+        assert main(["cache", "reset", "--runtime-dir", str(base), "--engine-pid", "1"]) == 1
+        assert "no engine of yours has pid 1" in capsys.readouterr().err
+        others.close()
+        os.kill(pids[0], signal.SIGSTOP)
+        monkeypatch.setattr(
+            "cb_backend.cli.cache.reset_prefix_cache",
+            lambda path: reset_prefix_cache(
+                path, timeout_s=0.1 if path == ours.client.members[0].life.socket_path else 60
+            ),
+        )
+        try:
+            assert main(["cache", "reset", "--runtime-dir", str(base)]) == 1
+        finally:
+            os.kill(pids[0], signal.SIGCONT)
+        told = capsys.readouterr()
+        assert f"engine {pids[0]} was not reset: " in told.err
+        assert f"engine {pids[1]}: its prefix cache is empty" in told.out, "the others are reset all the same"
+    finally:
+        ours.close()
+        others.close()
 
 
 def test_nobody_answers() -> None:
