@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import about_card, time_graph, write_csv
 from roofline import HAS_QK_NORM, MODELS
 
-from cb_backend.cli.bench_device import measure_card, model_shape
-from cb_backend.cli.roofline import CardLimits, decode_seconds
+from cb_backend.cli.benchmarks.machine import measure_card, model_shape
+from cb_backend.cli.benchmarks.roofline import CardLimits, decode_seconds
 from cb_backend.kernels.fp8 import FP8
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.attention_metadata import AttentionMetadata

@@ -25,10 +25,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "client")]
 
-from cb_backend.cli.local_server import find_server  # noqa: E402
-from cb_backend.cli.model_repository import copy_with_model  # noqa: E402
-from cb_backend.cli.processes import descendants  # noqa: E402
-from cb_backend.cli.server_process import ServerOptions, ServerProcess, free_ports  # noqa: E402
+from cb_backend.cli.server.local_server import find_server  # noqa: E402
+from cb_backend.cli.server.model_repository import copy_with_model  # noqa: E402
+from cb_backend.cli.server.processes import descendants  # noqa: E402
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports  # noqa: E402
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 HEADER = (

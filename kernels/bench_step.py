@@ -5,7 +5,7 @@
     python kernels/bench_step.py --rows 1,256 --check    # dependent launches against plain ones: times, and every bit
 
 Weights are random, every row has the same context or (`--ragged`) one of 1/8 to 15/8 of it. The floor is that of
-`cb_backend.cli.roofline` at the bandwidth and rate measured in the run.
+`cb_backend.cli.benchmarks.roofline` at the bandwidth and rate measured in the run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roofline import HAS_QK_NORM, MODELS
 
-from cb_backend.cli.bench_device import conditions, measure_card
-from cb_backend.cli.roofline import decode_seconds
+from cb_backend.cli.benchmarks.machine import conditions, measure_card
+from cb_backend.cli.benchmarks.roofline import decode_seconds
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape
 from cb_backend.kernels import launch

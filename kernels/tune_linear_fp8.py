@@ -31,7 +31,7 @@ from linear_shapes import Parameters, Shape, candidates, shapes_of
 from roofline import MODELS
 from tune import write_table
 
-from cb_backend.cli.bench_device import measure_card
+from cb_backend.cli.benchmarks.machine import measure_card
 from cb_backend.kernels.fp8 import Fp8Rows, quantize_rows_torch
 from cb_backend.kernels.launch import TUNED, gpu_slug, num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from cb_backend.cli import bench_accuracy, bench_batching, bench_engine
+from cb_backend.cli.benchmarks import accuracy, batching, engine
 
 HELP = "measure the engine"
 
-BENCHMARKS = {"accuracy": bench_accuracy, "batching": bench_batching, "engine": bench_engine}
+BENCHMARKS = {"accuracy": accuracy, "batching": batching, "engine": engine}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from cb_backend.cli.demo_model import ensure_demo_model
 from cb_backend.cli.demo_view import LineView, LiveView, Stream, View, print_table
-from cb_backend.cli.local_server import find_server
-from cb_backend.cli.model_repository import check_model_repository
 from cb_backend.cli.paths import CliError, checkout_path, load_client
-from cb_backend.cli.server_process import ServerOptions, ServerProcess, free_ports
+from cb_backend.cli.server.local_server import find_server
+from cb_backend.cli.server.model_repository import check_model_repository
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
 
 START_TIMEOUT_S = 120.0
 STREAM_TIMEOUT_S = 60.0

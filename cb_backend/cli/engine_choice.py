@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.front_end.engine_observer import running_engines
-from cb_backend.front_end.runtime_dir import EngineLife
+from cb_backend.front_end.engines.engine_observer import running_engines
+from cb_backend.front_end.engines.runtime_dir import EngineLife
 
 
 def add_engine_arguments(parser: argparse._ActionsContainer, pid_help: str = "which engine, where several run") -> None:

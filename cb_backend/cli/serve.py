@@ -18,11 +18,11 @@ from types import FrameType
 
 from cb_backend.cli.demo_model import DEMO_MODEL, ensure_demo_model
 from cb_backend.cli.install import our_backends
-from cb_backend.cli.local_server import find_server
-from cb_backend.cli.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.paths import CliError, checkout_path
-from cb_backend.cli.server_log import is_worth_showing
-from cb_backend.cli.server_process import ServerOptions, ServerProcess
+from cb_backend.cli.server.local_server import find_server
+from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
+from cb_backend.cli.server.server_log import is_worth_showing
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
 
 PROGRESS_EVERY_S = 10.0
 SAID_ONCE = ("failed to load", "Failed to create instance", "error: creating server")  # in our own words at the end

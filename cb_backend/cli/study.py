@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cb_backend.cli import bench_device
+from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
 from cb_backend.config import EngineConfig, engine_config_from_dict
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         times=times,
         say=Teller(begin),
         note=lambda text: print(f"{time.monotonic() - begin:7.1f} s  {text}", file=sys.stderr, flush=True),
-        conditions=bench_device.conditions,
+        conditions=machine.conditions,
     )
     study = session.run()
     if args.save_times is not None and session.times is not None:

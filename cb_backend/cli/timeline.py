@@ -7,9 +7,9 @@ from pathlib import Path
 
 from cb_backend.cli.engine_choice import add_engine_arguments, chosen_engine
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.timeline_steps import StepLogFile, from_dump
-from cb_backend.cli.timeline_svg import TimeAxis, draw, page
-from cb_backend.front_end.engine_observer import ask_for_steps
+from cb_backend.cli.timelines.steps import StepLogFile, from_dump
+from cb_backend.cli.timelines.svg import TimeAxis, draw, page
+from cb_backend.front_end.engines.engine_observer import ask_for_steps
 
 HELP = "draw who was in the batch, token by token: of a running engine, a saved log, or a demo"
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1 or args.slots < 1:
         raise CliError("--steps and --slots must be at least 1")
     if args.source == "demo":
-        from cb_backend.cli.timeline_demo import compare  # needs torch
+        from cb_backend.cli.timelines.demo import compare  # needs torch
 
         logs = compare(args.model, args.slots, args.requests or 4 * args.slots, args.seed)
         title, note = "The same requests, batched in two ways", _comparison(logs)

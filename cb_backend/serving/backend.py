@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from cb_backend.config import engine_folder, load_engine_config
 from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
-from cb_backend.front_end.bad_words import with_bad_word_ids
-from cb_backend.front_end.chat import Chat
-from cb_backend.front_end.logprobs import OutputLogprobs, PromptFigures
-from cb_backend.front_end.output_text import OutputText
-from cb_backend.front_end.prompt import prompt_token_ids
-from cb_backend.front_end.protocol import GenerateRequest, parse_request
-from cb_backend.front_end.supervisor import EngineSupervisor
-from cb_backend.front_end.token_choice import check_token_choice
-from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.front_end.engines.supervisor import EngineSupervisor
+from cb_backend.front_end.text.bad_words import with_bad_word_ids
+from cb_backend.front_end.text.chat import Chat
+from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
+from cb_backend.front_end.text.output_text import OutputText
+from cb_backend.front_end.text.prompt import prompt_token_ids
+from cb_backend.front_end.text.tokenizer import Tokenizer
+from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
+from cb_backend.front_end.wire.token_choice import check_token_choice
 from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.housekeeping import Housekeeping

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readiness_probe, server_arguments
 from cb_backend.serving.metric_exporter import MetricExporter
 from cb_backend.serving.metrics import EngineReport, Metrics

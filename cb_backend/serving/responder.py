@@ -20,7 +20,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.protocol import GenerateRequest
+from cb_backend.front_end.wire.protocol import GenerateRequest
 from cb_backend.request import FinishReason
 from cb_backend.serving.latency import Latencies, ThreadLatencies
 from cb_backend.serving.live_request import LiveRequest, News

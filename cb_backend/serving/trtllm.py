@@ -11,8 +11,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.protocol import GenerateRequest
-from cb_backend.front_end.trtllm_protocol import parse_trtllm_request
+from cb_backend.front_end.wire.protocol import GenerateRequest
+from cb_backend.front_end.wire.trtllm_protocol import parse_trtllm_request
 from cb_backend.serving import backend
 from cb_backend.serving.model_config import excludes_input
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cb_backend.cli.bench_accuracy import accuracy, answers_of, logits_along
+from cb_backend.cli.benchmarks.accuracy import accuracy, answers_of, logits_along
 from cb_backend.cli.main import main
 from cb_backend.engine.llm_engine import create_engine
 from tests.engine.drive import config

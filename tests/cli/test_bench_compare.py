@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cb_backend.cli.bench_compare import (
+from cb_backend.cli.benchmarks.compare import (
     SAME_WORK,
     ArmCost,
     Spread,

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cb_backend.cli.bench_pass import PassResult, run_pass
-from cb_backend.cli.bench_report import Limits, pairs_record, pass_record, table
-from cb_backend.cli.bench_workloads import Workload, offline
-from cb_backend.cli.roofline import CardLimits, ModelShape, decode_seconds
+from cb_backend.cli.benchmarks.report import Limits, pairs_record, pass_record, table
+from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape, decode_seconds
+from cb_backend.cli.benchmarks.timed_pass import PassResult, run_pass
+from cb_backend.cli.benchmarks.workloads import Workload, offline
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.messages import ModelInfo

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from cb_backend.cli.roofline import (
+from cb_backend.cli.benchmarks.roofline import (
     CardLimits,
     ModelShape,
     decode_seconds,

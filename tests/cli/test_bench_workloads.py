@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cb_backend.cli.bench_workloads import (
+from cb_backend.cli.benchmarks.workloads import (
     WORKLOADS,
     Draw,
     Workload,

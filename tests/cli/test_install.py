@@ -10,8 +10,8 @@ import pytest
 
 from cb_backend.cli.install import install_backend, our_backends
 from cb_backend.cli.main import main
-from cb_backend.cli.model_repository import check_model_repository, served_checkpoints
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.model_repository import check_model_repository, served_checkpoints
 
 
 @pytest.mark.parametrize("name", ["cb_backend", "vllm"])

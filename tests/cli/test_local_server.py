@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.cli import local_server
 from cb_backend.cli.install import our_backends
-from cb_backend.cli.local_server import (
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.server import local_server
+from cb_backend.cli.server.local_server import (
     check_glibc,
     check_numpy,
     check_stub_python,
@@ -20,7 +21,6 @@ from cb_backend.cli.local_server import (
     stub_needs_libpython,
     stub_python_version,
 )
-from cb_backend.cli.paths import CliError
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 

@@ -18,11 +18,11 @@ import pytest
 from cb_backend.cli import main as cli_main
 from cb_backend.cli.demo_model import extract_gguf
 from cb_backend.cli.demo_view import Stream
-from cb_backend.cli.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.paths import CliError, checkout_path, load_client
-from cb_backend.cli.processes import ProcessId, descendants
-from cb_backend.cli.server_log import failure_reason, is_worth_showing
-from cb_backend.cli.server_process import ServerOptions, check_ports, free_ports
+from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
+from cb_backend.cli.server.processes import ProcessId, descendants
+from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
+from cb_backend.cli.server.server_process import ServerOptions, check_ports, free_ports
 
 LOAD_FAILURE = (
     "E1127 23:52:48.71 5985 model_lifecycle.cc:642] \"failed to load 'llm' version 1: Internal: TritonModelException:"

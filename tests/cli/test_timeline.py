@@ -11,9 +11,9 @@ import pytest
 
 from cb_backend.cli import main
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.timeline_lanes import Leave, find_stays, summarise
-from cb_backend.cli.timeline_steps import Ended, Header, Joined, Row, Step, StepLogFile
-from cb_backend.cli.timeline_svg import LEFT, RIGHT, WIDTH, draw
+from cb_backend.cli.timelines.lanes import Leave, find_stays, summarise
+from cb_backend.cli.timelines.steps import Ended, Header, Joined, Row, Step, StepLogFile
+from cb_backend.cli.timelines.svg import LEFT, RIGHT, WIDTH, draw
 from cb_backend.request import FinishReason
 
 STOP, LENGTH, ABORT = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ABORT)

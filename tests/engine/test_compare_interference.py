@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from cb_backend.cli.bench_workloads import Workload
+from cb_backend.cli.benchmarks.workloads import Workload
 from cb_backend.cli.paths import checkout_path
 from tests.models.tiny_checkpoints import write_checkpoint
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cb_backend.buckets import BucketCounts, one_two_five, total_of
-from cb_backend.cli.timeline_steps import StepLogFile, from_dump
+from cb_backend.cli.timelines.steps import StepLogFile, from_dump
 from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.step_log import StepLog

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cb_backend.cli.processes import descendants
+from cb_backend.cli.server.processes import descendants
 from tests.faults.checker import Verdict, Window, check_folder, write_windows
 from tests.faults.faulty_runner import ENVIRONMENT, FaultFile
 from tests.faults.history import Event, HistoryReader, Item, write_plan

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
 
-from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.front_end.text.tokenizer import Tokenizer
 
 # Tokens of several characters that the cases name, beside one token for every byte.
 WORDS = ["DEF", "G", "HI", "J", " stop", "a b", "c!d", " world", "Hello", "x", "ok"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.bad_words import with_bad_word_ids, word_forms
+from cb_backend.front_end.text.bad_words import with_bad_word_ids, word_forms
 from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import ByteFallbackKit, ByteLevelKit
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.chat import Chat
-from cb_backend.front_end.chat_template import ChatTemplate
-from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.front_end.text.chat import Chat
+from cb_backend.front_end.text.chat_template import ChatTemplate
+from cb_backend.front_end.text.tokenizer import Tokenizer
 
 CHATML = """{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.role == 'assistant' and '</think>' in message.content %}{{ message.content.split('</think>')[-1] | trim }}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
-from cb_backend.front_end.detokenizer import MAX_HELD_RUN_BYTES, IncrementalDetokenizer
+from cb_backend.front_end.text.detokenizer import MAX_HELD_RUN_BYTES, IncrementalDetokenizer
 from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit, as_byte_level
 
 FEW_LONG_RUNS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,8 +10,8 @@ import pytest
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError, ErrorCode
-from cb_backend.front_end.engine_launch import share_environment, visible_gpus
-from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.engines.engine_launch import share_environment, visible_gpus
+from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.front_end.engines import answer, counting_config, eventually, is_running, submit
 from tests.front_end.test_supervisor import LONG, Fleet, fleet
 
@@ -86,7 +86,7 @@ def test_cancel_and_close_reach_every_engine(fleet: Fleet) -> None:
 
 
 def test_requests_go_to_the_engine_that_is_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cb_backend.front_end.engine_keeper.FIRST_RESTART_DELAY_S", 60.0)
+    monkeypatch.setattr("cb_backend.front_end.engines.engine_keeper.FIRST_RESTART_DELAY_S", 60.0)
     member = fleet.add(two_engines())
     os.kill(pids(member)[0], signal.SIGKILL)
     eventually(lambda: not member.client.members[0].is_ready, "the end is noticed")

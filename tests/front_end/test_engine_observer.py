@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli.main import main
-from cb_backend.cli.timeline_steps import from_dump
+from cb_backend.cli.timelines.steps import from_dump
 from cb_backend.errors import UnavailableError
-from cb_backend.front_end.engine_observer import ask_for_steps, reset_prefix_cache, running_engines
-from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.engines.engine_observer import ask_for_steps, reset_prefix_cache, running_engines
+from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.front_end.engines import answer, counting_config, eventually, is_running, make_supervisor, submit
 
 

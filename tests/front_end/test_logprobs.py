@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from cb_backend.front_end.logprobs import OutputLogprobs, PromptFigures
-from cb_backend.front_end.output_text import OutputText
+from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
+from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.messages import ChunkLogprobs, StepLogprobs, TokenLogprob, unpack_logprobs
 from cb_backend.outputs import TokenLogprobs, rows_after
 from cb_backend.request import FinishReason

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cb_backend.front_end.output_text import OutputText
+from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.chat import Chat
-from cb_backend.front_end.prompt import prompt_token_ids
-from cb_backend.front_end.protocol import parse_request
+from cb_backend.front_end.text.chat import Chat
+from cb_backend.front_end.text.prompt import prompt_token_ids
+from cb_backend.front_end.wire.protocol import parse_request
 from tests.front_end.conftest import ByteLevelKit
 
 

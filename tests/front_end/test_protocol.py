@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.protocol import GenerateRequest, parse_request
+from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 from cb_backend.sampling_params import SamplingParams
 
 VOCAB_SIZE = 500

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cb_backend.front_end.routing import LOAD_FACTOR, choose_engine, prefix_key
+from cb_backend.front_end.engines.routing import LOAD_FACTOR, choose_engine, prefix_key
 from cb_backend.messages import token_ids_to_bytes
 
 

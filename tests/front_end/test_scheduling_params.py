@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.sampling_json import parse_params
+from cb_backend.front_end.wire.sampling_json import parse_params
 from cb_backend.scheduling_params import MAX_TIMEOUT_MS, SchedulingParams
 
 

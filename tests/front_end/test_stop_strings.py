@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cb_backend.front_end.stop_strings import StopStringMatcher
+from cb_backend.front_end.text.stop_strings import StopStringMatcher
 
 
 def run(pieces: list[str], stops: list[str], *, include: bool = False, num_passed: int = 0) -> tuple[list[str], bool]:

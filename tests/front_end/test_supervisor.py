@@ -17,8 +17,8 @@ import zmq
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError, ErrorCode, UnavailableError
-from cb_backend.front_end.engine_launch import engine_environment
-from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.engines.engine_launch import engine_environment
+from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
 from tests.front_end.engines import (
@@ -266,7 +266,7 @@ def test_engine_that_cannot_start_again_yet_is_tried_until_it_can(
 ) -> None:
     obstacle = tmp_path / "obstacle"
     monkeypatch.setenv("CB_TEST_OBSTACLE", str(obstacle))
-    monkeypatch.setattr("cb_backend.front_end.engine_keeper.FIRST_RESTART_DELAY_S", 0.1)
+    monkeypatch.setattr("cb_backend.front_end.engines.engine_keeper.FIRST_RESTART_DELAY_S", 0.1)
     member = fleet.add()
     obstacle.touch()
     os.kill(engine_pid(member), signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.token_choice import check_token_choice
+from cb_backend.front_end.wire.token_choice import check_token_choice
 from cb_backend.sampling_params import SamplingParams
 
 EOS = (0, 9)

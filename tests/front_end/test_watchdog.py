@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end import engine_client
+from cb_backend.front_end.engines import engine_client
 from tests.fakes.counting_runner import HANGING_TOKEN
 from tests.front_end.engines import Sink, answer, counting_config, eventually, submit
 from tests.front_end.test_supervisor import LONG, Fleet, engine_pid, fleet, running

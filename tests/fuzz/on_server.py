@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from cb_backend.cli.processes import descendants
+from cb_backend.cli.server.processes import descendants
 from tests.fuzz.in_process import shown
 from tests.fuzz.mutations import FuzzedRequest, make_request
 from tests.server.cases.case import assert_clean

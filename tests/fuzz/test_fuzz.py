@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.cli.local_server import find_server
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.local_server import find_server
 from tests.fuzz import in_process, on_server
 from tests.fuzz.mutations import make_request
 from tests.server.cases.transports import Wire

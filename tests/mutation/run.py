@@ -58,9 +58,9 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         "cb_backend.kv_cache.manager",
         (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/scheduler/test_prompt_share.py"),
     ),
-    "stop_strings": ("cb_backend.front_end.stop_strings", _TEXT),
-    "output_text": ("cb_backend.front_end.output_text", _TEXT),
-    "detokenizer": ("cb_backend.front_end.detokenizer", _TEXT),
+    "stop_strings": ("cb_backend.front_end.text.stop_strings", _TEXT),
+    "output_text": ("cb_backend.front_end.text.output_text", _TEXT),
+    "detokenizer": ("cb_backend.front_end.text.detokenizer", _TEXT),
 }  # fmt: skip
 
 

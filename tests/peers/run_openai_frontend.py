@@ -30,7 +30,7 @@ import in_process_api
 from openai_cases import Case, cases
 
 from cb_backend.cli.install import install_backend
-from cb_backend.cli.local_server import find_server
+from cb_backend.cli.server.local_server import find_server
 from tests.server.conftest import RunningServer, running_server
 from tests.server.test_examples import add_examples
 from tests.server.tiny_checkpoint import write_tiny_checkpoint

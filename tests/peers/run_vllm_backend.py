@@ -25,9 +25,9 @@ from stand_in import write_stand_in
 from suites import NOT_RUN, SUITES, Models, Suite
 
 from cb_backend.cli.install import install_backend
-from cb_backend.cli.local_server import find_server
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.server_process import ServerOptions, ServerProcess
+from cb_backend.cli.server.local_server import find_server
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
 
 START_TIMEOUT_S = 120.0
 SUITE_TIMEOUT_S = 3600.0

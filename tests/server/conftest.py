@@ -19,11 +19,11 @@ from types import MappingProxyType
 
 import pytest
 
-from cb_backend.cli.local_server import find_server
-from cb_backend.cli.model_repository import copy_with_model
 from cb_backend.cli.paths import CliError, checkout_path, load_client
-from cb_backend.cli.processes import descendants
-from cb_backend.cli.server_process import ServerOptions, ServerProcess, free_ports
+from cb_backend.cli.server.local_server import find_server
+from cb_backend.cli.server.model_repository import copy_with_model
+from cb_backend.cli.server.processes import descendants
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
 from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
 
 MARK = "CB_BACKEND_TEST_SERVER"

@@ -14,10 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cb_backend.cli.local_server import find_server
-from cb_backend.cli.model_repository import copy_with_model
 from cb_backend.cli.paths import checkout_path
-from cb_backend.cli.server_process import ServerOptions, ServerProcess, free_ports
+from cb_backend.cli.server.local_server import find_server
+from cb_backend.cli.server.model_repository import copy_with_model
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
 from tests.fakes.counting_runner import write_byte_tokenizer
 
 FRONT_ENDS = (1, 2, 4)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.processes import descendants
-from cb_backend.cli.server_process import free_ports, http_status
+from cb_backend.cli.server.processes import descendants
+from cb_backend.cli.server.server_process import free_ports, http_status
 from tests.server.conftest import RunningServer, marked_processes, running_server, wait_until
 from tests.server.raw_stream import RawStream
 from tests.server.test_streams import LONG

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 
-from cb_backend.cli.processes import descendants
+from cb_backend.cli.server.processes import descendants
 from tests.faults.processes import shared_memory_mb
 from tests.faults.traffic import STREAM_METHOD, message
 from tests.server.conftest import MAX_NUM_SEQS, RunningServer, wait_until

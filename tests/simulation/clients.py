@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.output_text import OutputText
-from cb_backend.front_end.tokenizer import Tokenizer
+from cb_backend.front_end.text.output_text import OutputText
+from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.messages import TokenLogprob
 from cb_backend.request import FinishReason
 from tests.fakes.counting_runner import write_byte_tokenizer

@@ -13,7 +13,7 @@ import zmq
 
 from cb_backend.engine import front_end_link
 from cb_backend.engine.front_end_link import FrontEndLink
-from cb_backend.front_end.engine_client import EngineClient
+from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.messages import Hello, encode
 
 

@@ -1,0 +1,178 @@
+"""What a benchmark ran on: card, driver, versions, commit; and what the card can do, measured on the spot."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cb_backend import __version__
+from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape
+from cb_backend.models.model_config import ModelConfig
+
+REPEATS = 5  # of each measurement; the best one counts, because a limit is what can be reached
+FP8_SPEED = 2.0  # of the tensor cores, beside 16-bit products (Hopper's and Ada's data sheets)
+COPY_BYTES = (1 << 30, 1 << 28)  # the second where memory is short; both are far above a GPU's L2 cache
+CALLS = {"cuda": 10, "cpu": 1}  # in one timing, so that the launch of a kernel does not count
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+
+
+def conditions(device: str) -> dict[str, Any]:
+    """Everything beside the model that a figure depends on."""
+    import torch
+
+    card, driver = (cpu_name(), "") if device == "cpu" else (torch.cuda.get_device_name(), _driver())
+    return {
+        "engine": "cb_backend",
+        "version": __version__,
+        "commit": commit(),
+        "card": card,
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+
+def cpu_name() -> str:
+    return f"{platform.machine()} CPU"
+
+
+def commit() -> str:
+    here = Path(__file__).parent
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "no commit"
+
+
+def _driver() -> str:
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return (found.stdout.split() or ["unknown"])[0]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def config_digest(folder: Path) -> str:
+    """Names the model's `config.json` by content, whatever its formatting."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def model_shape(
+    config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto", quantization: str | None = None
+) -> ModelShape:
+    """The sizes that the roofline needs; layers and cache in `dtype` unless they are fp8."""
+    is_fp8 = quantization == "fp8"
+    size = 4.0 if dtype == "float32" else 2.0
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        weight_bytes=1.0 if is_fp8 else size,
+        head_bytes=size,
+        layer_speed=FP8_SPEED if is_fp8 else 1.0,
+        kv_element_bytes=1.0 if kv_cache_dtype == "fp8" else size,
+    )
+
+
+def measure_card(device: str, dtype: str) -> CardLimits | None:
+    """Bandwidth of a device copy and FLOP/s of a large product of random matrices; None when there is no memory left.
+
+    Random, because products with zeros are faster on some cards.
+    """
+    import torch
+
+    for num_bytes in COPY_BYTES:
+        try:
+            bandwidth = _copy_bandwidth(device, num_bytes if device == "cuda" else 1 << 26)
+            size = MATMUL_SIZE[device]
+            left = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+            right = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+            product = torch.empty_like(left)
+            seconds = _best_seconds(device, lambda: torch.mm(left, right, out=product))  # noqa: B023
+            return CardLimits(bandwidth, 2 * size**3 / seconds)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    return None
+
+
+def _copy_bandwidth(device: str, num_bytes: int) -> float:
+    import torch
+
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _best_seconds(device, lambda: target.copy_(source))
+
+
+def _best_seconds(device: str, work: Callable[[], object]) -> float:
+    """Seconds of one call: the fastest of a few timings, after a warm-up."""
+    import torch
+
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    work()
+    best = float("inf")
+    for _ in range(REPEATS):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS[device]):
+            work()
+        synchronize()
+        best = min(best, (time.perf_counter() - start) / CALLS[device])
+    return best
+
+
+def reset_peak_memory(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory_bytes(device: str) -> int:
+    """Device memory allocated at most since the reset (GPU), or the process's largest resident size (CPU)."""
+    import torch
+
+    if device == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def seconds_since_process_start() -> float | None:
+    """Age of this process; None where the system does not tell (no Linux `/proc`)."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return age if 0 <= age < 3600 else None

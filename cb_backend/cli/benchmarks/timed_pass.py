@@ -1,0 +1,52 @@
+"""One timed pass of a workload through the in-process engine. Requests in at their arrival times, token times out.
+
+While the clock runs, the driver only keeps each step's output with its time; every figure is computed afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from cb_backend.cli.benchmarks.steps import StepLog, watch
+from cb_backend.cli.benchmarks.workloads import Workload
+from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.messages import EngineStats
+from cb_backend.request import Request
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.study.latencies import Latencies
+from cb_backend.study.replay import drive, no_collections, token_latencies
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Everything measured in one pass. Times in seconds."""
+
+    seconds: float  # from the start to the last token
+    idle_seconds: float  # of them, waiting for the next arrival with nothing to do
+    num_output_tokens: int
+    latencies: Latencies
+    steps: StepLog
+    stats: EngineStats
+
+
+def run_pass(engine: LLMEngine, workload: Workload, temperature: float) -> PassResult:
+    """Run the workload to its end on an engine made by `fresh_engine`.
+
+    Raises `ReplayError` when a request ends with another number of tokens than asked for.
+    """
+    log = watch(engine)
+    params = [
+        SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True, seed=index)
+        for index, length in enumerate(workload.output_lens)
+    ]
+
+    def make_request(index: int) -> Request:
+        return engine.make_request(index, workload.prompts[index], params[index])
+
+    with no_collections():
+        start = time.perf_counter()
+        outputs, idle, _ = drive(engine, make_request, workload.arrivals, start, time.perf_counter, time.sleep)
+    seconds = outputs[-1][0] - start
+    found = token_latencies(workload.arrivals, workload.output_lens, outputs, start)
+    return PassResult(seconds, idle, sum(workload.output_lens), found, log, engine.stats())

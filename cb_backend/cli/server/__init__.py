@@ -1,0 +1,1 @@
+"""A Triton server on this machine: found, given models, started, watched, ended."""

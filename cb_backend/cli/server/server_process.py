@@ -1,0 +1,237 @@
+"""One running server: start it, wait until it is ready, hand its output on, stop it, leave no process behind.
+
+Knows processes, ports and the server's log format; it does not know models or what they serve.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.local_server import ServerInstallation
+from cb_backend.cli.server.processes import ProcessId, descendants, session_members
+from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
+
+READY_POLL_S = 0.1
+KILL_GRACE_S = 5.0  # for what the server leaves behind, after it has ended
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # loaded before any fork
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How to start a server."""
+
+    model_repository: Path
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    exit_timeout_secs: int = 30
+    extra_arguments: tuple[str, ...] = ()
+    extra_environment: dict[str, str] = field(default_factory=dict)
+
+
+class ServerProcess:
+    """A server and its output. `start`, then `wait_ready`; always `stop` or `kill` it in the end."""
+
+    def __init__(
+        self, installation: ServerInstallation, options: ServerOptions, on_line: Callable[[str], None] | None = None
+    ) -> None:
+        """`on_line` gets each line of output from a thread of this object."""
+        self.options = options
+        self.lines: deque[str] = deque(maxlen=4000)  # the newest output, for reasons and tests
+        self._installation = installation
+        self._on_line = on_line
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "start() first"
+        return self._process.pid
+
+    @property
+    def http_address(self) -> str:
+        return f"{_client_host(self.options.host)}:{self.options.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{_client_host(self.options.host)}:{self.options.grpc_port}"
+
+    @property
+    def metrics_address(self) -> str:
+        return f"{_client_host(self.options.host)}:{self.options.metrics_port}"
+
+    def start(self) -> None:
+        """Start the server. Raises `CliError` if a port is taken. Call it from a thread that outlives the server:
+        the server is told to end when that thread ends."""
+        check_ports(self.options)
+        self._process = subprocess.Popen(
+            self.command(),
+            env={**self._installation.environment, **self.options.extra_environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # A session of its own: Ctrl-C in the terminal reaches us alone, and we ask the server to drain.
+            start_new_session=True,
+            preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        self._reader = threading.Thread(target=self._read_output, name="server-output", daemon=True)
+        self._reader.start()
+
+    def command(self) -> list[str]:
+        options = self.options
+        return [
+            str(self._installation.binary),
+            f"--model-repository={options.model_repository}",
+            f"--backend-directory={self._installation.backend_dir}",
+            f"--http-address={options.host}",
+            f"--http-port={options.http_port}",
+            f"--grpc-address={options.host}",
+            f"--grpc-port={options.grpc_port}",
+            f"--metrics-port={options.metrics_port}",
+            f"--exit-timeout-secs={options.exit_timeout_secs}",
+            *options.extra_arguments,
+        ]
+
+    def is_ready(self) -> bool:
+        return http_status(self.http_address, "/v2/health/ready") == 200
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until every model is loaded. Raises `CliError` with the reason if the server ends first, `TimeoutError`
+        after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_ready():
+            if self.poll() is not None:
+                self._join_reader()
+                raise CliError(failure_reason(list(self.lines), self.poll()))
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the server was not ready after {timeout:.0f} s; its last line: {self.last_lines(1)}"
+                )
+            time.sleep(READY_POLL_S)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while the server runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end; None if it has not come within `timeout` seconds."""
+        assert self._process is not None, "start() first"
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def terminate(self) -> None:
+        """Ask the server to drain and end."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def stop(self, grace: float = 10.0) -> int:
+        """Drain, end, and make sure that nothing is left. Returns the exit code (negative: the signal)."""
+        family = self._family()
+        self.terminate()
+        if self.wait(self.options.exit_timeout_secs + grace) is None:
+            self.kill()
+        self._end_leftovers(family)
+        self._join_reader()
+        return self.poll() or 0
+
+    def kill(self) -> None:
+        """End the server and everything it started, now."""
+        family = self._family()
+        if self._process is not None and self.poll() is None:
+            self._process.kill()
+        for process in family:
+            process.kill()
+        self.wait(KILL_GRACE_S)
+
+    def _family(self) -> list[ProcessId]:
+        """What the server has started: below it, or orphans of its session if it has crashed."""
+        return list({*descendants(self.pid), *session_members(self.pid)})
+
+    @staticmethod
+    def _end_leftovers(family: list[ProcessId]) -> None:
+        deadline = time.monotonic() + KILL_GRACE_S
+        while any(process.is_alive() for process in family) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in family:
+            process.kill()
+
+    def _read_output(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if self._on_line is not None:
+                self._on_line(line.rstrip("\n"))
+
+    def _join_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.join(timeout=2.0)
+
+    def last_lines(self, count: int) -> list[str]:
+        """The newest lines of output that are worth showing, oldest first."""
+        return [line for line in self.lines if is_worth_showing(line)][-count:]
+
+
+def check_ports(options: ServerOptions) -> None:
+    """Raises `CliError` that names the port and the flag if one of the three ports is taken."""
+    ports = {"--http-port": options.http_port, "--grpc-port": options.grpc_port, "--metrics-port": options.metrics_port}
+    if len(set(ports.values())) < len(ports):
+        raise CliError(
+            f"the three ports must differ, got {', '.join(f'{flag} {port}' for flag, port in ports.items())}"
+        )
+    for flag, port in ports.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise CliError(
+                    f"port {port} of {options.host} cannot be used ({reason}); choose another: {flag}"
+                ) from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free on the loopback interface now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def http_status(address: str, path: str, timeout: float = 5.0) -> int | None:
+    """Status of a GET, None if nobody answers."""
+    connection = http.client.HTTPConnection(address, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _client_host(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "") else host

@@ -1,0 +1,1 @@
+"""A log of steps as a picture of the batch."""

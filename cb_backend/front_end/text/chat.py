@@ -1,0 +1,165 @@
+"""Chat messages to a prompt: the checkpoint's template around them, and their own text never more than text.
+
+A message that spells a control token (`<|im_end|>`) must not become one. So before rendering, in everything that the
+client sends, the first character of each such token is replaced by a private one: what looks like a control token
+afterwards was written by the template. Where messages spell none, the tokens are exactly what the tokenizer makes of
+the rendered text; else the parts between the template's control tokens are encoded as plain characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.text.chat_template import ChatTemplate
+from cb_backend.front_end.text.tokenizer import Tokenizer
+
+MAX_MESSAGES_BYTES = 4 << 20
+MAX_MESSAGES = 4096
+MAX_DEPTH = 32
+_ROLE = re.compile(r"[a-z_]{1,32}")
+_ARGUMENT = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_FIRST_MARK = 0xF0000  # private use: no text has a meaning here
+
+
+class Chat:
+    """The chat side of one tokenizer. One per front end, shared by its threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
+        controls = tokenizer.control_tokens
+        longest_first = sorted(controls, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first))) if controls else None
+        firsts = sorted({text[0] for text in controls})
+        self._marks = str.maketrans({first: chr(_FIRST_MARK + index) for index, first in enumerate(firsts)})
+        self._unmarks = str.maketrans({chr(_FIRST_MARK + index): first for index, first in enumerate(firsts)})
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a request's `messages`: a JSON list, or an object of them and the template's arguments.
+
+        Raises `InvalidRequestError` for malformed messages, and where the model has no template or its template
+        refuses them.
+        """
+        if self._template is None:
+            raise InvalidRequestError("this model has no chat template; render the prompt and send it as text_input")
+        values = _load(text)
+        if any(mark in text for mark in map(chr, self._unmarks)) or "\\udb80" in text.lower():
+            raise InvalidRequestError("messages hold private-use characters (U+F0000 and up); remove them")
+        arguments = {name: value for name, value in values.items() if name != "messages"}
+        self._check_arguments(arguments, self._template.variables())
+        rendered = self._template.render(
+            {
+                **self._tokenizer.named_tokens,
+                "add_generation_prompt": True,
+                **{name: _map_strings(value, self._mark) for name, value in arguments.items()},
+                "messages": [self._marked_message(message) for message in _check_messages(values["messages"])],
+            }
+        )
+        return self._tokenise(rendered)
+
+    def close(self) -> None:
+        if self._template is not None:
+            self._template.close()
+
+    def _check_arguments(self, arguments: dict[str, Any], variables: frozenset[str]) -> None:
+        for name in arguments:
+            if name in self._tokenizer.named_tokens or not _ARGUMENT.fullmatch(name):
+                raise InvalidRequestError(f"{name[:64]!r} in messages cannot be set; remove it")
+            if name not in variables and name != "add_generation_prompt":
+                raise InvalidRequestError(f"this model's chat template does not use {name!r}; remove it")
+
+    def _mark(self, text: str) -> str:
+        return text.translate(self._marks)
+
+    def _mark_special(self, text: str) -> str:
+        """For what the model itself said: tags like <think> keep their meaning, turns cannot be forged."""
+        if self._control is None:
+            return text
+        specials = self._tokenizer.pieces.special_ids
+
+        def mark(match: re.Match[str]) -> str:
+            is_special = self._tokenizer.control_tokens[match[0]] in specials
+            return match[0][0].translate(self._marks) + match[0][1:] if is_special else match[0]
+
+        return self._control.sub(mark, text)
+
+    def _marked_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        mark = self._mark_special if message["role"] == "assistant" else self._mark
+        return {mark(name): value if name == "role" else _map_strings(value, mark) for name, value in message.items()}
+
+    def _tokenise(self, rendered: str) -> list[int]:
+        """`rendered` holds marks. Marks and what they stand for have one character each, so places stay the same."""
+        text = rendered.translate(self._unmarks)
+        if self._control is None:
+            return self._tokenizer.encode_plain(text)
+        real = [match.span() for match in self._control.finditer(rendered)]
+        if real == [match.span() for match in self._control.finditer(text)]:
+            return self._tokenizer.encode_plain(text)
+        ids: list[int] = []
+        end = 0
+        for start, next_end in real:
+            ids += self._tokenizer.encode_characters(text[end:start])
+            ids.append(self._tokenizer.control_tokens[text[start:next_end]])
+            end = next_end
+        return ids + self._tokenizer.encode_characters(text[end:])
+
+
+def _load(text: str) -> dict[str, Any]:
+    if len(text.encode()) > MAX_MESSAGES_BYTES:
+        raise InvalidRequestError(f"messages have more than {MAX_MESSAGES_BYTES} bytes of JSON; send less")
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise InvalidRequestError("messages are nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"messages are not valid JSON: {error}") from None
+    if isinstance(values, list):
+        values = {"messages": values}
+    if not isinstance(values, dict) or not isinstance(values.get("messages"), list):
+        raise InvalidRequestError('messages must be a JSON list, or an object with a list "messages"')
+    return values
+
+
+def _check_messages(messages: list[Any]) -> list[dict[str, Any]]:
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequestError(f"there must be 1 to {MAX_MESSAGES} messages, got {len(messages)}")
+    return [_check_message(index, message) for index, message in enumerate(messages)]
+
+
+def _check_message(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"message {index} must be an object with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidRequestError(f"message {index} needs a role such as user, assistant or system, in lower case")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_part(index, part) for part in content)
+    if content is None and "tool_calls" not in message:
+        raise InvalidRequestError(f"message {index} has no content")
+    if content is not None and not isinstance(content, str):
+        raise InvalidRequestError(f"the content of message {index} must be a string or a list of text parts")
+    return {**message, "content": content}
+
+
+def _text_part(index: int, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequestError(f'message {index} has a part that is not {{"type": "text", "text": "..."}}')
+    return str(part["text"])
+
+
+def _map_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """`value` with every string in it changed, names of fields included."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequestError("messages are nested too deeply")
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_strings(element, change, depth + 1) for element in value]
+    if isinstance(value, dict):
+        return {change(name): _map_strings(element, change, depth + 1) for name, element in value.items()}
+    return value

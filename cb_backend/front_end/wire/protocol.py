@@ -1,0 +1,209 @@
+"""The wire: one server request's raw inputs to a checked `GenerateRequest`.
+
+Inputs are plain arrays by name and the request parameters as JSON text, so that this module needs no server. It does
+not know the model beyond its vocabulary's size, and neither tokenises nor sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.wire.sampling_json import check_json_size, parse_params
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
+
+# Clients of vllm_backend compare with this text.
+STREAM_WITH_INPUT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+
+_STRING_INPUTS = ("text_input", "messages", "sampling_parameters")
+_PROMPT_INPUTS = ("text_input", "input_ids", "messages")
+_FLAG_INPUTS = (
+    "stream",
+    "exclude_input_in_output",
+    "return_finish_reason",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_logprobs",
+    "return_cumulative_logprob",
+    "return_stop_reason",
+    "return_output_ids",
+)
+_ID_INPUTS = ("input_ids",)
+# Inputs of vllm_backend that are not built yet: refused when they ask for something.
+_LATER_STRINGS = ("image", "embedding_request")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One request as the client meant it, with every default filled in."""
+
+    text: str  # the prompt; empty where it is given otherwise
+    params: SamplingParams  # checked; the seed is always set
+    scheduling: SchedulingParams
+    is_stream: bool
+    is_input_prepended: bool  # the answer begins with `text`; never when streaming
+    return_finish_reason: bool
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+    return_logprobs: bool = False
+    return_cumulative_logprob: bool = False
+    return_stop_reason: bool = False
+    return_output_ids: bool = False
+    input_ids: list[int] | None = None  # the prompt as token ids, within the vocabulary
+    messages: str | None = None  # the prompt as chat messages in JSON, not looked into
+    num_logprobs: int | None = None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
+
+
+def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
+    """Check one request. Raises `InvalidRequestError`, and nothing else, for whatever a client can send.
+
+    inputs: arrays of the inputs that are there; strings are object arrays of bytes, flags bool, each with one
+        element in any shape.
+    parameters: the request parameters as JSON text, empty for none. They are sampling parameters, and are not read
+        at all when the input `sampling_parameters` is there.
+    vocab_size: number of token ids that the model accepts.
+    """
+    _refuse_unsupported(inputs)
+    text_bytes = _read_bytes(inputs, "text_input")
+    input_ids = _read_ids(inputs, "input_ids", vocab_size)
+    messages = _read_bytes(inputs, "messages")
+    _check_one_prompt(inputs)
+    flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
+    is_stream = bool(flags["stream"])
+    is_input_excluded = flags["exclude_input_in_output"]
+    if is_input_excluded is None:
+        is_input_excluded = is_stream or text_bytes is None
+    if is_stream and not is_input_excluded:
+        raise InvalidRequestError(STREAM_WITH_INPUT)
+    if text_bytes is None and not is_input_excluded:
+        raise InvalidRequestError(
+            "'exclude_input_in_output' is false, but only a prompt in 'text_input' can be repeated; leave it out"
+        )
+    params, scheduling = parse_params(_sampling_text(inputs, parameters), vocab_size)
+    if is_stream and params.num_answers > params.n:
+        raise InvalidRequestError(
+            f"best_of ({params.best_of}) is greater than n ({params.n}), so answers are chosen when all have ended and"
+            " cannot be streamed; leave out best_of or stream"
+        )
+    return GenerateRequest(
+        text="" if text_bytes is None else _decode_utf8("text_input", text_bytes),
+        params=msgspec.structs.replace(
+            params,
+            logprobs=_logprobs_to_compute(
+                params,
+                bool(flags["return_logprobs"]),
+                bool(flags["return_cumulative_logprob"]) or params.num_answers > params.n,
+            ),
+        ),
+        scheduling=scheduling,
+        is_stream=is_stream,
+        is_input_prepended=not is_input_excluded,
+        return_finish_reason=bool(flags["return_finish_reason"]),
+        return_num_input_tokens=bool(flags["return_num_input_tokens"]),
+        return_num_output_tokens=bool(flags["return_num_output_tokens"]),
+        return_logprobs=bool(flags["return_logprobs"]),
+        return_cumulative_logprob=bool(flags["return_cumulative_logprob"]),
+        return_stop_reason=bool(flags["return_stop_reason"]),
+        return_output_ids=bool(flags["return_output_ids"]),
+        input_ids=input_ids,
+        messages=None if messages is None else _decode_utf8("messages", messages),
+        num_logprobs=params.logprobs,
+    )
+
+
+def _check_one_prompt(inputs: Mapping[str, NDArray[Any]]) -> None:
+    given = [name for name in _PROMPT_INPUTS if name in inputs]
+    if not given:
+        raise InvalidRequestError("input 'text_input' is missing (or 'input_ids', or 'messages')")
+    if len(given) > 1:
+        raise InvalidRequestError(f"inputs {' and '.join(map(repr, given))} are both given; send one of them")
+
+
+def _logprobs_to_compute(params: SamplingParams, is_list_wanted: bool, is_sum_wanted: bool) -> int | None:
+    """What the engine must compute; nothing if no output would show it (as in vllm_backend, that is no error)."""
+    if is_list_wanted and params.logprobs is not None:
+        return params.logprobs
+    return 0 if is_sum_wanted else None
+
+
+def _sampling_text(inputs: Mapping[str, NDArray[Any]], parameters: str) -> str:
+    """The one source of sampling parameters: the input, or else the request parameters."""
+    sampling = _read_bytes(inputs, "sampling_parameters")
+    if sampling is None:
+        return parameters or "{}"
+    check_json_size(len(sampling))
+    if not sampling.strip():
+        raise InvalidRequestError("input 'sampling_parameters' is empty; send {} or leave it out")
+    return _decode_utf8("sampling_parameters", sampling)
+
+
+def _refuse_unsupported(inputs: Mapping[str, NDArray[Any]]) -> None:
+    for name, array in inputs.items():
+        if name in _LATER_STRINGS:
+            is_asked_for = any(bool(element) for element in np.asarray(array).reshape(-1))
+        elif name in _STRING_INPUTS or name in _FLAG_INPUTS or name in _ID_INPUTS:
+            continue
+        else:
+            raise InvalidRequestError(f"unknown input {name!r}; remove it")
+        if is_asked_for:
+            raise InvalidRequestError(f"input {name!r} is not supported yet; leave it out")
+
+
+def _single_element(name: str, array: NDArray[Any]) -> Any:
+    if array.size != 1:
+        raise InvalidRequestError(f"input {name!r} must have exactly one element, got shape {list(array.shape)}")
+    return array.reshape(-1)[0]
+
+
+def _read_flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
+    """The flag's value, or None when it is not given."""
+    if name not in inputs:
+        return None
+    array = np.asarray(inputs[name])
+    if array.dtype != np.bool_:
+        raise InvalidRequestError(f"input {name!r} must be of type BOOL, got an array of {array.dtype}")
+    return bool(_single_element(name, array))
+
+
+def _read_bytes(inputs: Mapping[str, NDArray[Any]], name: str) -> bytes | None:
+    """The string's bytes, or None when it is not given."""
+    if name not in inputs:
+        return None
+    array = np.asarray(inputs[name])
+    if array.dtype != np.object_:
+        raise InvalidRequestError(f"input {name!r} must be of type BYTES, got an array of {array.dtype}")
+    element = _single_element(name, array)
+    if not isinstance(element, bytes):
+        raise InvalidRequestError(f"input {name!r} must hold bytes, got {type(element).__name__}")
+    return element
+
+
+def _read_ids(inputs: Mapping[str, NDArray[Any]], name: str, vocab_size: int) -> list[int] | None:
+    """Token ids in any shape, or None when they are not given."""
+    if name not in inputs:
+        return None
+    array = np.asarray(inputs[name])
+    if array.dtype != np.int32:
+        raise InvalidRequestError(f"input {name!r} must be of type INT32, got an array of {array.dtype}")
+    if array.size == 0:
+        raise InvalidRequestError(f"input {name!r} is empty; send at least one token id")
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest < 0 or highest >= vocab_size:
+        bad = lowest if lowest < 0 else highest
+        raise InvalidRequestError(f"token id {bad} in {name!r} is outside the vocabulary (0 to {vocab_size - 1})")
+    ids: list[int] = array.reshape(-1).tolist()
+    return ids
+
+
+def _decode_utf8(name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"input {name!r} is not valid UTF-8: {error.reason} at byte {error.start}") from None

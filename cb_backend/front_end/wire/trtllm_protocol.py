@@ -1,0 +1,144 @@
+"""The wire of TensorRT-LLM's `ensemble` and `tensorrt_llm_bls` models, translated into our own.
+
+One tensor a parameter, each with a batch dimension in front ([1, 1], [1, n]). What has a meaning here is renamed; what
+has none is accepted at the values that ask for nothing and refused by name at any other. Checking values is
+`front_end.protocol`'s work, as for every request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
+
+_SAME_INPUTS = ("text_input", "stream", "return_num_input_tokens", "return_num_output_tokens")
+# Tensor -> sampling parameter. `min_length` and `random_seed` are older names that tools still send.
+_NUMBERS = {
+    "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "min_length": "min_tokens",
+    "temperature": "temperature",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "seed": "seed",
+    "random_seed": "seed",
+    "num_return_sequences": "n",
+}
+_WORDS = {"bad_words": "bad_words", "stop_words": "stop"}
+# Off at zero in TensorRT-LLM; without any of them and without a temperature it is greedy.
+_FILTERS = ("top_k", "top_p")
+# Kind of grammar -> entry of `structured_outputs`.
+_GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+_GUIDE_INPUTS = ("guided_decoding_guide_type", "guided_decoding_guide")
+# Not built here: the values at which each asks for nothing. Empty strings and empty tensors never ask.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "beam_width": (1,),
+    "length_penalty": (0.0, 1.0),
+    "return_log_probs": (False,),
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+    "return_perf_metrics": (False,),
+    "num_draft_tokens": (0,),
+    "use_draft_logits": (False,),
+    "lora_task_id": (0,),
+    "embedding_bias_words": (b"",),
+    "embedding_bias_weights": (0.0,),
+}
+
+
+def parse_trtllm_request(
+    inputs: Mapping[str, NDArray[Any]], vocab_size: int, is_input_excluded: bool = False
+) -> GenerateRequest:
+    """Check one request. Raises `InvalidRequestError` for whatever a client can send.
+
+    inputs: arrays by name, with or without the batch dimension; strings are object arrays of bytes.
+    is_input_excluded: what a request means that does not send `exclude_input_in_output`.
+    """
+    ours: dict[str, NDArray[Any]] = {}
+    sampling: dict[str, Any] = {}
+    for name, array in inputs.items():
+        if name in _SAME_INPUTS:
+            ours[name] = array
+        elif name in _NEUTRAL:
+            _check_neutral(name, array)
+        elif name in _WORDS:
+            sampling[_WORDS[name]] = _words(name, array)
+        elif name in _NUMBERS:
+            _set(sampling, name, _NUMBERS[name], _single(name, array))
+        elif name in _FILTERS:
+            if value := _single(name, array):
+                sampling[name] = value
+        elif name not in (*_GUIDE_INPUTS, "end_id", "pad_id", "exclude_input_in_output"):
+            raise InvalidRequestError(f"unknown input {name!r}; remove it")
+    if not any(name in sampling for name in ("temperature", *_FILTERS)):
+        sampling["temperature"] = 0.0
+    if "end_id" in inputs:
+        sampling.update(_end(_single("end_id", inputs["end_id"])))
+    if guide := _guide(*(_text(name, inputs) for name in _GUIDE_INPUTS)):
+        sampling["structured_outputs"] = guide
+    is_stream = "stream" in inputs and bool(np.asarray(inputs["stream"]).any())
+    if not is_stream:  # a stream never repeats the prompt, whatever this says
+        default = np.array([is_input_excluded])
+        ours["exclude_input_in_output"] = inputs.get("exclude_input_in_output", default)
+    ours["sampling_parameters"] = np.array([json.dumps(sampling).encode()], dtype=np.object_)
+    return parse_request(ours, "", vocab_size)
+
+
+def _set(sampling: dict[str, Any], tensor: str, name: str, value: Any) -> None:
+    if sampling.setdefault(name, value) != value:
+        raise InvalidRequestError(f"input {tensor!r} contradicts its other name; send one of them")
+
+
+def _end(end_id: int) -> dict[str, Any]:
+    """The client's end token takes the place of the model's; a negative one: no token ends the answer."""
+    return {"ignore_eos": True, **({"stop_token_ids": [end_id]} if end_id >= 0 else {})}
+
+
+def _guide(kind: str, text: str) -> dict[str, Any]:
+    """The grammar of a request as `structured_outputs` has it; empty for none."""
+    if not kind and not text:
+        return {}
+    if kind not in _GUIDES:
+        raise InvalidRequestError(
+            f"input 'guided_decoding_guide_type' is {kind[:40]!r}, which is not supported; use {', '.join(_GUIDES)}"
+        )
+    if kind != "json" and not text:
+        raise InvalidRequestError(f"input 'guided_decoding_guide' is missing; send the {kind}")
+    return {_GUIDES[kind]: text if kind != "json" else True}
+
+
+def _text(name: str, inputs: Mapping[str, NDArray[Any]]) -> str:
+    """A string input; empty where it is not given."""
+    if name not in inputs:
+        return ""
+    return "".join(_words(name, np.asarray([_single(name, inputs[name])], dtype=np.object_)))
+
+
+def _single(name: str, array: NDArray[Any]) -> Any:
+    if array.size != 1:
+        raise InvalidRequestError(f"input {name!r} must have exactly one element, got shape {list(array.shape)}")
+    value = array.reshape(-1)[0]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _words(name: str, array: NDArray[Any]) -> list[str]:
+    """Strings of a [1, n] tensor; empty ones fill it up and mean nothing."""
+    try:
+        return [bytes(word).decode() for word in array.reshape(-1) if word]
+    except (UnicodeDecodeError, TypeError):
+        raise InvalidRequestError(f"input {name!r} must hold UTF-8 strings") from None
+
+
+def _check_neutral(name: str, array: NDArray[Any]) -> None:
+    for value in array.reshape(-1).tolist():
+        if value not in _NEUTRAL[name]:
+            only = " or ".join(repr(v) for v in _NEUTRAL[name] if v != b"")
+            remedy = f"leave it out, or send {only}" if only else "leave it out"
+            raise InvalidRequestError(f"input {name!r} is not supported (got {str(value)[:40]!r}); {remedy}")
