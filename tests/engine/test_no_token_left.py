@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
@@ -21,7 +20,7 @@ from cb_backend.structured_output import StructuredOutput
 from tests.engine.structured import EOS_ID, engine_for, prompts, run_to_end
 from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-PROMPTS = prompts(3)
+PROMPTS = prompts(7)
 PLAIN = {"max_tokens": 12, "temperature": 0.0, "seed": 0, "ignore_eos": True}
 NEIGHBOURS = [SamplingParams(**PLAIN), SamplingParams(**PLAIN, allowed_token_ids=(5, 6, 7), presence_penalty=1.0)]
 
@@ -50,45 +49,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), RUNNERS)
-@pytest.mark.parametrize("name", DEAD_ENDS)
-def test_rules_that_leave_no_token_are_the_clients_error(folder: Path, name: str, kind: str, run_ahead: int) -> None:
-    rules, num_before = DEAD_ENDS[name]
-    expected = run_to_end(engine_for(folder, kind), PROMPTS[1:], NEIGHBOURS)
+def test_rules_that_leave_no_token_are_the_clients_error(folder: Path, kind: str, run_ahead: int) -> None:
+    """All dead ends in one batch, beside two requests that do not notice."""
     engine = engine_for(folder, kind, run_ahead=run_ahead)
-    got = run_to_end(engine, PROMPTS, [SamplingParams(**{**PLAIN, **rules}), *NEIGHBOURS])
-    assert got.reasons[0] is FinishReason.ERROR
-    assert got.failures == {0: NO_TOKEN_LEFT}
-    assert len(got.token_ids[0]) == num_before
-    assert [got.token_ids[1], got.token_ids[2]] == [expected.token_ids[0], expected.token_ids[1]]
+    expected = run_to_end(engine, PROMPTS[:2], NEIGHBOURS)
+    dead_ends = [SamplingParams(**{**PLAIN, **rules}) for rules, _ in DEAD_ENDS.values()]
+    got = run_to_end(engine, PROMPTS, [*NEIGHBOURS, *dead_ends])
+    assert [got.token_ids[0], got.token_ids[1]] == [expected.token_ids[0], expected.token_ids[1]]
+    for index, (name, (_, num_before)) in enumerate(DEAD_ENDS.items(), start=2):
+        assert got.reasons[index] is FinishReason.ERROR, name
+        assert got.failures[index] == NO_TOKEN_LEFT, name
+        assert len(got.token_ids[index]) == num_before, name
+    assert set(got.failures) == set(range(2, len(PROMPTS)))
 
 
-def poison(engine: LLMEngine, value: float, token_id: int | None) -> None:
-    """The first row of every step has this value: everywhere, or at one token."""
-    runner = engine.runner
-    assert isinstance(runner, ModelRunner | SlotRunner)
-    compute_logits = runner.model.compute_logits
-
-    def poisoned(*args: Any) -> torch.Tensor:
-        logits = compute_logits(*args)
-        logits[0, slice(None) if token_id is None else token_id] = value
-        return logits
-
-    runner.model.compute_logits = poisoned  # type: ignore[method-assign]
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), RUNNERS)
-@pytest.mark.parametrize(
-    ("value", "token_id"),
-    [(float("nan"), None), (float("-inf"), None), (float("inf"), 5), (float("nan"), 9), (float("inf"), 9)],
-)
-def test_h4_logits_that_are_not_finite_are_no_rules_fault(
-    folder: Path, value: float, token_id: int | None, kind: str, run_ahead: int
-) -> None:
+def test_h4_logits_that_are_not_finite_are_no_rules_fault(folder: Path, kind: str, run_ahead: int) -> None:
     """Case H4 of a row with rules, also where these forbid the token that is broken: nothing else is to be trusted."""
     engine = engine_for(folder, kind, run_ahead=run_ahead)
-    poison(engine, value, token_id)
-    rules = SamplingParams(**PLAIN, allowed_token_ids=(5, 6))
-    got = run_to_end(engine, PROMPTS[:1], [rules])
-    assert got.reasons == {0: FinishReason.ERROR}
-    assert got.failures == {}, "the client is not told that its rules are wrong"
-    assert got.token_ids[0] == []
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner | SlotRunner)
+    compute_logits = runner.model.compute_logits
+    for value, where in [(NAN, slice(None)), (-INF, slice(None)), (INF, 5), (NAN, 9), (INF, 9)]:
+
+        def poisoned(*args: Any, value: float = value, where: int | slice = where) -> torch.Tensor:
+            logits = compute_logits(*args)
+            logits[0, where] = value
+            return logits
+
+        runner.model.compute_logits = poisoned  # type: ignore[method-assign]
+        got = run_to_end(engine, PROMPTS[:1], [SamplingParams(**PLAIN, allowed_token_ids=(5, 6))])
+        assert got.reasons == {0: FinishReason.ERROR}
+        assert got.failures == {}, "the client is not told that its rules are wrong"
+        assert got.token_ids[0] == []
