@@ -11,8 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.queue_room import QueueRoom, RefusedRequests
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.step_dump import DumpSteps, StepDump
 
 REQUEST_ID_BITS = 40  # request_id = (front_end_id << REQUEST_ID_BITS) | counter
 
@@ -56,17 +58,11 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     front_end_id: int
 
 
-class DumpSteps(msgspec.Struct, tag=True, frozen=True):
-    """Asks for the engine's step log. Anybody may ask, without a `Hello`; the answer is one `StepDump`."""
-
-    max_steps: int  # the newest so many
-
-
 class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
     """Reuse nothing that was computed until now. Anybody may send it; the answer is one `EngineStats`."""
 
 
-FrontEndMessage = ResetPrefixCache | Hello | AddRequest | CancelRequests | Goodbye | Alive | DumpSteps
+FrontEndMessage = ResetPrefixCache | Hello | AddRequest | CancelRequests | Goodbye | Alive | DumpSteps | RefusedRequests
 
 
 # ---- engine to front end ----------------------------------------------------------------------------------------
@@ -217,34 +213,13 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     grammar_seconds: float = 0.0  # compiling them, refused ones included
 
 
-class StepDump(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The newest steps of the engine's log, oldest first: little-endian arrays, [num_steps] unless said otherwise."""
-
-    num_slots: int
-    num_blocks: int
-    block_size: int
-    step_ids: bytes  # int64
-    begins: bytes  # float64 time.monotonic() of the launch
-    ends: bytes  # float64 the result had been taken in; 0 = not yet
-    num_rows: bytes  # int32
-    num_decode_rows: bytes  # int32, these come first among a step's rows
-    num_waiting: bytes  # int32
-    num_free_blocks: bytes  # int32
-    num_preemptions: bytes  # int64 since the engine's start
-    slots: bytes  # int32 [sum of num_rows]
-    num_scheduled_tokens: bytes  # int32 [sum of num_rows]
-    request_ids: bytes  # int64 [sum of num_rows]
-    joined: list[tuple[int, int, int, int, int]]  # index of the step, slot, request_id, tokens, of them cached
-    ended: list[tuple[int, int, int]]  # index of the step, request_id, FinishReason
-
-
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     """The engine cannot start or go on (bad checkpoint, no memory); the process ends after this message."""
 
     message: str
 
 
-EngineMessage = EngineReady | StepOutput | RequestFailed | EngineStats | EngineFailed | StepDump
+EngineMessage = EngineReady | StepOutput | RequestFailed | EngineStats | EngineFailed | StepDump | QueueRoom
 
 _encoder = msgspec.msgpack.Encoder()
 _front_end_decoder = msgspec.msgpack.Decoder(FrontEndMessage)

@@ -34,7 +34,6 @@ from cb_backend.fault_points import reach
 from cb_backend.messages import (
     AddRequest,
     CancelRequests,
-    DumpSteps,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -44,6 +43,8 @@ from cb_backend.messages import (
     ResetPrefixCache,
     token_ids_from_bytes,
 )
+from cb_backend.queue_room import RefusedRequests
+from cb_backend.step_dump import DumpSteps
 
 EXIT_DONE = 0
 EXIT_START_FAILED = 1
@@ -82,6 +83,7 @@ class EngineProcess:
         self._garbage = GarbageSchedule()
         self._num_failed_steps = 0  # in a row
         self._step_id = 0
+        self._num_refused = 0  # by front ends, who knew that the queue was full
 
     def run(self) -> int:
         try:
@@ -100,6 +102,7 @@ class EngineProcess:
         if self.engine.has_unfinished():
             self._expire()
             self._step()
+        self._tell_room()
         self._look_around()
 
     # ---- messages ---------------------------------------------------------------------------------------------
@@ -127,6 +130,8 @@ class EngineProcess:
             self.link.join(identity, message)
             self.link.send(identity, EngineReady(pid=os.getpid(), info=self.engine.info))
             self.link.send(identity, self._stats())
+        elif isinstance(message, RefusedRequests):
+            self._num_refused += message.num_requests
         elif isinstance(message, Goodbye):
             self._drop_front_end(message.front_end_id)
         elif isinstance(message, DumpSteps):
@@ -162,10 +167,15 @@ class EngineProcess:
                 self.engine.cancel(request_id)
 
     def _expire(self) -> None:
-        for request_id, reason in self.engine.expire():
+        expired, refused = self.engine.expire(), self.engine.release_compiled()
+        self._tell_room()
+        for request_id, reason in expired:
             self.link.send_failure(request_id, ErrorCode.UNAVAILABLE, reason)
-        for request_id, error in self.engine.release_compiled():
+        for request_id, error in refused:
             self.link.send_failure(request_id, error.code, str(error))
+
+    def _tell_room(self) -> None:
+        self.link.tell_room(self.engine.scheduler.queue_room)
 
     def _drop_front_end(self, front_end_id: int) -> None:
         for request_id in self.link.leave(front_end_id):
@@ -187,6 +197,7 @@ class EngineProcess:
             if not self.engine.has_requests():  # first, so that the last clients find their work in the metrics
                 self.link.send_to_all(self._stats())
                 self._was_busy = self.engine.has_unfinished()
+            self._tell_room()  # before a client that has its answer can send its next request
             reach("process.send_output")
             self._step_id += 1
             self.link.send_output(self._step_id, output, self.engine.log.first_tokens)
@@ -225,7 +236,9 @@ class EngineProcess:
             logger.exception("the statistics could not be told")
 
     def _stats(self) -> EngineStats:
-        return msgspec.structs.replace(self.engine.stats(), engine_pid=os.getpid())
+        stats = self.engine.stats()
+        num_refused = stats.num_refused + self._num_refused
+        return msgspec.structs.replace(stats, engine_pid=os.getpid(), num_refused=num_refused)
 
     def _watch_processes(self, now: float) -> None:
         for front_end_id in self.link.dead_front_ends():

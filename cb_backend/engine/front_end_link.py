@@ -27,6 +27,7 @@ from cb_backend.messages import (
 )
 from cb_backend.outputs import EngineOutput
 from cb_backend.process_watch import ProcessWatch
+from cb_backend.queue_room import QueueRoom
 from cb_backend.silence import SilenceClock
 
 FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why
@@ -47,6 +48,9 @@ class FrontEnd:
 
 class FrontEndLink:
     """The ROUTER socket and who is connected to it. Knows nothing of the engine's state."""
+
+    _room = QueueRoom(None)  # of the engine's queue, as last told
+    _has_heard = False  # something has come from a front end since
 
     def __init__(self, socket_path: str, server_pid: int) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -91,6 +95,16 @@ class FrontEndLink:
     def send_to_all(self, message: EngineMessage) -> None:
         for front_end in self.front_ends.values():
             self.send(front_end.identity, message)
+
+    def tell_room(self, room: QueueRoom) -> None:
+        """While the queue is nearly full: how many more it takes, whenever that may not be what front ends count with.
+
+        They count what they send, so after anything of theirs has come they are told again.
+        """
+        is_news = room.num_requests != self._room.num_requests or self._has_heard
+        if is_news and (room.num_requests, self._room.num_requests) != (None, None):
+            self.send_to_all(room)
+        self._room, self._has_heard = room, False
 
     def send_output(self, step_id: int, output: EngineOutput, scheduled_at: dict[int, float]) -> None:
         """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
@@ -140,6 +154,7 @@ class FrontEndLink:
 
     def heard(self, identity: bytes) -> None:
         """A front end has given a sign of life."""
+        self._has_heard = True
         for front_end in self.front_ends.values():
             if front_end.identity == identity:
                 front_end.silence.heard()

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.buckets import BucketCounts, one_two_five
-from cb_backend.messages import Buckets, StepDump, StepStats
+from cb_backend.messages import Buckets, StepStats
 from cb_backend.outputs import EngineOutput, SchedulerOutput
 from cb_backend.request import FinishReason
+from cb_backend.step_dump import StepDump
 
 CAPACITY = 4096  # steps that are kept
 COUNT_EVERY = 512  # steps

@@ -132,6 +132,7 @@ class TritonPythonModel:
         try:
             if self._housekeeping.is_draining:
                 raise UnavailableError(STOPPING)
+            self._client.check_room()
             # Copies: the tensors lie in shared memory that the server takes back when `execute` returns.
             inputs = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
             self._work.put((live, inputs, read_parameters(request), request.timeout()))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from cb_backend.engine.scheduler.fair_share import FairShare, Flow, fair_order
 from cb_backend.errors import UnavailableError
+from cb_backend.queue_room import TOLD_BELOW, QueueRoom
 from cb_backend.request import QueueKey, Request
 
 _LONGEST_HINT_S = 60
@@ -94,15 +95,10 @@ class RequestQueue:
         What free slots and free memory can take at once does not count as waiting, so that a burst at an idle engine
         is not refused.
         """
-        num_waiting = len(self._by_id)
-        if num_waiting - num_free_slots >= self._max_size:
-            self._refuse(f"{num_waiting} requests wait, max_queue_size is {self._max_size}")
-        num_allowed = self._max_tokens + (num_free_tokens if num_free_slots else 0)
-        if self.num_tokens + len(request.token_ids) > num_allowed:
-            self._refuse(
-                f"{self.num_tokens} tokens wait, {len(request.token_ids)} more would pass max_queue_tokens "
-                f"({self._max_tokens})"
-            )
+        refusal = self._refusal(len(request.token_ids), num_free_slots, num_free_tokens)
+        if refusal is not None:
+            self.num_refused += 1
+            raise UnavailableError(refusal)
         priority, now = request.scheduling.priority, self.now
         self._num_arrived += 1
         request.arrival_time = now
@@ -168,8 +164,28 @@ class RequestQueue:
         assert len(self._by_id) == len(self._sorted) + len(self._held), "a request waits twice, or nowhere"
         assert self.num_tokens == sum(len(request.token_ids) for request in self._by_id.values()), "queued tokens"
 
-    def _refuse(self, reason: str) -> None:
-        self.num_refused += 1
+    def room(self, num_free_slots: int, num_free_tokens: int) -> QueueRoom:
+        """How many more requests would be taken now, told as long as they are few; prompts of one token, that is."""
+        refusal = self._refusal(1, num_free_slots, num_free_tokens)
+        if refusal is not None:
+            return QueueRoom(0, refusal)
+        num_requests = self._max_size + num_free_slots - len(self._by_id)
+        if num_requests >= TOLD_BELOW:
+            return QueueRoom(None)
+        return QueueRoom(num_requests, self._full(f"max_queue_size is {self._max_size}"))
+
+    def _refusal(self, num_tokens: int, num_free_slots: int, num_free_tokens: int) -> str | None:
+        """What to tell a newcomer with so many tokens; None if it is taken."""
+        num_waiting = len(self._by_id)
+        if num_waiting - num_free_slots >= self._max_size:
+            return self._full(f"{num_waiting} requests wait, max_queue_size is {self._max_size}")
+        if self.num_tokens + num_tokens > self._max_tokens + (num_free_tokens if num_free_slots else 0):
+            return self._full(
+                f"{self.num_tokens} tokens wait, {num_tokens} more would pass max_queue_tokens ({self._max_tokens})"
+            )
+        return None
+
+    def _full(self, reason: str) -> str:
         # By then a tenth of the queue has started, if it goes on as it did.
         hint_s = min(max(1, math.ceil(self._start_interval_s * len(self) / 10)), _LONGEST_HINT_S)
-        raise UnavailableError(f"the queue is full ({reason}); try again in about {hint_s} s")
+        return f"the queue is full ({reason}); try again in about {hint_s} s"

@@ -12,7 +12,7 @@ what time it is it is told (`set_time`): without that, time stands still, and no
 from __future__ import annotations
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.scheduler.admission import Admission
+from cb_backend.engine.scheduler.admission import Admission, check_fits_alone
 from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
 from cb_backend.engine.scheduler.deadlines import Deadlines
 from cb_backend.engine.scheduler.engine_stats import engine_stats
@@ -31,6 +31,7 @@ from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
 from cb_backend.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
+from cb_backend.queue_room import QueueRoom
 from cb_backend.request import Request, RequestStatus
 
 _MOST_RUN_AHEAD = 4  # when the config leaves the depth to the engine, which then keeps to its own
@@ -123,26 +124,12 @@ class Scheduler:
         A held one waits until `release`, without a slot or blocks; it can be cancelled and can time out meanwhile.
         Lowers `request.max_total_tokens` to what the model and the whole KV cache can hold.
         """
-        num_prompt = request.num_prompt_tokens
-        if num_prompt < 1 or num_prompt != len(request.token_ids):
-            raise InvalidRequestError("the prompt has no tokens; send at least one")
-        if num_prompt + 1 > self._max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, which leaves no room for an output token within max_model_len "
-                f"({self._max_model_len}); shorten the prompt"
-            )
-        if num_prompt + 1 > self._num_cache_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, but the whole KV cache holds {self._num_cache_tokens} "
-                f"({self._kv.num_usable_blocks} blocks of {self._kv.block_size}), one of which must be left for the "
-                "output; shorten the prompt or give the cache more memory"
-            )
+        check_fits_alone(request, self._max_model_len, self._kv)
         if request.request_id in self._results.running or request.request_id in self._queue:
             raise InvalidRequestError(f"request id {request.request_id} is in use; ids must be unique")
         request.max_total_tokens = min(request.max_total_tokens, self._max_model_len, self._num_cache_tokens)
         request.status = RequestStatus.WAITING
-        num_free = self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size
-        self._queue.arrive(request, *num_free, is_held)
+        self._queue.arrive(request, *self._free, is_held)
         try:
             reach("scheduler.add_request")
             self._deadlines.add(request)
@@ -150,6 +137,16 @@ class Scheduler:
             self._end(request.request_id)  # a refused request leaves nothing behind
             raise
         self._admission.try_again()
+
+    @property
+    def _free(self) -> tuple[int, int]:
+        """Slots, and tokens that free blocks can hold."""
+        return self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size
+
+    @property
+    def queue_room(self) -> QueueRoom:
+        """How many more requests would be taken now."""
+        return self._queue.room(*self._free)
 
     def release(self, request_id: int) -> None:
         """A held request may start now, if it has not ended meanwhile."""

@@ -37,6 +37,7 @@ from cb_backend.messages import (
     encode,
 )
 from cb_backend.process_watch import ProcessWatch
+from cb_backend.queue_room import KnownRoom, QueueRoom
 from cb_backend.silence import SilenceClock
 
 ENGINE_GONE = "the engine stopped and is being started again; send the request again"
@@ -66,6 +67,7 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self.failure: str | None = None  # why the engine of this life cannot start or go on
         self.life: EngineLife | None = None  # the engine that this client talks to, or last talked to
+        self.room = KnownRoom()  # of the engine's queue
         self._watchdog_timeout_s = watchdog_timeout_s
         self._silence = SilenceClock()  # of the engine while requests are open
         self._next_alive = 0.0
@@ -117,6 +119,7 @@ class EngineClient:
                 raise UnavailableError(ENGINE_STARTING if self.life is None else ENGINE_GONE)
             self._sinks[request.request_id] = sink
             self._outbox.append(frame)
+            self.room.take()
         self._wake()
 
     def cancel(self, request_ids: Iterable[int]) -> None:
@@ -125,6 +128,7 @@ class EngineClient:
             known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
             if known:
                 self._outbox.append(encode(CancelRequests(known)))
+                self.room.give_back(len(known))
         if known:
             self._wake()
 
@@ -179,13 +183,15 @@ class EngineClient:
 
     def _watch_silence(self) -> None:
         """Everything that has come was read just before. Says that we are alive, and ends an engine that is not."""
+        now = time.monotonic()
+        if self._socket is not None and now >= self._next_alive:
+            self._next_alive = now + ALIVE_INTERVAL_S
+            sign = self.room.take_refused() or (Alive(self.front_end_id) if self._sinks else None)
+            if sign is not None:
+                self._socket.send(encode(sign), zmq.NOBLOCK)
         if not self._sinks or self._watch is None or self._socket is None:
             self._silence.heard()
             return
-        now = time.monotonic()
-        if now >= self._next_alive:
-            self._next_alive = now + ALIVE_INTERVAL_S
-            self._socket.send(encode(Alive(self.front_end_id)), zmq.NOBLOCK)
         silence_s, limit_s = self._silence.look(), self._watchdog_timeout_s
         if limit_s and silence_s > limit_s and self._watch.is_alive:
             logger.error("the engine %d has requests and was silent for %.0f s; it is ended", self._watch.pid, limit_s)
@@ -251,6 +257,8 @@ class EngineClient:
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:
                 tell_error(sink, ErrorCode(message.code), message.message)
+        elif isinstance(message, QueueRoom):
+            self.room.told(message)
         elif isinstance(message, EngineReady):
             self.info = message.info
             with self._lock:
@@ -282,6 +290,7 @@ class EngineClient:
         with self._lock:
             self._is_ready = False
             self._num_others = 0
+            self.room.forget()
             sinks, self._sinks = self._sinks, {}
             self._outbox.clear()
         for sink in sinks.values():

@@ -47,13 +47,22 @@ class EngineGroup:
     def new_request_id(self) -> int:
         return make_request_id(self.front_end_id, next(self._counter))
 
+    def check_room(self) -> None:
+        """Raises `UnavailableError` if it is known before anything is done for a request that no queue takes it."""
+        ready = [member for member in self.members if member.is_ready]
+        if ready and all(member.room.is_full for member in ready):
+            raise UnavailableError(ready[0].room.refuse())
+
     def submit(self, request: AddRequest, sink: RequestSink) -> None:
         """Send a request to an engine. Raises `UnavailableError` while there is none."""
         if len(self.members) == 1:
             self.members[0].submit(request, sink)
             return
         key = prefix_key(request.prompt_token_ids, request.scheduling.cache_salt)
-        loads = [member.load if member.is_ready else None for member in self.members]
+        has_room = [member.is_ready and not member.room.is_full for member in self.members]
+        if not any(has_room):  # whoever is asked refuses, and says why
+            has_room = [member.is_ready for member in self.members]
+        loads = [member.load if is_open else None for member, is_open in zip(self.members, has_room, strict=True)]
         while (engine := choose_engine(key, loads)) is not None:
             try:
                 self.members[engine].submit(request, sink)

@@ -14,15 +14,14 @@ import zmq
 from cb_backend.errors import UnavailableError
 from cb_backend.front_end.engines.runtime_dir import EngineLife, read_engines, runtime_base
 from cb_backend.messages import (
-    DumpSteps,
     EngineStats,
     FrontEndMessage,
     ResetPrefixCache,
-    StepDump,
     decode_engine_message,
     encode,
 )
 from cb_backend.process_watch import process_start_time
+from cb_backend.step_dump import DumpSteps, StepDump
 
 T = TypeVar("T")
 

@@ -1,0 +1,127 @@
+"""Refusals by front ends that know of a full queue: early, right, counted, and never below the limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from cb_backend.errors import UnavailableError
+from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.queue_room import TOLD_BELOW, KnownRoom, QueueRoom
+from tests.fakes.engine import FakeEngine
+from tests.front_end.engines import counting_config, eventually, submit
+from tests.front_end.test_supervisor import LONG, Fleet, fleet
+
+__all__ = ["fleet"]  # a fixture
+
+PLACES = 3  # one slot, and two that wait
+TIGHT = counting_config(max_num_seqs=1, max_queue_size=PLACES - 1)
+
+
+def is_full(supervisor: EngineSupervisor) -> bool:
+    return all(member.room.is_full for member in supervisor.client.members)
+
+
+def test_the_queue_says_how_many_it_takes() -> None:
+    engine = FakeEngine(num_blocks=100, max_num_seqs=2, max_queue_size=3, max_queue_tokens=50)
+    assert engine.scheduler.queue_room.num_requests == 5, "two slots and three places"
+    engine.add(0, 4)
+    engine.add(1, 4)
+    engine.step()
+    assert engine.scheduler.queue_room.num_requests == 3
+    engine.add(2, 4)
+    engine.add(3, 4)
+    room = engine.scheduler.queue_room
+    assert (room.num_requests, "max_queue_size is 3" in room.refusal) == (1, True)
+    engine.add(4, 4)
+    full = engine.scheduler.queue_room
+    assert full.num_requests == 0
+    with pytest.raises(UnavailableError) as refused:
+        engine.add(5, 4)
+    assert str(refused.value) == full.refusal, "the same words, whoever refuses"
+    engine.run()
+    assert FakeEngine(max_num_seqs=2, max_queue_size=TOLD_BELOW).scheduler.queue_room == QueueRoom(None)
+
+
+def test_no_room_for_a_single_token_is_no_room() -> None:
+    engine = FakeEngine(num_blocks=100, max_num_seqs=1, max_queue_size=9, max_queue_tokens=20)
+    engine.add(0, 4)
+    engine.step()
+    engine.add(1, 20)
+    room = engine.scheduler.queue_room
+    assert room.num_requests == 0
+    assert "20 tokens wait, 1 more would pass max_queue_tokens (20)" in room.refusal
+
+
+def test_what_is_known_counts_down_and_is_forgotten() -> None:
+    room = KnownRoom()
+    room.take()
+    assert not room.is_full, "nothing is known"
+    room.told(QueueRoom(2, "full"))
+    room.take()
+    room.take()
+    assert room.is_full
+    assert [room.refuse(), room.refuse()] == ["full", "full"]
+    room.give_back(1)
+    assert not room.is_full
+    room.take()
+    room.take()
+    assert room.is_full, "it cannot fall below none"
+    room.forget()
+    assert not room.is_full
+    told = room.take_refused()
+    assert told is not None
+    assert told.num_requests == 2
+    assert room.take_refused() is None, "told once"
+
+
+def test_front_ends_refuse_by_themselves_while_the_queue_is_full(fleet: Fleet) -> None:
+    first, second = fleet.add(TIGHT), fleet.add(TIGHT)
+    running = [submit(first, [1], LONG)[0] for _ in range(PLACES)]
+    for member in (first, second):
+        eventually(lambda member=member: is_full(member), "the front end knows that the queue is full")
+        with pytest.raises(UnavailableError, match=r"the queue is full .*; try again in about \d+ s"):
+            member.client.check_room()
+    third = fleet.add(TIGHT)
+    eventually(lambda: is_full(third), "one that comes later is told as well")
+    stats = first.client.members[0]
+    eventually(lambda: stats.stats is not None and stats.stats.num_refused == 2, "both refusals are counted")
+    _, late = submit(second, [1], 1)
+    assert "the queue is full" in str(late.wait().error), "the engine refuses what comes all the same"
+    eventually(lambda: stats.stats is not None and stats.stats.num_refused == 3, "and counts it")
+    first.client.cancel(running[:1])
+    first.client.check_room()  # the place of one's own request is free at once
+    for member in (second, third):
+        eventually(lambda member=member: not is_full(member), "the others are told")
+        member.client.check_room()
+    first.client.cancel(running)
+
+
+def test_what_fits_is_never_refused(fleet: Fleet) -> None:
+    """Each burst fills every place and begins when the last answer of the one before has come."""
+    member = fleet.add(TIGHT)
+    for burst in range(30):
+        sinks = []
+        for _ in range(PLACES):
+            member.client.check_room()
+            sinks.append(submit(member, [burst], 1 + burst % 3)[1])
+        with pytest.raises(UnavailableError):
+            member.client.check_room()
+        for sink in sinks:
+            assert sink.wait().error is None
+
+
+def test_requests_pass_by_an_engine_that_is_full(fleet: Fleet) -> None:
+    """By its prefix and the loads the fourth request would go where the first two are, who take all places there."""
+    member = fleet.add(counting_config(data_parallel_size=2, max_num_seqs=1, max_queue_size=1))
+    eventually(lambda: all(m.is_ready for m in member.client.members), "both engines are there")
+    prefix = [9] * 64
+    submitted = [submit(member, prefix, LONG), submit(member, prefix, LONG)]
+    assert sorted(m.load for m in member.client.members) == [0, 2]
+    eventually(lambda: any(m.room.is_full for m in member.client.members), "the first is full")
+    submitted += [submit(member, prefix, LONG), submit(member, prefix, LONG)]
+    assert [m.load for m in member.client.members] == [2, 2]
+    eventually(lambda: is_full(member), "both are full")
+    with pytest.raises(UnavailableError, match="the queue is full"):
+        member.client.check_room()
+    assert [sink.error for _, sink in submitted] == [None] * 4
+    member.client.cancel([request_id for request_id, _ in submitted])
