@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.errors import UnavailableError
-from cb_backend.front_end.supervisor import EngineSupervisor
+from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.queue_room import TOLD_BELOW, KnownRoom, QueueRoom
 from tests.fakes.engine import FakeEngine
 from tests.front_end.engines import counting_config, eventually, submit
