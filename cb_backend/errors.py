@@ -41,16 +41,3 @@ class ConfigError(CbError):
     """The deployment is wrong: engine arguments, checkpoint, memory. The message names the remedy."""
 
     code = ErrorCode.INVALID_ARG
-
-
-_CLASS_OF_CODE: dict[ErrorCode, type[CbError]] = {
-    ErrorCode.INVALID_ARG: InvalidRequestError,
-    ErrorCode.UNAVAILABLE: UnavailableError,
-}
-
-
-def error_from_code(code: int, message: str) -> CbError:
-    """Rebuild an error that crossed a process border as (code, message)."""
-    error = _CLASS_OF_CODE.get(ErrorCode(code), CbError)(message)
-    error.code = ErrorCode(code)
-    return error

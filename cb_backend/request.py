@@ -47,14 +47,6 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
-FINISH_REASON_OF_STATUS: dict[RequestStatus, FinishReason] = {
-    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
-    RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
-    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
-    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
-}
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """What the scheduler knows of one request beyond its slot.

@@ -22,7 +22,7 @@ class RotaryTables:
     """The cos and sin of every position a model may see, and the choice of row for each token.
 
     `is_static`: `rows` always returns the same table, so its address may be recorded in a CUDA graph. Not so for
-    `dynamic`, whose rows are computed for each step. `depends_on_prompt`: `rows` looks at `num_prompt_tokens`.
+    `dynamic`, whose rows are computed for each step.
     """
 
     def __init__(self, rope: RopeConfig, rotary_dim: int, max_model_len: int, device: torch.device) -> None:
@@ -30,7 +30,6 @@ class RotaryTables:
         self.rotary_dim = rotary_dim
         self.max_model_len = max_model_len
         self.is_static = rope.rope_type != "dynamic"
-        self.depends_on_prompt = rope.rope_type in ("dynamic", "longrope")
         positions = torch.arange(max_model_len if self.is_static else 0, dtype=torch.float32, device=device)
         scale = _attention_factor(rope)
         tables = [
