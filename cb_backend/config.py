@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.scheduling_params import MAX_PRIORITY
 
 DTYPES = {
     "auto": "auto",
@@ -23,6 +24,7 @@ DTYPES = {
     "half": "float16",
     "bfloat16": "bfloat16",
 }
+MAX_RUN_AHEAD = 4
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 
 
@@ -80,7 +82,7 @@ class EngineConfig:
     swap_space: float = 0.0  # GiB of host memory for the blocks of preempted requests; 0: they are computed again
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs
-    run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU
+    run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU, else MAX_RUN_AHEAD
     watchdog_timeout_s: float = 300.0  # an engine that has work and says nothing for so long is replaced; 0: never
     # What is sent
     stream_interval: int = 1  # tokens from one response of a stream to the next; more: fewer and larger responses
@@ -129,8 +131,8 @@ class EngineConfig:
             f"reserved_share is {self.reserved_share}; it must be at least 0 and below 1",
         )
         _require(
-            -100 <= self.reserved_priority < 100,  # as scheduling_params.MAX_PRIORITY
-            f"reserved_priority is {self.reserved_priority}; it must be between -100 and 99",
+            -MAX_PRIORITY <= self.reserved_priority < MAX_PRIORITY,
+            f"reserved_priority is {self.reserved_priority}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY - 1}",
         )
         _require(
             0 <= self.priority_aging_s < float("inf"),
@@ -145,8 +147,8 @@ class EngineConfig:
             f"watchdog_timeout_s is {self.watchdog_timeout_s}; it must be 0 (off) or at least 2 seconds",
         )
         _require(
-            self.run_ahead is None or 0 <= self.run_ahead <= 4,
-            f"run_ahead is {self.run_ahead}; it must be between 0 and 4",
+            self.run_ahead is None or 0 <= self.run_ahead <= MAX_RUN_AHEAD,
+            f"run_ahead is {self.run_ahead}; it must be between 0 and {MAX_RUN_AHEAD}",
         )
 
 

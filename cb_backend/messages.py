@@ -16,13 +16,6 @@ from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.step_dump import DumpSteps, StepDump
 
-REQUEST_ID_BITS = 40  # request_id = (front_end_id << REQUEST_ID_BITS) | counter
-
-
-def make_request_id(front_end_id: int, counter: int) -> int:
-    return front_end_id << REQUEST_ID_BITS | counter
-
-
 # ---- front end to engine ----------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,19 @@ from cb_backend.scheduling_params import SchedulingParams
 
 NO_SLOT = -1
 
+REQUEST_ID_BITS = 40  # of a front end's own counter in a request's id; the front end's id stands above them
+
 QueueKey = tuple[int, float, int]  # compared as it is; the least starts first
+
+
+def make_request_id(front_end_id: int, counter: int) -> int:
+    """An id that no other front end of the engine can give."""
+    return front_end_id << REQUEST_ID_BITS | counter
+
+
+def split_request_id(request_id: int) -> tuple[int, int]:
+    """`(front_end_id, counter)`."""
+    return request_id >> REQUEST_ID_BITS, request_id & ((1 << REQUEST_ID_BITS) - 1)
 
 
 class RequestStatus(IntEnum):
@@ -55,7 +67,7 @@ class Request:
     slot's row in the scheduler's token table is the truth.
     """
 
-    request_id: int  # unique in the engine: (front end id << 40) | counter
+    request_id: int  # unique in the engine: `make_request_id`
     token_ids: NDArray[np.int32]  # [num_tokens] prompt, then what was generated before a preemption
     num_prompt_tokens: int
     params: SamplingParams
@@ -84,4 +96,4 @@ class Request:
 
     @property
     def front_end_id(self) -> int:
-        return self.request_id >> 40
+        return self.request_id >> REQUEST_ID_BITS

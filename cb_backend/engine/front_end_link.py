@@ -16,7 +16,6 @@ from cb_backend.engine.grammar.guide import NOT_ALLOWED
 from cb_backend.engine.step_messages import step_output
 from cb_backend.errors import ErrorCode
 from cb_backend.messages import (
-    REQUEST_ID_BITS,
     EngineFailed,
     EngineMessage,
     FrontEndMessage,
@@ -28,6 +27,7 @@ from cb_backend.messages import (
 from cb_backend.outputs import EngineOutput
 from cb_backend.process_watch import ProcessWatch
 from cb_backend.queue_room import QueueRoom
+from cb_backend.request import REQUEST_ID_BITS
 from cb_backend.silence import SilenceClock
 
 FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.config import EngineConfig
+from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
 from cb_backend.engine.grammar.held_requests import HeldRequests
 from cb_backend.engine.scheduler.scheduler import Scheduler
@@ -60,7 +60,8 @@ class LLMEngine:
         self.config = config
         self.info = info
         self.runner = runner
-        self.run_ahead = config.run_ahead if config.run_ahead is not None else (4 if info.device == "cuda" else 0)
+        by_itself = MAX_RUN_AHEAD if info.device == "cuda" else 0  # on a CPU there is nothing to wait for
+        self.run_ahead = by_itself if config.run_ahead is None else config.run_ahead
         kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)

@@ -7,8 +7,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.messages import REQUEST_ID_BITS, ChunkLogprobs, StepLogprobs, StepOutput
+from cb_backend.messages import ChunkLogprobs, StepLogprobs, StepOutput
 from cb_backend.outputs import EngineOutput, TokenLogprobs, rows_after
+from cb_backend.request import REQUEST_ID_BITS
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ import random
 
 from cb_backend.config import EngineConfig
 from cb_backend.fault_points import POINTS
+from cb_backend.request import make_request_id
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
@@ -113,7 +114,7 @@ class _ArrivalDrawer:
         is_cancelled = rng.random() < 0.25
         by_state = rng.random() < 0.7
         return Arrival(
-            request_id=(rng.randint(0, 2) << 40) | index,
+            request_id=make_request_id(rng.randint(0, 2), index),
             at_step=at_step,
             prompt=prompt,
             params=SamplingParams(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cb_backend.config import EngineConfig
+from cb_backend.request import make_request_id
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from tests.simulation.scenario import Arrival, Fault, Scenario
@@ -26,7 +27,7 @@ def rich_scenario(index: int) -> Scenario:
         prompt = (1, 2, 3, 4, 5, 6, 7, 8, *([9, 10 + number] if number % 2 else [11] * 4))
         arrivals.append(
             Arrival(
-                request_id=number % 3 << 40 | number,
+                request_id=make_request_id(number % 3, number),
                 at_step=0 if number < 5 else 6,
                 prompt=prompt,
                 params=SamplingParams(max_tokens=24, stop=("ab",) if number == 2 else (), seed=1),

@@ -17,7 +17,7 @@ from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
 from cb_backend.errors import UnavailableError
 from cb_backend.kv_cache.manager import HashBlock
 from cb_backend.messages import AddRequest, CancelRequests, EngineFailed, Goodbye, ModelInfo, encode, token_ids_to_bytes
-from cb_backend.request import RequestStatus
+from cb_backend.request import RequestStatus, split_request_id
 from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.checks import CheckedEngine
 from tests.simulation.clients import FAILED, INTERNAL, REFUSED, UNAVAILABLE, Answer
@@ -185,7 +185,7 @@ class World:
             self._end_life()
 
     def _arrive(self, arrival: Arrival) -> None:
-        client = self.clients[arrival.request_id >> 40]
+        client = self.clients[split_request_id(arrival.request_id)[0]]
         expected = lone_output(self.scenario, self.model, arrival, self.salts[arrival.request_id])
         answer = self.answers[arrival.request_id] = Answer(arrival, client, expected, self.now)
         prompt = token_ids_to_bytes(list(arrival.prompt))

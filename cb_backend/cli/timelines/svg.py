@@ -10,6 +10,7 @@ from html import escape
 
 from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, summarise
 from cb_backend.cli.timelines.steps import Step, StepLogFile
+from cb_backend.request import split_request_id
 
 WIDTH = 1280
 LEFT, RIGHT, TOP = 92, 24, 64
@@ -77,7 +78,7 @@ class TimeAxis:
 
 def request_name(request_id: int) -> str:
     """front end.counter, or the plain id where there is no front end."""
-    front_end, counter = request_id >> 40, request_id & ((1 << 40) - 1)
+    front_end, counter = split_request_id(request_id)
     return f"{front_end}.{counter}" if front_end else str(counter)
 
 

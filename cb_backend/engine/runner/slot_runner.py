@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.config import MAX_RUN_AHEAD
 from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
 from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.runner.launched_step import LaunchedStep
@@ -32,7 +33,8 @@ from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.outputs import SchedulerOutput
 
-RING = 8  # more than the deepest run-ahead, so that host memory is never written again before it is read
+# More than the deepest run-ahead, so that host memory is never written again before it is read.
+RING = 2 * MAX_RUN_AHEAD
 
 
 class SlotRunner:

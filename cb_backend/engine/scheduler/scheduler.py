@@ -11,7 +11,7 @@ what time it is it is told (`set_time`): without that, time stands still, and no
 
 from __future__ import annotations
 
-from cb_backend.config import EngineConfig
+from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.engine.scheduler.admission import Admission, check_fits_alone
 from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
 from cb_backend.engine.scheduler.deadlines import Deadlines
@@ -34,8 +34,6 @@ from cb_backend.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from cb_backend.queue_room import QueueRoom
 from cb_backend.request import Request, RequestStatus
 
-_MOST_RUN_AHEAD = 4  # when the config leaves the depth to the engine, which then keeps to its own
-
 
 class Scheduler:
     """Owns every request between `add_request` and its end. Not thread-safe: one loop calls it."""
@@ -49,7 +47,8 @@ class Scheduler:
         # Never more running requests than budget: then every running request can be given a token in every step.
         num_slots = min(config.max_num_seqs, self._budget)
         self._table = SlotTable(num_slots, min(max_model_len, self._num_cache_tokens), kv.block_size)
-        run_ahead = _MOST_RUN_AHEAD if config.run_ahead is None else config.run_ahead
+        # Where the config leaves the depth to the engine, the engine keeps to its own.
+        run_ahead = MAX_RUN_AHEAD if config.run_ahead is None else config.run_ahead
         self._in_flight = InFlightSteps(1 + run_ahead, kv.free_blocks)
         self._counters = StepCounters()
         self._share = FairShare()
