@@ -30,11 +30,13 @@ CHECKED = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One figure, predicted and measured."""
+    """One figure, predicted and measured: the middle of as many runs as there were, and what they lie between."""
 
     name: str
     predicted: float
     measured: float
+    lowest: float
+    highest: float
 
     @property
     def error(self) -> float:
@@ -103,7 +105,14 @@ class Study:
                 for trial in self.trials
             ],
             "checks": [
-                {"name": c.name, "predicted": c.predicted, "measured": c.measured, "error": round(c.error, 4)}
+                {
+                    "name": c.name,
+                    "predicted": c.predicted,
+                    "measured": c.measured,
+                    "lowest": c.lowest,
+                    "highest": c.highest,
+                    "error": round(c.error, 4),
+                }
                 for c in self.checks
             ],
             "warnings": self.warnings,
@@ -142,13 +151,15 @@ def advise(study: Study) -> list[str]:
     return found
 
 
-def checks(predicted: tuple[Figures, Figures], measured: tuple[Figures, Figures]) -> list[Check]:
-    """Predictions held against measurements; each pair is (all at once, at the load)."""
-    return [
-        Check(name, _value(predicted[which], attribute, key), _value(measured[which], attribute, key))
-        for name, which, attribute, key in CHECKED
-        if _value(measured[which], attribute, key)
-    ]
+def checks(predicted: tuple[Figures, Figures], measured: Sequence[tuple[Figures, Figures]]) -> list[Check]:
+    """Predictions held against measurements; each pair is (all at once, at the load), of one run or of several."""
+    found = []
+    for name, which, attribute, key in CHECKED:
+        values = [_value(pair[which], attribute, key) for pair in measured]
+        middle = float(np.median(values))
+        if middle:
+            found.append(Check(name, _value(predicted[which], attribute, key), middle, min(values), max(values)))
+    return found
 
 
 def _value(found: Figures, attribute: str, key: str) -> float:

@@ -148,8 +148,19 @@ def trial_table(study: Study) -> Table:
 
 
 def check_table(study: Study) -> Table:
-    rows = [[c.name, f"{c.predicted:,.1f}", f"{c.measured:,.1f}", f"{c.error:+.1%}"] for c in study.checks]
-    return [["", "predicted", "measured", "error"], *rows]
+    """With the range of the runs where there were several."""
+    is_range = any(c.lowest < c.highest for c in study.checks)
+    rows = [
+        [
+            c.name,
+            f"{c.predicted:,.1f}",
+            f"{c.measured:,.1f}",
+            *([f"{c.lowest:,.1f} to {c.highest:,.1f}"] if is_range else []),
+            f"{c.error:+.1%}",
+        ]
+        for c in study.checks
+    ]
+    return [["", "predicted", "measured", *(["runs"] if is_range else []), "error"], *rows]
 
 
 def comparison_charts(study: Study) -> list[str]:

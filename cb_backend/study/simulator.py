@@ -7,6 +7,7 @@ tokens are blank. So a replay of a thousand requests takes seconds, wherever it 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +32,16 @@ class VirtualClock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 0.0)
+        """Time goes on, be it by the least that a float can tell: who waits for a moment would wait for ever else."""
+        if seconds > 0:
+            self.now = max(self.now + seconds, math.nextafter(self.now, math.inf))
 
     def advance_to(self, moment: float) -> None:
         self.now = max(self.now, moment)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class PendingStep:
     """A launched step; reading its result waits until its end."""
 
     clock: VirtualClock
@@ -60,9 +63,13 @@ class SimulatedRunner:
         self._clock = clock
         self._free_at = 0.0  # when the last launched step ends
 
-    def execute_model(self, plan: SchedulerOutput) -> _Pending:
-        self._free_at = max(self._free_at, self._clock.now) + self._times.seconds(shape_of(plan))
-        return _Pending(self._clock, self._free_at, plan.step_id, plan.is_sampling)
+    def execute_model(self, plan: SchedulerOutput) -> PendingStep:
+        return self.launched(plan, self._times.seconds(shape_of(plan)))
+
+    def launched(self, plan: SchedulerOutput, seconds: float) -> PendingStep:
+        """A step that takes so long, once those before it have ended."""
+        self._free_at = max(self._free_at, self._clock.now) + seconds
+        return PendingStep(self._clock, self._free_at, plan.step_id, plan.is_sampling)
 
     def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""

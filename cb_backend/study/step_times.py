@@ -23,7 +23,11 @@ FORMAT = 1
 DECODE_ROWS, DECODE_CONTEXT, PROMPT_TOKENS, PROMPT_PAIRS, PROMPT_ROWS = range(5)
 _MIN_SAMPLES = 8  # of a kind of step; fewer are fitted together with the other kind
 _MIN_OF_A_SIZE = 3  # steps; the level of a size with fewer is taken from its neighbours
-_OUTLIER = 3.0  # times the fit, either way: such steps (a pause of the host) are left out of the second fit
+_ROUNDS = 12  # of the fit to the middle
+_CLOSE = 0.01  # relative error below which a step pulls no harder
+# A step is left out of the means if it is off by more than so many times the median, and by more than a factor.
+_OUTLIER = 5.0
+_NEVER_OUTLIER = math.log(1.25)
 
 Floats = NDArray[np.float64]
 
@@ -126,41 +130,53 @@ def fit_laws(shapes: Floats, seconds: Floats) -> tuple[Law, Law, float]:
     for kind in (~is_mixed, is_mixed):
         chosen = kind if np.count_nonzero(kind) >= _MIN_SAMPLES else np.ones_like(kind)
         laws.append(_fit(shapes[chosen], seconds[chosen]))
-    predicted = np.where(is_mixed, _predict(laws[1], shapes), _predict(laws[0], shapes))
+    rows = zip(shapes.tolist(), is_mixed.tolist(), strict=True)
+    predicted = np.array([laws[mixed].seconds(tuple(shape)) for shape, mixed in rows])
     return laws[0], laws[1], float(np.median(np.abs(predicted - seconds) / seconds))
 
 
 def _fit(shapes: Floats, seconds: Floats) -> Law:
-    """Fit, leave out what is far from the fit, and fit again; at last the sum of all is made to agree."""
-    law = _solve(shapes, seconds)
-    ratio = seconds / np.maximum(_predict(law, shapes), 1e-9)
-    usual = (ratio < _OUTLIER) & (ratio > 1 / _OUTLIER)
-    if np.count_nonzero(usual) >= _MIN_SAMPLES:
-        shapes, seconds = shapes[usual], seconds[usual]
-        law = _solve(shapes, seconds)
-    scale = float(seconds.sum() / _predict(law, shapes).sum())
-    return Law([scale * level for level in law.levels], [scale * slope for slope in law.slopes])
+    """The law of the usual steps, as means: first of the middle, which a third of pauses (of the host; of shapes that
+    come for the first time) does not move, then least squares of the relative errors of what is near it."""
+    design = _Design(shapes)
+    weights = 1.0 / seconds
+    for _ in range(_ROUNDS):  # the least sum of absolute errors, by weights of the round before
+        predicted = design.predict(design.solve(seconds, weights))
+        weights = 1.0 / predicted / np.sqrt(np.maximum(np.abs(seconds / predicted - 1.0), _CLOSE))
+    spread = np.abs(np.log(seconds / predicted))
+    is_usual = spread <= max(_OUTLIER * float(np.median(spread)), _NEVER_OUTLIER)
+    coefficients = design.solve(seconds, is_usual / predicted)
+    predicted = design.predict(coefficients)
+    scale = float(seconds[is_usual].sum() / predicted[is_usual].sum())
+    return design.law(scale * coefficients)
 
 
-def _predict(law: Law, shapes: Floats) -> Floats:
-    return np.array([law.seconds(tuple(shape)) for shape in shapes.tolist()])
+class _Design:
+    """The equations of a fit: a column a size class of which enough steps were seen, and one a column of a shape."""
 
+    def __init__(self, shapes: Floats) -> None:
+        classes = np.array([_size_class(tuple(shape)) for shape in shapes.tolist()])
+        self._num_classes = int(classes.max()) + 1
+        counts = np.bincount(classes)
+        seen = np.flatnonzero(counts >= _MIN_OF_A_SIZE)
+        self._seen = seen if len(seen) else np.array([0])
+        # A class that was hardly seen lends its steps to the levels between which it lies.
+        levels = np.array([_all_levels(self._seen, one, self._num_classes) for one in np.eye(len(self._seen))])
+        self._features = np.column_stack([levels.T[classes], shapes])
 
-def _solve(shapes: Floats, seconds: Floats) -> Law:
-    """Least squares of the relative error; no slope and no level is below zero."""
-    classes = np.array([_size_class(tuple(shape)) for shape in shapes.tolist()])
-    counts = np.bincount(classes)
-    seen = np.flatnonzero(counts >= _MIN_OF_A_SIZE)
-    if not len(seen):
-        seen, classes = np.array([0]), np.zeros_like(classes)
-    chosen = np.isin(classes, seen)
-    is_of_class = classes[chosen, None] == seen  # [num_steps, num_seen]
-    features = np.column_stack([is_of_class, shapes[chosen]]) / seconds[chosen, None]
-    scale = np.linalg.norm(features, axis=0)
-    scale[scale == 0] = 1.0
-    solution = non_negative_least_squares(features / scale, np.ones(len(features))) / scale
-    levels, slopes = solution[: len(seen)], solution[len(seen) :]
-    return Law(_all_levels(seen, levels, len(counts)).tolist(), slopes.tolist())
+    def solve(self, seconds: Floats, weights: Floats) -> Floats:
+        """The levels and slopes, none below zero, with the least sum of squared weighted errors."""
+        features = self._features * weights[:, None]
+        scale = np.linalg.norm(features, axis=0)
+        scale[scale == 0] = 1.0
+        return non_negative_least_squares(features / scale, seconds * weights) / scale
+
+    def predict(self, coefficients: Floats) -> Floats:
+        return np.maximum(self._features @ coefficients, 1e-9)
+
+    def law(self, coefficients: Floats) -> Law:
+        levels, slopes = coefficients[: len(self._seen)], coefficients[len(self._seen) :]
+        return Law(_all_levels(self._seen, levels, self._num_classes).tolist(), slopes.tolist())
 
 
 def _all_levels(seen: NDArray[np.int64], levels: Floats, count: int) -> Floats:

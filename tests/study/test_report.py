@@ -22,7 +22,7 @@ def reported() -> tuple[str, str, dict[str, object]]:
     study.choice = choose(study.trials, study.target)
     study.comparison = compare(bench(), study.traffic, study.rate, study.recommended.setting, say)
     study.highest_rate = 12.5
-    study.checks = [Check("TTFT p99, ms", 110.0, 100.0)]
+    study.checks = [Check("TTFT p99, ms", 110.0, 100.0, 95.0, 130.0)]
     study.warnings = ["beware of <this>"]
     study.command = "cb-backend study --trace a.csv"
     return text_report(study), html_report(study), study.to_json()
@@ -43,7 +43,7 @@ def test_the_text_says_what_was_found_and_what_to_do() -> None:
     assert f"{gain:.2f}x" in text
     assert "Recommended: 4 seqs, 8 tokens." in text or "Recommended: 4 seqs, 64 tokens." in text
     assert "holds the target up to about 12.5 requests/s" in text
-    assert "TTFT p99, ms      110.0     100.0  +10.0%" in text
+    assert "TTFT p99, ms      110.0     100.0  95.0 to 130.0  +10.0%" in text
     assert "warning: beware of <this>" in text
     snippet = next(line for line in text.splitlines() if line.startswith('  {"max_num_seqs"'))
     assert json.loads(snippet) == figures["recommended"]
@@ -79,4 +79,5 @@ def test_the_figures_are_all_in_the_json() -> None:
         (2, 8), (2, 64), (4, 8), (4, 64)
     ]  # fmt: skip
     assert again["comparison"]["static"]["at_once"]["output_tokens_per_s"] > 0
-    assert again["checks"] == [{"name": "TTFT p99, ms", "predicted": 110.0, "measured": 100.0, "error": 0.1}]
+    check = {"predicted": 110.0, "measured": 100.0, "lowest": 95.0, "highest": 130.0, "error": 0.1}
+    assert again["checks"] == [{"name": "TTFT p99, ms", **check}]

@@ -63,6 +63,20 @@ def test_pauses_of_the_host_do_not_bend_the_fit() -> None:
     assert decode.seconds((100.0, 0.0, 0.0, 0.0, 0.0)) == pytest.approx(1.5e-3, rel=0.1)
 
 
+def test_a_third_of_slow_steps_does_not_bend_the_fit() -> None:
+    """As when shapes come for the first time: every third step takes 1.6 to 2.8 times as long."""
+    rng = np.random.default_rng(0)
+    for has_prompts in (False, True):
+        shapes = random_shapes(600, has_prompts)
+        usual = line_seconds(shapes, 1e-3, 5e-6, 1e-8, 2e-6, 0, 0)
+        seconds = usual * rng.normal(1.0, 0.03, len(usual))
+        seconds[::3] *= rng.uniform(1.6, 2.8, len(seconds[::3]))
+        law = fit_laws(shapes, seconds)[int(has_prompts)]
+        predicted = np.array([law.seconds(tuple(shape)) for shape in shapes.tolist()])
+        assert predicted.sum() == pytest.approx(usual.sum(), rel=0.02)
+        assert np.percentile(np.abs(predicted / usual - 1), 95) < 0.05
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="only 3 steps were measured"):
         fit_laws(random_shapes(3, False), np.ones(3))
