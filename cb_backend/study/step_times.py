@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.engine.non_negative import non_negative_solution
 from cb_backend.errors import ConfigError
 from cb_backend.outputs import SchedulerOutput
 
@@ -169,7 +170,8 @@ class _Design:
         features = self._features * weights[:, None]
         scale = np.linalg.norm(features, axis=0)
         scale[scale == 0] = 1.0
-        return non_negative_least_squares(features / scale, seconds * weights) / scale
+        features /= scale
+        return non_negative_solution(features.T @ features, features.T @ (seconds * weights)) / scale
 
     def predict(self, coefficients: Floats) -> Floats:
         return np.maximum(self._features @ coefficients, 1e-9)
@@ -182,30 +184,3 @@ class _Design:
 def _all_levels(seen: NDArray[np.int64], levels: Floats, count: int) -> Floats:
     """Levels of classes 0 to `count` - 1: between those that were seen in proportion to the size, else the nearest."""
     return np.interp(2.0 ** np.arange(count), 2.0**seen, levels)
-
-
-def non_negative_least_squares(features: Floats, target: Floats) -> Floats:
-    """The x >= 0 [num_features] with the least |features @ x - target| (Lawson and Hanson's active sets, 1974)."""
-    matrix, side = features.T @ features, features.T @ target
-    count = len(side)
-    solution = np.zeros(count)
-    is_free = np.zeros(count, np.bool_)
-    tolerance = 1e-10 * max(float(np.abs(side).max(initial=0.0)), 1e-300)
-    for _ in range(10 * count):
-        gradient = np.where(is_free, -np.inf, side - matrix @ solution)
-        if gradient.max(initial=-np.inf) <= tolerance:
-            break
-        is_free[gradient.argmax()] = True
-        while True:
-            trial = np.zeros(count)
-            trial[is_free] = np.linalg.lstsq(matrix[np.ix_(is_free, is_free)], side[is_free], rcond=None)[0]
-            is_below = is_free & (trial <= 0)
-            if not is_below.any():
-                solution = trial
-                break
-            # As far towards the trial as no coefficient goes below zero; those that reach it are fixed there.
-            step = float(np.min(solution[is_below] / (solution[is_below] - trial[is_below])))
-            solution = solution + step * (trial - solution)
-            is_free &= solution > 1e-15
-            solution[~is_free] = 0.0
-    return solution

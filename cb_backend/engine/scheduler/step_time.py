@@ -14,6 +14,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.engine.non_negative import non_negative_solution
+
 MIN_PREFILL_TOKENS = 16  # a step's prompt tokens even where the limit leaves no room: prompts must go on
 _FORGETTING = 0.99
 _NUM_TRIALS = 4  # steps with prompts before the fit is asked
@@ -51,27 +53,13 @@ class StepTimeModel:
     def coefficients(self) -> tuple[float, float, float]:
         """(a, b, c) in seconds, a token, an attention pair."""
         if self._coefficients is None:
-            self._coefficients = _solve_non_negative(self._matrices.sum(0), self._sides.sum(0)) * _SCALE
+            self._coefficients = non_negative_solution(self._matrices.sum(0), self._sides.sum(0)) * _SCALE
         a, b, c = self._coefficients.tolist()
         return a, b, c
 
     def seconds(self, num_tokens: int, num_pairs: float) -> float:
         a, b, c = self.coefficients()
         return a + b * num_tokens + c * num_pairs
-
-
-def _solve_non_negative(matrix: NDArray[np.float64], side: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares; a feature whose coefficient would be negative is left out."""
-    kept = [0, 1, 2]
-    solution = np.zeros(3)
-    while kept:
-        ridge = 1e-9 * np.trace(matrix) * np.eye(len(kept))
-        part = np.linalg.solve(matrix[np.ix_(kept, kept)] + ridge + 1e-12 * np.eye(len(kept)), side[kept])
-        if part.min() >= 0:
-            solution[kept] = part
-            break
-        kept.pop(int(part.argmin()))
-    return solution
 
 
 class Pace:
