@@ -175,7 +175,7 @@ class EngineProcess:
             self.link.send_failure(request_id, error.code, str(error))
 
     def _tell_room(self) -> None:
-        self.link.tell_room(self.engine.scheduler.queue_room)
+        self.link.tell_room(self.engine.queue_room)
 
     def _drop_front_end(self, front_end_id: int) -> None:
         for request_id in self.link.leave(front_end_id):

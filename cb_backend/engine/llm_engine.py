@@ -28,6 +28,7 @@ from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats, ModelInfo
 from cb_backend.outputs import EngineOutput, ModelRunner, PendingOutput
+from cb_backend.queue_room import QueueRoom
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
@@ -158,6 +159,11 @@ class LLMEngine:
             self._held.forget(request_id)
             self.log.cancelled(request_id)
         return expired
+
+    @property
+    def queue_room(self) -> QueueRoom:
+        """What front ends are told of the queue."""
+        return self.scheduler.queue_room
 
     def has_requests(self) -> bool:
         """Whether any request is waiting or running; steps that were launched for others may still come back."""

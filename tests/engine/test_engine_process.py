@@ -24,6 +24,7 @@ from cb_backend.messages import (
     decode_engine_message,
     encode,
 )
+from cb_backend.queue_room import QueueRoom
 
 INFO = ModelInfo(
     model="m", tokenizer_dir="t", vocab_size=10, max_model_len=64, eos_token_ids=(), block_size=16, num_blocks=100,
@@ -39,6 +40,7 @@ class StuckEngine:
     is_stuck = False
     is_compiling = False
     num_steps = 0
+    queue_room = QueueRoom(None)
 
     def has_unfinished(self) -> bool:
         return self.is_stuck
