@@ -5,12 +5,11 @@ Arrays travel as little-endian bytes. Front ends connect to the engine's ROUTER 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs
 from cb_backend.queue_room import QueueRoom, RefusedRequests
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
@@ -82,58 +81,6 @@ class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
     pid: int
     info: ModelInfo
-
-
-class StepLogprobs(msgspec.Struct, frozen=True):
-    """`outputs.TokenLogprobs` on its way: arrays over the n entries whose requests ask."""
-
-    entries: bytes  # int32 [n] indices into the StepOutput's entries
-    sampled: bytes  # float32 [n]
-    ranks: bytes  # int32 [n]
-    top_ids: bytes  # int32 [n, k]
-    top_logprobs: bytes  # float32 [n, k]
-
-    @staticmethod
-    def pack(
-        entries: NDArray[np.intp],
-        sampled: NDArray[np.float32],
-        ranks: NDArray[np.int32],
-        top_ids: NDArray[np.int32],
-        top_logprobs: NDArray[np.float32],
-    ) -> StepLogprobs:
-        return StepLogprobs(
-            entries.astype("<i4").tobytes(),
-            sampled.astype("<f4", copy=False).tobytes(),
-            ranks.astype("<i4", copy=False).tobytes(),
-            top_ids.astype("<i4", copy=False).tobytes(),
-            top_logprobs.astype("<f4", copy=False).tobytes(),
-        )
-
-
-class ChunkLogprobs(msgspec.Struct, frozen=True):
-    """`outputs.PromptLogprobs` on its way: arrays over n tokens of one prompt."""
-
-    first: int
-    given: bytes  # float32 [n]
-    ranks: bytes  # int32 [n]
-    top_ids: bytes  # int32 [n, k]
-    top_logprobs: bytes  # float32 [n, k]
-
-    @staticmethod
-    def pack(
-        first: int,
-        given: NDArray[np.float32],
-        ranks: NDArray[np.int32],
-        top_ids: NDArray[np.int32],
-        top_logprobs: NDArray[np.float32],
-    ) -> ChunkLogprobs:
-        return ChunkLogprobs(
-            first,
-            given.astype("<f4", copy=False).tobytes(),
-            ranks.astype("<i4", copy=False).tobytes(),
-            top_ids.astype("<i4", copy=False).tobytes(),
-            top_logprobs.astype("<f4", copy=False).tobytes(),
-        )
 
 
 class StepOutput(msgspec.Struct, tag=True, frozen=True):
@@ -239,33 +186,3 @@ def token_ids_to_bytes(token_ids: NDArray[np.int32] | list[int]) -> bytes:
 
 def token_ids_from_bytes(data: bytes) -> NDArray[np.int32]:
     return np.frombuffer(data, dtype="<i4")
-
-
-class TokenLogprob(NamedTuple):
-    """What the model thought where one token stands: chosen, or given in a prompt."""
-
-    logprob: float  # of this token
-    rank: int  # of this token, from 1
-    top_ids: list[int]  # likeliest first
-    top_logprobs: list[float]
-
-
-def unpack_logprobs(packed: StepLogprobs) -> dict[int, TokenLogprob]:
-    """By entry."""
-    entries = np.frombuffer(packed.entries, "<i4").tolist()
-    return dict(zip(entries, _token_logprobs(packed.sampled, packed), strict=True))
-
-
-def unpack_chunk(packed: ChunkLogprobs) -> list[TokenLogprob]:
-    """Of one token after the other, from position `first` on."""
-    return _token_logprobs(packed.given, packed)
-
-
-def _token_logprobs(own: bytes, packed: StepLogprobs | ChunkLogprobs) -> list[TokenLogprob]:
-    values = np.frombuffer(own, "<f4").tolist()
-    columns = (
-        np.frombuffer(packed.ranks, "<i4").tolist(),
-        np.frombuffer(packed.top_ids, "<i4").reshape(len(values), -1).tolist(),
-        np.frombuffer(packed.top_logprobs, "<f4").reshape(len(values), -1).tolist(),
-    )
-    return [TokenLogprob(*figures) for figures in zip(values, *columns, strict=True)]

@@ -7,8 +7,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.messages import ChunkLogprobs, StepLogprobs, StepOutput
+from cb_backend.messages import StepOutput
 from cb_backend.outputs import EngineOutput, TokenLogprobs, rows_after
+from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs
 from cb_backend.request import REQUEST_ID_BITS
 
 T = TypeVar("T")
@@ -27,8 +28,7 @@ def step_output(
         num_cached_tokens=_of(front_end_id, output.num_cached_tokens),
         scheduled_at=_of(front_end_id, scheduled_at),
         prompt_logprobs={
-            rid: ChunkLogprobs.pack(part.first, part.given, part.ranks, part.top_ids, part.top_logprobs)
-            for rid, part in _of(front_end_id, output.prompt_logprobs).items()
+            rid: ChunkLogprobs.pack(part) for rid, part in _of(front_end_id, output.prompt_logprobs).items()
         },
         logprobs=None if output.logprobs is None else _pack(output.logprobs.moved(rows_after(mask))),
     )
@@ -39,6 +39,4 @@ def _of(front_end_id: int, by_request_id: dict[int, T]) -> dict[int, T]:
 
 
 def _pack(logprobs: TokenLogprobs) -> StepLogprobs | None:
-    if not len(logprobs.rows):
-        return None
-    return StepLogprobs.pack(logprobs.rows, logprobs.sampled, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
+    return StepLogprobs.pack(logprobs) if len(logprobs.rows) else None

@@ -17,7 +17,7 @@ from cb_backend.errors import ErrorCode
 from cb_backend.front_end.text.logprobs import NOT_ASKED_FOR, OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText, TextDelta
 from cb_backend.front_end.wire.protocol import GenerateRequest
-from cb_backend.messages import ChunkLogprobs, TokenLogprob
+from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
 from cb_backend.request import FinishReason
 
 

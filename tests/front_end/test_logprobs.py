@@ -10,8 +10,8 @@ import pytest
 
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
-from cb_backend.messages import ChunkLogprobs, StepLogprobs, TokenLogprob, unpack_logprobs
-from cb_backend.outputs import TokenLogprobs, rows_after
+from cb_backend.outputs import PromptLogprobs, TokenLogprobs, rows_after
+from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs, TokenLogprob
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import CJK, ByteFallbackKit, ByteLevelKit, Kit
@@ -112,8 +112,7 @@ def test_figures_cross_the_process_border() -> None:
         top_logprobs=np.array([[-0.5, -1.5], [-0.25, -1.0], [-0.125, -8.0]], np.float32),
     )
     mine = logprobs.moved(rows_after(np.array([False, True, True, False, True])))
-    packed = StepLogprobs.pack(mine.rows, mine.sampled, mine.ranks, mine.top_ids, mine.top_logprobs)
-    assert unpack_logprobs(packed) == {
+    assert StepLogprobs.pack(mine).unpack() == {
         0: TokenLogprob(-0.5, 1, [7, 8], [-0.5, -1.5]),
         2: TokenLogprob(-2.0, 3, [11, 12], [-0.125, -8.0]),
     }
@@ -122,7 +121,9 @@ def test_figures_cross_the_process_border() -> None:
 def chunk(first: int, given: list[float], ranks: list[int], top: list[list[tuple[int, float]]]) -> ChunkLogprobs:
     ids = np.array([[token for token, _ in row] for row in top], np.int32)
     values = np.array([[value for _, value in row] for row in top], np.float32)
-    return ChunkLogprobs.pack(first, np.array(given, np.float32), np.array(ranks, np.int32), ids, values)
+    return ChunkLogprobs.pack(
+        PromptLogprobs(first, np.array(given, np.float32), np.array(ranks, np.int32), ids, values)
+    )
 
 
 def test_f1_a_prompts_figures_in_vllms_form(byte_level: ByteLevelKit) -> None:

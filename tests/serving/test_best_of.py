@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from cb_backend.messages import ChunkLogprobs, TokenLogprob
 from cb_backend.outputs import PromptLogprobs
+from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
 from cb_backend.request import FinishReason
 from tests.serving.response_bench import Bench
 
@@ -73,6 +73,5 @@ def chunks() -> list[ChunkLogprobs]:
     parts = []
     for first, count in ((1, 4), (5, 2)):
         figures, ids = np.full((count, 1), -0.5, np.float32), np.full((count, 1), 97, np.int32)
-        part = PromptLogprobs(first, figures[:, 0], ids[:, 0], ids, figures)
-        parts.append(ChunkLogprobs.pack(part.first, part.given, part.ranks, part.top_ids, part.top_logprobs))
+        parts.append(ChunkLogprobs.pack(PromptLogprobs(first, figures[:, 0], ids[:, 0], ids, figures)))
     return parts

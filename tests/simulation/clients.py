@@ -13,7 +13,7 @@ from pathlib import Path
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.messages import TokenLogprob
+from cb_backend.packed_logprobs import TokenLogprob
 from cb_backend.request import FinishReason
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.simulation.network import SimulatedClient

@@ -13,8 +13,9 @@ import numpy as np
 
 from cb_backend.errors import ErrorCode
 from cb_backend.fault_points import reach
-from cb_backend.messages import ChunkLogprobs, StepOutput, TokenLogprob, unpack_logprobs
+from cb_backend.messages import StepOutput
 from cb_backend.outputs import NO_TOKEN
+from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
 
 NOT_DELIVERED = "an answer of the engine could not be used; the server's log says why"
 
@@ -51,7 +52,7 @@ def deliver(output: StepOutput, sinks: dict[int, RequestSink], abandon: Callable
     reach("front_end.deliver")
     request_ids = np.frombuffer(output.request_ids, "<i8").tolist()
     token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
-    logprobs = {} if output.logprobs is None else unpack_logprobs(output.logprobs)
+    logprobs = {} if output.logprobs is None else output.logprobs.unpack()
     for request_id, scheduled_at in output.scheduled_at.items():
         if (waiting := sinks.get(request_id)) is not None:
             waiting.on_scheduled(scheduled_at)

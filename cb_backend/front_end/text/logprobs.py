@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.messages import ChunkLogprobs, TokenLogprob, unpack_chunk
+from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
 
 NOT_ASKED_FOR = "null"  # the output `logprobs` of a request without the parameter
 _LOWEST = -9999.0  # JSON has no -Infinity
@@ -59,7 +59,7 @@ class PromptFigures:
     def take_json(self) -> str:
         """A list with an entry a token as of `OutputLogprobs`; null for the first, which nothing comes before."""
         chunks, self._chunks = self._chunks, []
-        figures = [logprob for chunk in chunks for logprob in unpack_chunk(chunk)]
+        figures = [logprob for chunk in chunks for logprob in chunk.unpack()]
         tokens = zip(self._prompt_ids[1:], figures, strict=True)
         return json.dumps([None, *(_figures(self._tokenizer, *both, self._num_top) for both in tokens)])
 
