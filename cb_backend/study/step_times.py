@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.non_negative import non_negative_solution
+from cb_backend.engine.scheduler.non_negative import non_negative_solution
 from cb_backend.errors import ConfigError
 from cb_backend.outputs import SchedulerOutput
 

@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.non_negative import non_negative_solution
+from cb_backend.engine.scheduler.non_negative import non_negative_solution
 
 MIN_PREFILL_TOKENS = 16  # a step's prompt tokens even where the limit leaves no room: prompts must go on
 _FORGETTING = 0.99
