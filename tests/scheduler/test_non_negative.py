@@ -1,4 +1,4 @@
-"""Non-negative least squares against its conditions and by hand: pytest tests/study/test_non_negative.py"""
+"""Non-negative least squares against its conditions and by hand: pytest tests/scheduler/test_non_negative.py"""
 
 from __future__ import annotations
 
