@@ -32,13 +32,8 @@ class JoinedRow:
     guide: object | None = None  # `engine.guide.Guide` of structured output: the request's own, only borrowed
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlocks:
-    """Blocks appended to a running slot's block table (rows that join carry theirs in `JoinedRow`)."""
-
-    slot: int
-    start: int  # index in the block table where block_ids begin
-    block_ids: tuple[int, ...]
+NO_BLOCKS: NDArray[np.int32] = np.empty((0, 3), np.int32)
+NO_BLOCKS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,8 @@ class SchedulerOutput:
     is_sampling: NDArray[np.bool_]  # [num_rows] the row reaches its last known token, so it samples the next
     num_decode_rows: int
     joined: tuple[JoinedRow, ...] = ()
-    new_blocks: tuple[NewBlocks, ...] = ()
+    # [n, 3] of (slot, index in its block table, block_id): blocks of slots that have joined before, one a slot.
+    new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)
     # (device block, host block) to copy before the step: first those that leave the device, then those that return.
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()

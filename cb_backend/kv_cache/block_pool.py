@@ -80,16 +80,16 @@ class BlockPool:
         """Take `num_blocks` blocks with one reference each, or None (and nothing changes) if fewer are free."""
         if num_blocks > self.num_free_blocks:
             return None
-        block_ids = []
-        for _ in range(num_blocks):
-            if self._free_plain:
-                block_id = self._free_plain.pop()
-            else:
-                block_id, _ = self._free_cached.popitem(last=False)
-                self._forget(block_id)
-                self.num_evicted_blocks += 1
-            self._ref_cnt[block_id] = 1
+        first_plain = max(0, len(self._free_plain) - num_blocks)
+        block_ids = self._free_plain[first_plain:][::-1]
+        del self._free_plain[first_plain:]
+        for _ in range(num_blocks - len(block_ids)):
+            block_id, _ = self._free_cached.popitem(last=False)
+            self._forget(block_id)
+            self.num_evicted_blocks += 1
             block_ids.append(block_id)
+        for block_id in block_ids:
+            self._ref_cnt[block_id] = 1
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:

@@ -113,11 +113,11 @@ class _FakeRunner:
         for row in plan.joined:
             self.slots[row.slot] = _Slot(row, row.token_ids.tolist(), list(row.block_ids))
             joined.add(row.slot)
-        for new in plan.new_blocks:
-            assert new.slot not in joined, "a joining row brings its whole block table"
-            table = self.slots[new.slot].block_table
-            assert len(table) == new.start, "new blocks must continue the block table"
-            table.extend(new.block_ids)
+        for grown, index, block_id in plan.new_blocks.tolist():
+            assert grown not in joined, "a joining row brings its whole block table"
+            table = self.slots[grown].block_table
+            assert len(table) == index, "new blocks must continue the block table"
+            table.append(block_id)
         slots = plan.slots.tolist()
         assert len(set(slots)) == len(slots), "a slot has two rows"
         assert joined <= set(slots), "a request joined without a row"

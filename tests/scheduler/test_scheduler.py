@@ -48,7 +48,7 @@ def test_a_steady_step_brings_nothing_but_arrays() -> None:
     engine.step()
     plan = engine.step()
     assert plan is not None
-    assert (plan.joined, plan.new_blocks, scheduled(plan)) == ((), (), [1, 1, 1])
+    assert (plan.joined, plan.new_blocks.tolist(), scheduled(plan)) == ((), [], [1, 1, 1])
     assert plan.num_computed_tokens.tolist() == [5, 5, 5]
 
 

@@ -72,22 +72,16 @@ def joined_slots(rows: Sequence[JoinedRow]) -> NDArray[np.int32]:
 
 def block_table_deltas(plan: SchedulerOutput) -> NDArray[np.int32]:
     """What a plan changes in the block tables: [N, 3] of (slot, index, block_id)."""
-    changes = [(row.slot, 0, row.block_ids) for row in plan.joined]
-    changes += [(new.slot, new.start, new.block_ids) for new in plan.new_blocks]
-    total = sum(len(block_ids) for _, _, block_ids in changes)
-    deltas = np.empty((total, 3), np.int32)
-    first = 0
-    for slot, start, block_ids in changes:
-        if len(block_ids) == 1:  # the usual case: a decode row crosses a block border
-            deltas[first] = (slot, start, block_ids[0])
-            first += 1
-            continue
-        rows = deltas[first : first + len(block_ids)]
-        rows[:, 0] = slot
-        rows[:, 1] = np.arange(start, start + len(block_ids))
-        rows[:, 2] = block_ids
-        first += len(block_ids)
-    return deltas
+    if not plan.joined:
+        return plan.new_blocks
+    deltas = [plan.new_blocks]
+    for row in plan.joined:
+        table = np.empty((len(row.block_ids), 3), np.int32)
+        table[:, 0] = row.slot
+        table[:, 1] = np.arange(len(row.block_ids))
+        table[:, 2] = row.block_ids
+        deltas.append(table)
+    return np.concatenate(deltas)
 
 
 def copy_to(values: NDArray, device: torch.device) -> Tensor:

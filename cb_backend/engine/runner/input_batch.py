@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput
+from cb_backend.outputs import JoinedRow, SchedulerOutput
 from cb_backend.sampling_params import SamplingParams
 
 
@@ -44,8 +44,9 @@ class InputBatch:
         """Take over what changed since the last plan."""
         for row in plan.joined:
             self._join(row)
-        for new in plan.new_blocks:
-            self._append_blocks(new)
+        if len(plan.new_blocks):
+            slots, indices, block_ids = plan.new_blocks.T
+            self.block_tables[slots, indices] = block_ids
 
     def _join(self, row: JoinedRow) -> None:
         slot, params = row.slot, row.params
@@ -63,9 +64,6 @@ class InputBatch:
         is_prompt_told = params.prompt_logprobs is None or len(row.token_ids) > row.num_prompt_tokens
         self.num_prompt_logprobs[slot] = -1 if is_prompt_told else params.prompt_logprobs
         self.stop_token_ids[slot] = np.asarray(row.stop_token_ids, np.int64)
-
-    def _append_blocks(self, new: NewBlocks) -> None:
-        self.block_tables[new.slot, new.start : new.start + len(new.block_ids)] = new.block_ids
 
     def slot_mapping(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
         """Where each token's key and value go: block_id * block_size + offset. [num_tokens] each."""

@@ -8,6 +8,9 @@ is not a victim any more. This module does not know budgets or plans.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cb_backend.engine.scheduler.in_flight import InFlightSteps
 from cb_backend.engine.scheduler.request_queue import RequestQueue
 from cb_backend.engine.scheduler.slot_table import SlotTable
@@ -47,7 +50,7 @@ class Preemption:
         self._counters = counters
         self._swap = swap
 
-    def make_room(self, growing: list[int], batch: DecodeBatch) -> list[int]:
+    def make_room(self, growing: NDArray[np.intp], batch: DecodeBatch) -> NDArray[np.intp]:
         """Preempt until every other growing slot can have a block, now or once launched steps are back.
 
         Returns the slots that get a block now; victims and those who must wait leave the batch. Preempting comes
@@ -61,10 +64,10 @@ class Preemption:
         while len(growing) > self._num_free_or_coming(ending):
             victim = victims.pop()
             self._preempt(victim)
-            growing = [slot for slot in growing if slot != victim]
+            growing = growing[growing != victim]
             dropped.append(victim)
         num_free = self._kv.num_free_blocks
-        batch.drop([*dropped, *growing[num_free:]])
+        batch.drop([*dropped, *growing[num_free:].tolist()])
         return growing[:num_free]
 
     def yield_to(self, head: Request, num_blocks: int) -> None:

@@ -133,6 +133,9 @@ class SlotTable:
         assert request is not None
         return request
 
+    def requests_at(self, slots: NDArray[np.intp]) -> list[Request]:
+        return [self.request_at(slot) for slot in slots.tolist()]
+
     def rows(self, slots: NDArray[np.intp]) -> Rows:
         return Rows(slots, self.epoch[slots], self.request_ids[slots], self.stop_ids[slots])
 

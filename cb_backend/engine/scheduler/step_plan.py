@@ -14,7 +14,7 @@ from cb_backend.engine.scheduler.in_flight import LaunchedStep
 from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import JoinedRow, NewBlocks, SchedulerOutput
+from cb_backend.outputs import NO_BLOCKS, JoinedRow, SchedulerOutput
 from cb_backend.request import Request
 
 
@@ -57,16 +57,16 @@ class DecodeBatch:
         self.slots, self.computed, self.room = self.slots[keep], self.computed[keep], self.room[keep]
         self.num_steps_left, self._constants = 0, None
 
-    def grow(self, slots: list[int], kv: KVCacheManager) -> list[NewBlocks]:
-        """One more block for each of these slots; the caller has seen to it that so many are free."""
-        requests = [self._table.request_at(slot) for slot in slots]
-        block_ids = kv.append_blocks(requests)
-        self._table.num_block_tokens[slots] += kv.block_size
-        self.room = self._table.num_block_tokens[self.slots]
-        return [
-            NewBlocks(slot, len(request.block_table) - 1, (block_id,))
-            for slot, request, block_id in zip(slots, requests, block_ids, strict=True)
-        ]
+    def grow(self, slots: NDArray[np.intp], kv: KVCacheManager) -> NDArray[np.int32]:
+        """One more block for each of these slots, as `SchedulerOutput.new_blocks`; so many are free: check before."""
+        table = self._table
+        new_blocks = np.empty((len(slots), 3), np.int32)
+        new_blocks[:, 0] = slots
+        new_blocks[:, 1] = table.num_block_tokens[slots] // kv.block_size
+        new_blocks[:, 2] = kv.append_blocks(table.requests_at(slots))
+        table.num_block_tokens[slots] += kv.block_size
+        self.room = table.num_block_tokens[self.slots]
+        return _frozen(new_blocks)
 
     def constants(self) -> tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
         """(rows, slots as int32, ones, all true): the same arrays in every step."""
@@ -91,7 +91,7 @@ class StepPlan:
     decode: DecodeBatch | None = None
     prefill: list[tuple[int, int, int, bool]] = field(default_factory=list)  # slot, computed, scheduled, is_sampling
     joined: list[JoinedRow] = field(default_factory=list)
-    new_blocks: list[NewBlocks] = field(default_factory=list)
+    new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # [n, 3], see SchedulerOutput
     swap_out: tuple[tuple[int, int], ...] = ()  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
 
@@ -152,7 +152,7 @@ def launch(step_id: int, plan: StepPlan, table: SlotTable) -> tuple[SchedulerOut
         _frozen(is_sampling),
         plan.num_decode_rows,
         tuple(plan.joined),
-        tuple(plan.new_blocks),
+        plan.new_blocks,
         plan.swap_out,
         tuple(plan.swap_in),
     )
@@ -170,7 +170,5 @@ def _launch_decode(
     table.num_computed_tokens[rows.slots] = after
     batch.advance(after)
     num_rows = len(slots)
-    output = SchedulerOutput(
-        step_id, slots, computed, ones, all_true, num_rows, (), tuple(plan.new_blocks), plan.swap_out
-    )
+    output = SchedulerOutput(step_id, slots, computed, ones, all_true, num_rows, (), plan.new_blocks, plan.swap_out)
     return output, LaunchedStep(step_id, table.version, rows, after, all_true, num_rows, batch.out_of_room, may_end)

@@ -161,7 +161,7 @@ class StepResults:
     def _cached_tokens_to_tell(self, rows: Rows, num_computed: NDArray[np.int32]) -> dict[int, int]:
         """request_id -> prompt tokens from the prefix cache, of requests whose first token has just come."""
         is_first = num_computed == self._table.num_prompt_tokens[rows.slots]
-        requests = [self._table.request_at(slot) for slot in rows.slots[is_first].tolist()]
+        requests = self._table.requests_at(rows.slots[is_first])
         return {request.request_id: request.num_cached_tokens for request in requests}
 
     def _prompt_logprobs_to_tell(self, rows: Rows, output: ModelRunnerOutput) -> dict[int, PromptLogprobs]:
