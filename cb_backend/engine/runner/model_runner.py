@@ -11,17 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.runner.input_batch import InputBatch
-from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT, LogitsRules, failure_codes
-from cb_backend.engine.runner.logprobs import LogprobsOfStep
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT, failure_codes
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
-from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
-from cb_backend.kv_cache.storage import KVCacheStorage
-from cb_backend.kv_cache.swap import BlockSwapper
+from cb_backend.engine.runner.runner_base import RunnerBase
+from cb_backend.engine.runner.token_masks import GuidedRows
 from cb_backend.layers.attention_metadata import AttentionMetadata
-from cb_backend.layers.ops import Ops
-from cb_backend.layers.rotary import RotaryTables
-from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 
@@ -35,37 +29,8 @@ class CompletedStep:
         return self._output
 
 
-class ModelRunner:
+class ModelRunner(RunnerBase):
     """Implements `outputs.ModelRunner`. `execute_model` returns when the step is done."""
-
-    def __init__(
-        self,
-        model: DecoderForCausalLM,
-        ops: Ops,
-        rotary: RotaryTables,
-        storage: KVCacheStorage,
-        num_slots: int,
-        max_model_len: int,
-    ) -> None:
-        self.model = model
-        self.ops = ops
-        self.rotary = rotary
-        self.storage = storage
-        self.swapper: BlockSwapper | None = None
-        self.device = storage.data.device
-        self.batch = InputBatch(num_slots, max_model_len, storage.data.shape[-2])
-        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
-        self.masks = TokenMasks(num_slots, self.device, ops)
-        self.logprobs = LogprobsOfStep(self.device, ops)
-
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
-        return self.rotary.cache_key(num_prompt_tokens)
-
-    def close(self) -> None:
-        """Give up the cache's memory; the runner cannot be used afterwards."""
-        self.masks.close()
-        self.storage.layers.clear()
-        del self.storage.data
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> CompletedStep:

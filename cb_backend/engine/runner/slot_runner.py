@@ -16,17 +16,16 @@ from torch import Tensor
 
 from cb_backend.config import MAX_RUN_AHEAD
 from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
-from cb_backend.engine.runner.input_batch import InputBatch
-from cb_backend.engine.runner.launched_step import LaunchedStep
-from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, failure_codes
-from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
+from cb_backend.engine.runner.logits_rules import RuledRows, failure_codes
+from cb_backend.engine.runner.logprobs import PendingLogprobs
+from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.runner.runner_base import RunnerBase
 from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
 from cb_backend.engine.runner.step_graphs import MAX_GRAPH_PROMPTS, StepGraphs
-from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
+from cb_backend.engine.runner.token_masks import GuidedRows
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kv_cache.storage import KVCacheStorage
-from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
@@ -37,7 +36,7 @@ from cb_backend.outputs import SchedulerOutput
 RING = 2 * MAX_RUN_AHEAD
 
 
-class SlotRunner:
+class SlotRunner(RunnerBase):
     """Implements `outputs.ModelRunner` with run-ahead."""
 
     def __init__(
@@ -49,19 +48,10 @@ class SlotRunner:
         num_slots: int,
         max_model_len: int,
     ) -> None:
-        self.model = model
-        self.ops = ops
-        self.rotary = rotary
-        self.storage = storage
-        self.swapper: BlockSwapper | None = None
+        super().__init__(model, ops, rotary, storage, num_slots, max_model_len)
         self.block_size = storage.data.shape[-2]
-        self.device = storage.data.device
         self.padding_slot = num_slots
-        self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
-        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
-        self.masks = TokenMasks(num_slots, self.device, ops)
-        self.logprobs = LogprobsOfStep(self.device, ops)
         self.graphs = StepGraphs()
         # One for all graphs, which leave their logits here for the rows that need them again.
         self.logits = torch.empty(
@@ -76,20 +66,15 @@ class SlotRunner:
         self._host_steps: dict[StepShape, list[tuple[Tensor, dict[str, NDArray[np.int32]]]]] = {}
         self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
-        return self.rotary.cache_key(num_prompt_tokens)
-
     def close(self) -> None:
-        self.masks.close()
         self.graphs.clear()
-        self.storage.layers.clear()
-        del self.storage.data
+        super().close()
 
     def new_buffers(self, shape: StepShape) -> StepBuffers:
         return make_buffers(shape, self.padding_slot, self.device)
 
     @torch.inference_mode()
-    def execute_model(self, plan: SchedulerOutput) -> LaunchedStep:
+    def execute_model(self, plan: SchedulerOutput) -> PendingStep:
         if self.swapper is not None:
             self.swapper.apply(plan)
         self.batch.apply(plan)
@@ -257,7 +242,7 @@ class SlotRunner:
         logprobs: PendingLogprobs | None,
         of_prompts: PendingPromptLogprobs | None,
         guided: GuidedRows | None,
-    ) -> LaunchedStep:
+    ) -> PendingStep:
         # One contiguous copy: a strided one would make torch wait for the device.
         result, index = buffers.result, plan.step_id % RING
         host_result = self._host_results[index]
@@ -268,7 +253,7 @@ class SlotRunner:
         done = self._events[index] if self._events else None
         if done is not None:
             done.record()
-        step = LaunchedStep(plan, buffers.shape.num_decode, host_result, done, logprobs, of_prompts, guided)
+        step = PendingStep(plan, buffers.shape.num_decode, host_result, done, logprobs, of_prompts, guided)
         if guided is not None:
             guided.launched(step.sampled)
         return step

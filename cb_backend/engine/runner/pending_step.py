@@ -17,12 +17,12 @@ from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class PendingStep:
     """A `PendingOutput`: the step's sampled tokens are on their way to `host_result`."""
 
     plan: SchedulerOutput
     first_prompt: int  # column of the first prompt row in the result; decode rows begin at 0
-    host_result: Tensor  # int32 [2, columns], pinned
+    host_result: Tensor  # int32 [2, columns], pinned: token ids; 0 or why a row failed
     done: torch.cuda.Event | None
     logprobs: PendingLogprobs | None
     prompt_logprobs: PendingPromptLogprobs | None
