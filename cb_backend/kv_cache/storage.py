@@ -59,6 +59,15 @@ class KVCacheStorage:
         self.layers = list(self.data.unbind(0))
 
 
+def new_storage(
+    config: EngineConfig, model: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> KVCacheStorage:
+    """An empty cache of `num_blocks` blocks, the null block included."""
+    return KVCacheStorage(
+        model.num_layers, num_blocks, model.num_kv_heads, config.block_size, model.head_dim, dtype, device
+    )
+
+
 def bytes_per_block(model: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers, keys and values."""
     return model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize

@@ -20,7 +20,7 @@ from cb_backend.engine.runner.step_buffers import StepShape
 from cb_backend.engine.runner.step_graphs import step_shapes
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.compile_ahead import compile_ahead
-from cb_backend.kv_cache.storage import KVCacheStorage, size_kv_cache
+from cb_backend.kv_cache.storage import new_storage, size_kv_cache
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
@@ -36,21 +36,6 @@ def log(message: str) -> None:
     """Progress of a start-up, for the server's log. A log that cannot be written (a full disk) is no reason to fail."""
     with contextlib.suppress(OSError):
         print(f"cb_backend engine: {message}", file=sys.stderr, flush=True)
-
-
-def new_storage(
-    config: EngineConfig, model_config: ModelConfig, num_blocks: int, kv_dtype: torch.dtype, device: torch.device
-) -> KVCacheStorage:
-    """An empty cache of `num_blocks` blocks, the null block included."""
-    return KVCacheStorage(
-        model_config.num_layers,
-        num_blocks,
-        model_config.num_kv_heads,
-        config.block_size,
-        model_config.head_dim,
-        kv_dtype,
-        device,
-    )
 
 
 def create_cuda_runner(

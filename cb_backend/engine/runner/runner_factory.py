@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log, new_storage
+from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
 from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
-from cb_backend.kv_cache.storage import bytes_per_block, resolve_kv_dtype, size_kv_cache
+from cb_backend.kv_cache.storage import bytes_per_block, new_storage, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.rotary import RotaryTables
@@ -64,6 +64,15 @@ def resolve_quantization(
     return quantization
 
 
+def resolve_attention_backend(name: str, device: torch.device) -> str:
+    """`triton` or `torch`; `auto` is what the device is for. Raises `ConfigError` for kernels that it cannot run."""
+    if name == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if name == "triton" and device.type == "cpu" and not IS_INTERPRETING:
+        raise ConfigError("attention_backend is 'triton', whose kernels need a GPU; use 'torch' or 'auto' on a CPU")
+    return name
+
+
 def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, ModelInfo]:
     """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy."""
     device = resolve_device(config.device)
@@ -73,12 +82,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     quantization = resolve_quantization(config, model_config, dtype, device)
     max_model_len = resolve_max_model_len(config, model_config)
-    backend = config.attention_backend
-    if backend == "auto":
-        backend = "triton" if device.type == "cuda" else "torch"
-    if backend == "triton" and device.type == "cpu" and not IS_INTERPRETING:
-        raise ConfigError("attention_backend is 'triton', whose kernels need a GPU; use 'torch' or 'auto' on a CPU")
-    ops = resolve_ops(backend)
+    ops = resolve_ops(resolve_attention_backend(config.attention_backend, device))
     model = load_model(
         folder,
         model_config,
