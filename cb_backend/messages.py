@@ -148,6 +148,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_swapped_in: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
+    num_swapped: int = 0  # of the waiting, those whose blocks are in host memory now
     num_compiled_grammars: int = 0  # of structured output; each text once
     num_refused_grammars: int = 0
     grammar_seconds: float = 0.0  # compiling them, refused ones included

@@ -143,16 +143,19 @@ class Metrics:
 
     def publish_engines(self, reports: Mapping[int, EngineReport]) -> None:
         """State and counts of all engines together, by the engine's index: sums, of several as of one."""
-        running, waiting, num_used, num_blocks, num_seqs = 0, 0, 0, 0, 0
+        running, waiting, swapped, num_used, num_blocks, num_seqs = 0, 0, 0, 0, 0, 0
         for stats, info, is_up in reports.values():
             running += stats.num_running * is_up
             waiting += stats.num_waiting * is_up
+            swapped += stats.num_swapped * is_up
             num_used += (stats.num_blocks - stats.num_free_blocks) * is_up
             num_blocks += stats.num_blocks
             num_seqs += info.max_num_seqs
         block_size = next(report.info.block_size for report in reports.values())
         self._publish_state(running, waiting, num_used, num_blocks, num_seqs, block_size)
         num_up = sum(report.is_up for report in reports.values())
+        swap_text = "Of the waiting, preempted requests whose KV blocks are in host memory"
+        self._exporter.set("cb_requests_swapped", swap_text, swapped)
         self._exporter.set("cb_engine_up", "Engines that can take requests", num_up)
         for index, report in reports.items():
             self._publish_counts(index, report.stats)

@@ -84,9 +84,12 @@ def test_p3_a_cancel_while_swapped_frees_the_host_blocks() -> None:
     engine, second = growing_pair(num_host_blocks=100)
     while not second.num_swaps:
         engine.step()
-    assert engine.scheduler.stats().num_free_host_blocks < 100
+    stats = engine.scheduler.stats()
+    assert stats.num_free_host_blocks < 100
+    assert (stats.num_swapped, stats.num_waiting) == (1, 1)
     assert engine.scheduler.cancel(2)
-    assert engine.scheduler.stats().num_free_host_blocks == 100
+    stats = engine.scheduler.stats()
+    assert (stats.num_free_host_blocks, stats.num_swapped) == (100, 0)
     engine.run()
     assert engine.tokens[1] == list(range(10, 50))
 

@@ -100,11 +100,12 @@ def test_counts_go_on_over_a_restart_of_the_engine() -> None:
 
 def test_a_dead_engine_has_no_requests() -> None:
     metrics = make_metrics()
-    busy = stats(num_running=5, num_waiting=2, num_blocks=100, num_free_blocks=75)
+    busy = stats(num_running=5, num_waiting=2, num_swapped=1, num_blocks=100, num_free_blocks=75)
     publish_engine(metrics, busy, INFO)
-    assert exported("cb_engine_up") == 1
+    assert exported("cb_engine_up") == exported("cb_requests_swapped") == 1
     publish_engine(metrics, busy, INFO, is_up=False)
     assert exported("cb_engine_up") == exported("cb_requests_running") == exported("cb_requests_waiting") == 0
+    assert exported("cb_requests_swapped") == 0
     assert exported("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="used") == 0
     assert exported("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="free") == 100
 

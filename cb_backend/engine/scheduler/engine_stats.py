@@ -33,4 +33,5 @@ def engine_stats(
         num_swapped_in=swap.num_swapped_in,
         num_host_blocks=swap.num_blocks,
         num_free_host_blocks=swap.num_free_blocks,
+        num_swapped=swap.num_requests,
     )

@@ -45,6 +45,11 @@ class SwapSpace:
     def num_free_blocks(self) -> int:
         return len(self._free)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests whose keys and values are here."""
+        return len(self._copies)
+
     def num_tokens(self, request: Request) -> int:
         """Tokens of a waiting request whose keys and values are here."""
         copy = self._copies.get(request.request_id)
