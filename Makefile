@@ -6,6 +6,12 @@ SHELL := /bin/bash
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip
+# What of pip's output says that it goes on, and all of it from the reason for which it cannot.
+PROGRESS := sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  installing/p' -e '/^The conflict is/,$$p'
+# torch out of PyPI needs the triton that it was built with and brings it. A CPU build needs none and gets this: the GPU
+# host's, so that kernels compile here as they do there.
+TRITON := triton==3.6.0
 ARGS ?=
 
 help: ## this list
@@ -41,6 +47,6 @@ $(STAMP): pyproject.toml constraints.txt
 	done; \
 	echo "making $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	$$python -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install -c constraints.txt -e '.[local-server,test]' \
-	  | sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  installing/p'
+	@$(PIP) install -c constraints.txt torch | $(PROGRESS)
+	@$(PIP) install -c constraints.txt $$($(PIP) show -qq triton || echo '$(TRITON)') -e '.[local-server,test]' | $(PROGRESS)
 	@touch $(STAMP)
