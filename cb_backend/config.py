@@ -7,13 +7,13 @@ tutorials write them so (`"enforce_eager": "true"`). This module does not know c
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.json_files import read_json_object
 from cb_backend.scheduling_params import MAX_PRIORITY
 
 DTYPES = {
@@ -91,6 +91,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model is empty; name a checkpoint folder, a GGUF file or a hub id")
+        for name in ("tokenizer", "engine_python"):
+            _require(getattr(self, name) != "", f"{name} is empty; remove it to get the default")
         _require(self.dtype in DTYPES.values(), f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         _require(
@@ -165,19 +167,14 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
+_MAX_SHOWN = 80  # characters of a value that an error repeats
 
 
 def load_engine_config(path: Path) -> EngineConfig:
     """Read `model.json`. Raises `ConfigError` that names the key and the remedy; model paths stay as written."""
     if not path.is_file():
         raise ConfigError(f"{path.name} is missing in the model's version folder; it must at least name a model")
-    try:
-        arguments = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{path.name} must hold a JSON object, found {type(arguments).__name__}")
-    return engine_config_from_dict(arguments)
+    return engine_config_from_dict(read_json_object(path, refuses_twins=True))
 
 
 def engine_folder(version: Path) -> Path:
@@ -187,10 +184,10 @@ def engine_folder(version: Path) -> Path:
     repository (the newest version of it). Raises `ConfigError` if there is no such model or something stands beside it.
     """
     try:
-        arguments = json.loads((version / "model.json").read_text())
-    except (OSError, ValueError):
+        arguments = read_json_object(version / "model.json", refuses_twins=True)
+    except ConfigError:
         return version  # for `load_engine_config` to explain
-    if not isinstance(arguments, dict) or "engine_of" not in arguments:
+    if "engine_of" not in arguments:
         return version
     name = arguments["engine_of"]
     if len(arguments) > 1:
@@ -215,9 +212,9 @@ def engine_config_from_dict(arguments: dict[str, Any]) -> EngineConfig:
     for key, value in arguments.items():
         if key in _ACCEPTED_WITHOUT_EFFECT:
             _check_without_effect(key, value)
-        elif key in known:
+        elif key in known and (value is not None or known[key].default is not MISSING):
             values[key] = _coerce(key, value, str(known[key].type))
-        else:
+        elif key not in known:
             close = difflib.get_close_matches(key, [*known, *_ACCEPTED_WITHOUT_EFFECT], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"unknown engine argument {key!r} in model.json{hint}")
@@ -235,7 +232,7 @@ def _check_without_effect(key: str, value: Any) -> None:
     plain = _BOOLS.get(value.lower(), value) if isinstance(value, str) else value
     if plain not in allowed:
         raise ConfigError(
-            f"engine argument {key!r} is {value!r}, which is not supported yet; remove it or use "
+            f"engine argument {key!r} is {_show(value)}, which is not supported yet; remove it or use "
             + " or ".join(repr(choice) for choice in allowed)
         )
 
@@ -258,7 +255,12 @@ def _coerce(key: str, value: Any, annotation: str) -> Any:
             return value
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
         pass
-    raise ConfigError(f"engine argument {key!r} must be of type {kind}, got {value!r}")
+    raise ConfigError(f"engine argument {key!r} must be of type {kind}, got {_show(value)}")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 def _require(condition: bool, message: str) -> None:

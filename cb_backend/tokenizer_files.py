@@ -6,7 +6,6 @@ learns what each id spells. It knows neither transformers (which pulls torch in)
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
 from cb_backend.errors import ConfigError
+from cb_backend.json_files import read_json_object
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -47,15 +47,7 @@ def _load_backend(path: Path) -> BackendTokenizer:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.name} must hold a JSON object, found {type(value).__name__}")
-    return value
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _add_special_tokens(backend: BackendTokenizer, config: dict[str, Any]) -> None:

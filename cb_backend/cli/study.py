@@ -20,6 +20,7 @@ from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
 from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.json_files import read_json_object
 from cb_backend.study.bench import Setting
 from cb_backend.study.replay import Progress
 from cb_backend.study.report import html_report, text_report
@@ -185,12 +186,7 @@ def _grid(args: argparse.Namespace, device: str) -> tuple[list[int], list[int]]:
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if args.model_json is not None:
-        try:
-            arguments = json.loads(args.model_json.read_text())
-        except (OSError, ValueError) as error:
-            raise CliError(f"--model-json {args.model_json}: {error}") from None
-        if not isinstance(arguments, dict):
-            raise CliError(f"--model-json {args.model_json} must hold a JSON object")
+        arguments = read_json_object(args.model_json, refuses_twins=True)
     arguments.update(args.engine_args)
     return arguments if args.model is None else {**arguments, "model": args.model}
 

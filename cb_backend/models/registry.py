@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from cb_backend.errors import ConfigError
+from cb_backend.json_files import read_json_object
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.ops import Ops
@@ -97,10 +97,4 @@ def _set_kv_scales(model: DecoderForCausalLM, source: weights.CheckpointFiles) -
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path.name} is missing in the checkpoint's folder")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path.name} must hold a JSON object, found {type(values).__name__}")
-    return values
+    return read_json_object(path)
