@@ -87,7 +87,7 @@ def size_kv_cache(
     Raises `ConfigError` with the figures and the settings to change when the memory does not suffice.
     """
     block_bytes = bytes_per_block(model, config.block_size, dtype)
-    free_bytes, total_bytes = _memory(device)
+    free_bytes, total_bytes = free_memory(device)
     available = free_bytes - step_bytes
     if config.num_gpu_blocks_override is not None:
         num_blocks, setting = config.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
@@ -100,24 +100,24 @@ def size_kv_cache(
         num_blocks, setting = num_blocks_for(_DEFAULT_CPU_BYTES, block_bytes), "kv_cache_memory_bytes"
     if num_blocks >= 2 and num_blocks * block_bytes <= available:
         return num_blocks
-    memory = f"{_show(free_bytes)} of {_show(total_bytes)} are free on the {device.type} device"
+    memory = f"{show_bytes(free_bytes)} of {show_bytes(total_bytes)} are free on the {device.type} device"
     steps = ""
     if step_bytes > 0:
-        memory += f" and steps need {_show(step_bytes)} of them"
+        memory += f" and steps need {show_bytes(step_bytes)} of them"
         steps = ", lower max_num_batched_tokens or max_num_seqs"
     if num_blocks < 2:
         raise ConfigError(
-            f"no room for a KV cache: a block of {config.block_size} tokens takes {_show(block_bytes)} and {setting} "
-            f"leaves {num_blocks} blocks, 2 are needed; {memory}. Raise {setting}{steps}, lower block_size, or use a "
-            "smaller model or dtype"
+            f"no room for a KV cache: a block of {config.block_size} tokens takes {show_bytes(block_bytes)} and "
+            f"{setting} leaves {num_blocks} blocks, 2 are needed; {memory}. Raise {setting}{steps}, lower block_size, "
+            "or use a smaller model or dtype"
         )
     raise ConfigError(
-        f"not enough memory for the KV cache: {setting} asks for {num_blocks} blocks of {_show(block_bytes)} = "
-        f"{_show(num_blocks * block_bytes)}, {memory}. Lower {setting}{steps.replace(', lower', ' or')}"
+        f"not enough memory for the KV cache: {setting} asks for {num_blocks} blocks of {show_bytes(block_bytes)} = "
+        f"{show_bytes(num_blocks * block_bytes)}, {memory}. Lower {setting}{steps.replace(', lower', ' or')}"
     )
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def free_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of the device; on a CPU what the system can give without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
@@ -136,5 +136,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
-def _show(num_bytes: int) -> str:
+def show_bytes(num_bytes: int) -> str:
+    """For messages."""
     return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 100 else f"{num_bytes / 1024:.1f} KiB"

@@ -6,17 +6,20 @@ the host does not wait for them. Which block goes where is the scheduler's busin
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.errors import ConfigError
+from cb_backend.kv_cache.storage import KVCacheStorage, free_memory, show_bytes
 from cb_backend.outputs import SchedulerOutput
 
 _GIB = 1 << 30
 
 
 class BlockSwapper:
-    """Host memory for `num_blocks` blocks of a cache."""
+    """Host memory for `num_blocks` blocks of a cache. Raises `ConfigError` where the host has not so much."""
 
     def __init__(self, storage: KVCacheStorage, num_blocks: int) -> None:
         # As bytes: not every device copies every narrow type by index.
@@ -25,9 +28,7 @@ class BlockSwapper:
         self.num_blocks = num_blocks
         layers, _, *block = self._cache.shape
         # One block of all layers is one piece, so that it is one transfer.
-        self._host = torch.empty(
-            (num_blocks, layers, *block), dtype=self._cache.dtype, pin_memory=self._cache.device.type == "cuda"
-        )
+        self._host = _host_memory((num_blocks, layers, *block), is_pinned=self._cache.device.type == "cuda")
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Make the plan's copies: first out, then in. Call before anything of the step itself."""
@@ -48,6 +49,22 @@ class BlockSwapper:
         if self._cache.device.type != "cuda":
             return ids
         return ids.pin_memory().to(self._cache.device, non_blocking=True)
+
+
+def _host_memory(shape: tuple[int, ...], *, is_pinned: bool) -> Tensor:
+    """uint8 of this shape. The system would promise more than it has, and end the process when it is used."""
+    free_bytes, _ = free_memory(torch.device("cpu"))
+    num_bytes = math.prod(shape)
+    reason = ""
+    if num_bytes <= free_bytes:
+        try:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=is_pinned)
+        except RuntimeError as error:  # memory that may not be pinned, or not so much of it
+            reason = f" ({str(error).splitlines()[0]})"
+    raise ConfigError(
+        f"not enough host memory for swapped blocks: swap_space asks for {show_bytes(num_bytes)}, "
+        f"{show_bytes(free_bytes)} are free{reason}; lower swap_space"
+    )
 
 
 def num_swap_blocks(swap_space_gib: float, block_bytes: int) -> int:

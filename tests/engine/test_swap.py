@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.outputs import SchedulerOutput
@@ -76,3 +77,9 @@ def test_blocks_go_out_before_others_come_in(device: str) -> None:
 def test_swap_space_is_counted_in_gib() -> None:
     assert num_swap_blocks(0.5, 1 << 20) == 512
     assert num_swap_blocks(0.0, 1 << 20) == 0
+
+
+def test_more_swap_space_than_the_host_has_is_refused_with_both_figures() -> None:
+    storage = KVCacheStorage(2, 6, 3, 4, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"swap_space asks for 5\d{3}\d*\.\d\d GiB, \d+\.\d\d GiB are free; lower swap_space"):
+        BlockSwapper(storage, 1 << 30)
