@@ -7,6 +7,7 @@ does not know tensors, files or devices.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from cb_backend.models.quantization import read_quantization
 FULL_ATTENTION = 0  # in `ModelConfig.windows`: the layer sees every earlier token
 
 _MISSING = object()
+_MOST = (1 << 31) - 1
+_MOST_LAYERS = 10_000  # beyond, a damaged file would keep the start busy for hours
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
@@ -78,12 +81,23 @@ class JsonReader:
             return float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{self.where}: {key!r} must be of type {kind.__name__}, found {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has no such numbers, but Python's writer does
+            raise ConfigError(f"{self.where}: {key!r} is {value}; it must be a finite number")
         return value
 
-    def positive(self, key: str, default: Any = _MISSING) -> int:
+    def positive(self, key: str, default: Any = _MISSING, most: int = _MOST) -> int:
         value = self.get(key, int, default)
-        if value < 1:
-            raise ConfigError(f"{self.where}: {key!r} is {value}; it must be at least 1")
+        if not 1 <= value <= most:
+            raise ConfigError(
+                f"{self.where}: {key!r} is {value}; it must be at least 1"
+                + (f" and at most {most}" if value > most else "")
+            )
+        return value
+
+    def positive_float(self, key: str, default: Any = _MISSING) -> float:
+        value = self.get(key, float, default)
+        if value <= 0:
+            raise ConfigError(f"{self.where}: {key!r} is {value}; it must be above 0")
         return value
 
 
@@ -109,7 +123,7 @@ def common_fields(reader: JsonReader, *, default_kv_heads: int | None, default_h
         "vocab_size": reader.positive("vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": reader.positive("intermediate_size"),
-        "num_layers": reader.positive("num_hidden_layers"),
+        "num_layers": reader.positive("num_hidden_layers", most=_MOST_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -169,7 +183,7 @@ def read_rope(reader: JsonReader, max_position_embeddings: int, head_dim: int) -
         raise ConfigError(
             f"{reader.where}: partial_rotary_factor is {partial}; these families rotate whole heads (1.0)"
         )
-    theta = rope.get("rope_theta", float, 10_000.0)
+    theta = rope.positive_float("rope_theta", 10_000.0)
     shared: dict[str, Any] = {
         "rope_type": rope_type, "theta": theta, "max_position_embeddings": max_position_embeddings
     }  # fmt: skip
@@ -185,11 +199,11 @@ def _read_no_scaling(_rope: JsonReader, _shared: dict[str, Any], _head_dim: int)
 
 
 def _read_factor(rope: JsonReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
-    return {"factor": rope.get("factor", float)}
+    return {"factor": rope.positive_float("factor")}
 
 
 def _read_llama3(rope: JsonReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
-    return {key: rope.get(key, float) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    return {key: rope.positive_float(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
 
 
 def _length_ratio(shared: dict[str, Any]) -> float:
@@ -198,7 +212,7 @@ def _length_ratio(shared: dict[str, Any]) -> float:
 
 def _read_yarn(rope: JsonReader, shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
     return {
-        "factor": rope.get("factor", float, _length_ratio(shared)),
+        "factor": rope.positive_float("factor", _length_ratio(shared)),
         "attention_factor": rope.get("attention_factor", float, None),
         "beta_fast": rope.get("beta_fast", float, 0.0) or 32.0,
         "beta_slow": rope.get("beta_slow", float, 0.0) or 1.0,
@@ -217,7 +231,7 @@ def _read_longrope(rope: JsonReader, shared: dict[str, Any], head_dim: int) -> d
             )
     return {
         **factors,
-        "factor": rope.get("factor", float, _length_ratio(shared)),
+        "factor": rope.positive_float("factor", _length_ratio(shared)),
         "attention_factor": rope.get("attention_factor", float, None),
     }
 
