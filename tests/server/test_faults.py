@@ -57,7 +57,12 @@ def test_engine_killed_under_8_streams(server: RunningServer, reference: Referen
     server.wait_idle()
 
 
-def test_sigterm_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Path, reference: Reference) -> None:
+def test_v1_v2_sigterm_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Path, reference: Reference) -> None:
+    """Case V2: short answers complete, long ones get a final error in time.
+
+    Case V1: it is not ready from then on, and what comes is refused. (By server 24.10 itself, with "unknown model":
+    nothing of ours is asked. So readiness is what clients have to go by.)
+    """
     with running_server(checkpoint, tmp_path, front_ends=1, exit_timeout_secs=10) as server:
         assert len(server.engine_pids()) == 1
         long = [RawStream(server.url, f"long {i}", LONG) for i in range(3)]
@@ -66,6 +71,11 @@ def test_sigterm_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Path, ref
             stream.wait(num_texts=1)
         asked_at = time.monotonic()
         server.process.terminate()
+        is_ready = lambda: http_status(server.process.http_address, "/v2/models/llm/ready") == 200  # noqa: E731
+        wait_until(lambda: not is_ready(), 60, "the server says that it is not ready")
+        late = RawStream(server.url, "late", SHORT).wait(timeout=60)
+        late.close()
+        assert len(late.errors) == 1
         for stream in short:
             stream.wait(timeout=10)
             assert stream.errors == []
