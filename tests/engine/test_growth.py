@@ -17,7 +17,8 @@ import pytest
 from cb_backend.engine.engine_process import EngineProcess
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.errors import ErrorCode
-from cb_backend.messages import AddRequest, make_request_id, token_ids_to_bytes
+from cb_backend.messages import AddRequest, token_ids_to_bytes
+from cb_backend.request import make_request_id
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, create_runner

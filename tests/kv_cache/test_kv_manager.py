@@ -69,7 +69,8 @@ def test_m6_the_last_token_is_always_computed_again(num_tokens: int) -> None:
     assert run_prompt(kv, make_request(2, list(range(num_tokens)))) == (num_tokens - 1) // BLOCK * BLOCK
 
 
-def test_another_salt_never_shares() -> None:
+def test_m1_another_salt_never_shares() -> None:
+    """Case M1, of the key that stands for whatever changes what a prompt's keys and values are."""
     kv = KVCacheManager(20, BLOCK)
     run_prompt(kv, make_request(1, list(range(9)), salt=b"tenant one"))
     assert kv.get_computed_blocks(make_request(2, list(range(9)), salt=b"tenant two")) == ([], 0)
