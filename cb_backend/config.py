@@ -24,16 +24,28 @@ DTYPES = {
     "half": "float16",
     "bfloat16": "bfloat16",
 }
-MAX_RUN_AHEAD = 4
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
+MAX_RUN_AHEAD = 4
 
-
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
+    "load_format": ("auto", "dummy"),
+    "device": ("auto", "cpu", "cuda"),
+    "attention_backend": ("auto", "triton", "torch"),
+    "prefill_policy": ("mixed", "hybrid"),
+    "scheduling_policy": ("fcfs", "static"),
+}
+# None is allowed where the field's type has it.
 _AT_LEAST_ONE = (
-    "max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size", "max_queue_tokens", "stream_interval"
+    "max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size", "max_queue_tokens", "stream_interval",
+    "max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "queue_timeout_ms", "timeout_ms",
 )  # fmt: skip
-_AT_LEAST_ONE_IF_GIVEN = (
-    "max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "queue_timeout_ms", "timeout_ms"
-)  # fmt: skip
+_BETWEEN = {
+    "data_parallel_size": (1, 64),
+    "admission_reserve": (-10, 10),
+    "reserved_priority": (-MAX_PRIORITY, MAX_PRIORITY - 1),  # the last class has nobody to be kept from
+    "run_ahead": (0, MAX_RUN_AHEAD),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,47 +106,38 @@ class EngineConfig:
         for name in ("tokenizer", "engine_python"):
             _require(getattr(self, name) != "", f"{name} is empty; remove it to get the default")
         _require(self.dtype in DTYPES.values(), f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         _require(
             self.quantization in (None, "fp8"),
             f"quantization is {self.quantization!r}; use 'fp8', or remove it to serve the checkpoint as it is",
         )
-        _one_of("load_format", self.load_format, ("auto", "dummy"))
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        _one_of("attention_backend", self.attention_backend, ("auto", "triton", "torch"))
-        _one_of("prefill_policy", self.prefill_policy, ("mixed", "hybrid"))
-        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "static"))
-        _require(
-            1 <= self.data_parallel_size <= 64,
-            f"data_parallel_size is {self.data_parallel_size}; it must be between 1 and 64",
-        )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, f"{name} is {value!r}; use one of {', '.join(choices)}")
         for name in _AT_LEAST_ONE:
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in _AT_LEAST_ONE_IF_GIVEN:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        for name, (lowest, highest) in _BETWEEN.items():
+            value = getattr(self, name)
+            is_inside = value is None or lowest <= value <= highest
+            _require(is_inside, f"{name} is {value}; it must be between {lowest} and {highest}")
+        self._check_parts_and_times()
+        _require(
+            self.prefill_policy == "mixed" or self.max_itl_ms is not None,
+            "prefill_policy is 'hybrid', which changes nothing without max_itl_ms; set that too",
+        )
+
+    def _check_parts_and_times(self) -> None:
+        """The numbers whose borders belong to the range or not, each in its own way."""
         _require(
             self.max_itl_ms is None or (0 < self.max_itl_ms < float("inf") and self.enable_chunked_prefill),
             f"max_itl_ms is {self.max_itl_ms}; it must be above 0, and it needs enable_chunked_prefill",
         )
         _require(
-            self.prefill_policy == "mixed" or self.max_itl_ms is not None,
-            "prefill_policy is 'hybrid', which changes nothing without max_itl_ms; set that too",
-        )
-        _require(
             0 <= self.swap_space < 1 << 20, f"swap_space is {self.swap_space}; it must be GiB of memory, 0 or more"
-        )
-        _require(
-            -10 <= self.admission_reserve <= 10,
-            f"admission_reserve is {self.admission_reserve}; it must be between -10 and 10",
         )
         _require(
             0 <= self.reserved_share < 1,
             f"reserved_share is {self.reserved_share}; it must be at least 0 and below 1",
-        )
-        _require(
-            -MAX_PRIORITY <= self.reserved_priority < MAX_PRIORITY,
-            f"reserved_priority is {self.reserved_priority}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY - 1}",
         )
         _require(
             0 <= self.priority_aging_s < float("inf"),
@@ -147,10 +150,6 @@ class EngineConfig:
         _require(
             self.watchdog_timeout_s == 0 or 2 <= self.watchdog_timeout_s < float("inf"),
             f"watchdog_timeout_s is {self.watchdog_timeout_s}; it must be 0 (off) or at least 2 seconds",
-        )
-        _require(
-            self.run_ahead is None or 0 <= self.run_ahead <= MAX_RUN_AHEAD,
-            f"run_ahead is {self.run_ahead}; it must be between 0 and {MAX_RUN_AHEAD}",
         )
 
 
@@ -266,7 +265,3 @@ def _show(value: Any) -> str:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(f"engine argument {message}")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name} is {value!r}; use one of {', '.join(choices)}")

@@ -1,0 +1,93 @@
+"""What `1/model.json` may say, and what each wrong value is told: pytest tests/front_end/test_engine_config.py"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cb_backend.config import MAX_RUN_AHEAD, EngineConfig, engine_config_from_dict, load_engine_config
+from cb_backend.errors import ConfigError
+
+INFINITE = float("inf")
+
+
+def test_a_model_alone_gets_every_default() -> None:
+    assert engine_config_from_dict({"model": "folder"}) == EngineConfig(model="folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("enforce_eager", "true", True),
+        ("enforce_eager", "0", False),
+        ("max_num_seqs", "8", 8),
+        ("max_num_seqs", 8.0, 8),
+        ("gpu_memory_utilization", "0.5", 0.5),
+        ("dtype", "half", "float16"),
+        ("kv_cache_dtype", "fp8_e4m3", "fp8"),
+        ("max_model_len", None, None),
+        ("run_ahead", MAX_RUN_AHEAD, MAX_RUN_AHEAD),
+        ("run_ahead", 0, 0),
+        ("reserved_priority", 99, 99),
+        ("reserved_priority", -100, -100),
+        ("admission_reserve", -10, -10.0),
+        ("data_parallel_size", 64, 64),
+        ("gpu_memory_utilization", 1, 1.0),
+        ("watchdog_timeout_s", 0, 0.0),
+    ],
+)
+def test_values_as_people_write_them_and_at_their_borders(name: str, given: object, meant: object) -> None:
+    assert getattr(engine_config_from_dict({"model": "m", name: given}), name) == meant
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "does not set 'model'"),
+        ({"model": ""}, "model is empty"),
+        ({"max_num_seq": 8}, "unknown engine argument 'max_num_seq' in model.json; did you mean 'max_num_seqs'?"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        ({"max_num_seqs": None}, "'max_num_seqs' is null; remove it to get the default"),
+        ({"max_num_seqs": 2.5}, "'max_num_seqs' must be of type int, got 2.5"),
+        ({"max_num_seqs": True}, "must be of type int, got True"),
+        ({"enforce_eager": "perhaps"}, "must be of type bool, got 'perhaps'"),
+        ({"timeout_ms": 0}, "timeout_ms is 0; it must be at least 1"),
+        ({"run_ahead": MAX_RUN_AHEAD + 1}, f"run_ahead is 5; it must be between 0 and {MAX_RUN_AHEAD}"),
+        ({"reserved_priority": 100}, "reserved_priority is 100; it must be between -100 and 99"),
+        ({"data_parallel_size": 0}, "it must be between 1 and 64"),
+        ({"admission_reserve": float("nan")}, "it must be between -10 and 10"),
+        ({"dtype": "int8"}, "dtype is 'int8'; use one of auto, float32"),
+        ({"quantization": "awq"}, "quantization is 'awq'; use 'fp8', or remove it"),
+        ({"device": "tpu"}, "device is 'tpu'; use one of auto, cpu, cuda"),
+        ({"scheduling_policy": "best"}, "scheduling_policy is 'best'; use one of fcfs, static"),
+        ({"prefill_policy": "hybrid"}, "changes nothing without max_itl_ms"),
+        ({"max_itl_ms": 0}, "it must be above 0"),
+        ({"max_itl_ms": 20, "enable_chunked_prefill": False}, "it needs enable_chunked_prefill"),
+        ({"swap_space": -1}, "it must be GiB of memory, 0 or more"),
+        ({"reserved_share": 1}, "it must be at least 0 and below 1"),
+        ({"priority_aging_s": INFINITE}, "it must be a number of seconds, 0 or more"),
+        ({"gpu_memory_utilization": 0}, "it must be above 0 and at most 1"),
+        ({"watchdog_timeout_s": 1}, "it must be 0 .off. or at least 2 seconds"),
+        ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is 2, which is not supported yet; remove it or use 1"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_value_and_a_remedy(arguments: dict[str, object], message: str) -> None:
+    given = arguments if arguments == {} or "model" in arguments else {"model": "m", **arguments}
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        engine_config_from_dict(given)
+
+
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    with pytest.raises(ConfigError, match=r"model\.json is missing"):
+        load_engine_config(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load_engine_config(path)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a JSON object, found list"):
+        load_engine_config(path)
+    path.write_text(json.dumps({"model": "m", "trust_remote_code": "false"}))
+    assert load_engine_config(path) == EngineConfig(model="m")
