@@ -77,15 +77,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
     _check_one_prompt(inputs)
     flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
-    is_input_excluded = flags["exclude_input_in_output"]
-    if is_input_excluded is None:
-        is_input_excluded = is_stream or text_bytes is None
-    if is_stream and not is_input_excluded:
-        raise InvalidRequestError(STREAM_WITH_INPUT)
-    if text_bytes is None and not is_input_excluded:
-        raise InvalidRequestError(
-            "'exclude_input_in_output' is false, but only a prompt in 'text_input' can be repeated; leave it out"
-        )
+    is_input_prepended = _is_input_prepended(flags["exclude_input_in_output"], is_stream, text_bytes is not None)
     params, scheduling = parse_params(_sampling_text(inputs, parameters), vocab_size)
     if is_stream and params.num_answers > params.n:
         raise InvalidRequestError(
@@ -104,7 +96,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
         ),
         scheduling=scheduling,
         is_stream=is_stream,
-        is_input_prepended=not is_input_excluded,
+        is_input_prepended=is_input_prepended,
         return_finish_reason=bool(flags["return_finish_reason"]),
         return_num_input_tokens=bool(flags["return_num_input_tokens"]),
         return_num_output_tokens=bool(flags["return_num_output_tokens"]),
@@ -124,6 +116,19 @@ def _check_one_prompt(inputs: Mapping[str, NDArray[Any]]) -> None:
         raise InvalidRequestError("input 'text_input' is missing (or 'input_ids', or 'messages')")
     if len(given) > 1:
         raise InvalidRequestError(f"inputs {' and '.join(map(repr, given))} are both given; send one of them")
+
+
+def _is_input_prepended(is_excluded: bool | None, is_stream: bool, has_text: bool) -> bool:
+    """Whether the answer begins with the prompt. Where the client says nothing: if it can, as in vllm_backend."""
+    if is_excluded is None:
+        return has_text and not is_stream
+    if not is_excluded and is_stream:
+        raise InvalidRequestError(STREAM_WITH_INPUT)
+    if not is_excluded and not has_text:
+        raise InvalidRequestError(
+            "'exclude_input_in_output' is false, but only a prompt in 'text_input' can be repeated; leave it out"
+        )
+    return not is_excluded
 
 
 def _logprobs_to_compute(params: SamplingParams, is_list_wanted: bool, is_sum_wanted: bool) -> int | None:
@@ -147,13 +152,10 @@ def _sampling_text(inputs: Mapping[str, NDArray[Any]], parameters: str) -> str:
 def _refuse_unsupported(inputs: Mapping[str, NDArray[Any]]) -> None:
     for name, array in inputs.items():
         if name in _LATER_STRINGS:
-            is_asked_for = any(bool(element) for element in np.asarray(array).reshape(-1))
-        elif name in _STRING_INPUTS or name in _FLAG_INPUTS or name in _ID_INPUTS:
-            continue
-        else:
+            if any(bool(element) for element in np.asarray(array).reshape(-1)):
+                raise InvalidRequestError(f"input {name!r} is not supported yet; leave it out")
+        elif name not in _STRING_INPUTS and name not in _FLAG_INPUTS and name not in _ID_INPUTS:
             raise InvalidRequestError(f"unknown input {name!r}; remove it")
-        if is_asked_for:
-            raise InvalidRequestError(f"input {name!r} is not supported yet; leave it out")
 
 
 def _single_element(name: str, array: NDArray[Any]) -> Any:
