@@ -83,16 +83,23 @@ class Senders:
 
     def close(self) -> None:
         """Serve what is queued, then stop; threads that are held up get a moment."""
+        self._stop.set()
+        self._watch.join()  # from here on this thread looks: no queue changes hands between its look and its question
         self._is_closing = True
         for news in self.queues:
             news.put(None)
-        for index in range(len(self.queues)):
-            while not self._has_ended(self._owners[index]):  # which may be another thread after each look
-                time.sleep(TICK_S / 5)
-        self._stop.set()
-        self._watch.join()
-        while not all(map(self._has_ended, self._held_up)):
-            time.sleep(TICK_S)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        self._look_safely()
+        while not (all(map(self._is_served, self._owners)) and all(map(self._has_ended, self._held_up))):
+            if time.monotonic() > deadline and not all(turn.is_owner for turn in self._owners):
+                logger.error("a sender thread could not be started: requests that it should have served get no end")
+                return
+            time.sleep(TICK_S / 5)
+            self._look_safely()
+
+    def _is_served(self, owner: _Turn) -> bool:
+        """Whether a queue needs nobody any more. NOTE: not while the thread that is to take it over is missing."""
+        return owner.is_owner and self._has_ended(owner)
 
     def _has_ended(self, turn: _Turn) -> bool:
         """NOTE: one that waits for a client is given up: nothing can end it, and the server is about to."""
@@ -135,10 +142,13 @@ class Senders:
 
     def _run_watch(self) -> None:
         while not self._stop.wait(TICK_S):
-            try:
-                self._look(time.monotonic())
-            except Exception:
-                logger.exception("looking at the sender threads failed")
+            self._look_safely()
+
+    def _look_safely(self) -> None:
+        try:
+            self._look(time.monotonic())
+        except Exception:
+            logger.exception("looking at the sender threads failed")
 
     def _look(self, now: float) -> None:
         for index, turn in enumerate(self._owners):

@@ -24,7 +24,7 @@ def _no_violations() -> Iterator[None]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, slow_reader_timeout_s=3600.0)  # a test of slow readers sets its own
     yield bench
     bench.responder.end_all(ErrorCode.UNAVAILABLE, "the test is over")
     bench.responder.close()

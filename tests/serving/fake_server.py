@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.waiting import WAIT_S
+
 FINAL = 1
 violations: list[str] = []  # what would have crashed the server or leaked; must stay empty
 
@@ -74,7 +76,6 @@ class ResponseSender:
         self._is_cancelled = False
         self._closed = threading.Event()
         self._sending = threading.Lock()
-        self.final_time = 0.0
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if flags not in (0, FINAL):
@@ -97,7 +98,6 @@ class ResponseSender:
                 self.responses.append(response)
             if flags == FINAL:
                 self.final_count += 1
-                self.final_time = time.monotonic()
                 self._closed.set()
         finally:
             self._sending.release()
@@ -110,11 +110,16 @@ class ResponseSender:
 
     # ---- the client's side
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether some thread is inside `send`."""
+        return self._sending.locked()
+
     def cancel(self) -> None:
         self._is_cancelled = True
 
-    def wait(self, timeout_s: float = 20.0) -> ResponseSender:
-        assert self._closed.wait(timeout_s), "no final response came"
+    def wait(self) -> ResponseSender:
+        assert self._closed.wait(WAIT_S), "no final response came"
         return self
 
     @property

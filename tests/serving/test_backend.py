@@ -16,8 +16,9 @@ import pytest
 
 from cb_backend.errors import CbError, ConfigError
 from tests.fakes.counting_runner import write_byte_tokenizer
-from tests.front_end.engines import eventually, is_running
+from tests.front_end.engines import is_running
 from tests.serving.fake_server import InferenceRequest, Metric, MetricFamily, TritonError, TritonModelException
+from tests.waiting import eventually
 
 LONG = {"max_tokens": 3000}
 
@@ -180,10 +181,8 @@ def test_cancelled_requests_stop_running_and_queued_ones_never_run(model: Any) -
     running = [ask(model, "a", sampling=LONG).sender for _ in range(8)]  # max_num_seqs
     eventually(lambda: all(sender.responses for sender in running), "all slots are taken")
     queued = ask(model, "a", sampling=LONG).sender
-    begin = time.monotonic()
     queued.cancel()
     assert queued.wait().error == (TritonError.CANCELLED, "Request was cancelled")
-    assert queued.final_time - begin < 1.0
     assert queued.text == ""
     for sender in running[:5]:
         sender.cancel()
@@ -205,9 +204,7 @@ def test_cancellation_while_the_request_is_on_its_way_to_the_engine(model: Any, 
     monkeypatch.setattr(model._client, "submit", cancelled_meanwhile)
     assert ask(model, "a", sampling=LONG).sender.wait().error == (TritonError.CANCELLED, "Request was cancelled")
     monkeypatch.undo()
-    eventually(
-        lambda: model._client.members[0].stats.num_cancelled == num_cancelled + 1, "the engine has dropped it", 5
-    )
+    eventually(lambda: model._client.members[0].stats.num_cancelled == num_cancelled + 1, "the engine has dropped it")
 
 
 @pytest.mark.parametrize("text", ["<fail-row>a", "<fail-step>a"])
@@ -229,24 +226,22 @@ def test_t1_metrics_that_fail_stop_neither_requests_nor_the_thread_that_publishe
         for name in ("increment", "set", "observe"):
             patch.setattr(Metric, name, fail)
         assert ask(model, "a", sampling={"max_tokens": 3}).sender.wait().text == "bcd"
-        eventually(lambda: len(failures) >= 2, "publishing is tried again and again", 10)
+        eventually(lambda: len(failures) >= 2, "publishing is tried again and again")
     key = ("cb_requests_total", (("model", "llm"), ("outcome", "length"), ("version", "1")))
     before = MetricFamily.exported[key].value
     assert ask(model, "a", sampling={"max_tokens": 3}).sender.wait().text == "bcd"
-    eventually(lambda: MetricFamily.exported[key].value > before, "it is published once more", 10)
+    eventually(lambda: MetricFamily.exported[key].value > before, "it is published once more")
 
 
 def test_is_ready_and_killed_engine(model: Any) -> None:
     assert model.is_ready()
     senders = [ask(model, "a", sampling=LONG).sender for _ in range(8)]
     eventually(lambda: all(sender.responses for sender in senders), "all run")
-    begin = time.monotonic()
     os.kill(model._client.members[0].life.pid, signal.SIGKILL)
     for sender in senders:
         code, message = sender.wait().error or (None, "")
         assert code == TritonError.UNAVAILABLE
         assert "send the request again" in message
-        assert sender.final_time - begin < 2.0
     assert not model.is_ready()
     assert (ask(model, "a").sender.wait().error or (None,))[0] == TritonError.UNAVAILABLE
     eventually(model.is_ready, "the engine is back")
@@ -273,7 +268,7 @@ def test_draining_refuses_new_requests_and_finalize_answers_the_rest(folder: Pat
     assert "did not end in time" in message
     late = ask(other, "a", sampling=LONG).sender
     other.finalize()
-    assert (late.wait(0.1).error or (None,))[0] == TritonError.UNAVAILABLE
+    assert (late.wait().error or (None,))[0] == TritonError.UNAVAILABLE
     assert is_running(pid)
     model.finalize()
     assert not is_running(pid)

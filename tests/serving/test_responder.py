@@ -15,6 +15,7 @@ from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.live_request import LiveRequest
 from tests.serving.fake_server import ResponseSender, TritonError, text_of
 from tests.serving.response_bench import Bench
+from tests.waiting import WAIT_S, eventually
 
 LENGTH = int(FinishReason.LENGTH)
 
@@ -23,9 +24,7 @@ def test_a_response_per_token_while_keeping_up(bench: Bench) -> None:
     live, sender = bench.open()
     for number, token in enumerate(b"abc"):
         live.answers[0].on_tokens((token,), 0)
-        deadline = time.monotonic() + 10
-        while len(sender.responses) <= number and time.monotonic() < deadline:
-            time.sleep(0.001)
+        eventually(lambda expected=number + 1: len(sender.responses) == expected, "the token is sent")  # type: ignore[misc]
     live.answers[0].on_tokens((ord("d"),), LENGTH)
     sender.wait()
     assert [text_of(response) for response in sender.responses] == ["a", "b", "c", "d"]
@@ -36,16 +35,18 @@ def test_a_response_per_token_while_keeping_up(bench: Bench) -> None:
 
 
 def test_a_slow_line_gets_fewer_and_longer_responses(bench: Bench) -> None:
-    live, sender = bench.open(send_s=0.05)
+    live, sender = bench.open()
     text = "the quick brown fox jumps over the lazy dog"
-    for character in text:
+    sender.may_send.clear()
+    live.answers[0].on_tokens((ord(text[0]),), 0)
+    eventually(lambda: sender.is_sending, "the first response is on its way")
+    for character in text[1:]:
         live.answers[0].on_tokens((ord(character),), 0)
-        time.sleep(0.002)
     live.answers[0].on_tokens((ord("!"),), LENGTH)
+    sender.may_send.set()
     sender.wait()
-    assert sender.text == text + "!"
-    assert 2 <= len(sender.responses) < len(text) / 3
-    assert sum(sender.outputs("num_output_tokens")) == len(text) + 1
+    assert [text_of(response) for response in sender.responses] == [text[0], text[1:] + "!"]
+    assert sender.outputs("num_output_tokens") == [1, len(text)]
 
 
 def test_without_streaming_there_is_one_response(bench: Bench) -> None:
@@ -107,13 +108,15 @@ def test_a_failed_send_ends_only_its_request(bench: Bench) -> None:
 
 
 def test_a_line_that_does_not_move_holds_up_only_its_own_thread(bench: Bench) -> None:
-    stuck, stuck_sender = bench.open(send_s=1.0)
+    stuck, stuck_sender = bench.open()
     live, sender = bench.open()  # the next request: the other thread
+    stuck_sender.may_send.clear()
     stuck.answers[0].on_tokens((ord("a"),), 0)
-    begin = time.monotonic()
+    eventually(lambda: stuck_sender.is_sending, "one thread waits")
     live.answers[0].on_tokens((ord("b"),), LENGTH)
     sender.wait()
-    assert time.monotonic() - begin < 0.8
+    assert stuck_sender.responses == []
+    stuck_sender.may_send.set()
     stuck.answers[0].on_tokens((), LENGTH)
     stuck_sender.wait()
 
@@ -160,15 +163,13 @@ def test_the_server_is_not_asked_about_a_request_while_its_final_flag_goes_out(b
     poller.close()
 
 
-def test_cancellations_are_seen_soon_and_at_bounded_cost(bench: Bench) -> None:
+def test_a_cancelled_request_is_ended_among_others_that_go_on(bench: Bench) -> None:
     requests = [bench.open() for _ in range(50)]
     poller = CancellationPoller(bench.responder, bench.cancelled.extend)
-    begin = time.monotonic()
     requests[33][1].cancel()
     code, message = requests[33][1].wait().error or (None, "")
     assert (code, message) == (TritonError.CANCELLED, "Request was cancelled")
-    assert requests[33][1].final_time - begin < 1.0  # about 0.1 s on a machine that is not busy
-    assert bench.cancelled == [requests[33][0].request_id]
+    eventually(lambda: bench.cancelled == [requests[33][0].request_id], "the engine is told too")
     assert bench.responder.num_live == 49
     poller.close()
 
@@ -180,7 +181,7 @@ def test_n_answers_share_one_line(bench: Bench, is_stream: bool) -> None:
     live, sender = bench.open(is_stream=is_stream, start_others=started.set, n=3)
     assert not started.is_set()
     live.answers[0].on_tokens((ord("a"),), 0)
-    assert started.wait(10)
+    assert started.wait(WAIT_S)
     live.answers[2].on_tokens((ord("c"), ord("d")), LENGTH)
     live.answers[0].on_tokens((), LENGTH)
     time.sleep(0.05)
@@ -225,9 +226,7 @@ def test_l1_a_cancelled_request_ends_all_its_answers(bench: Bench) -> None:
 def test_a_stop_string_ends_one_answer_only(bench: Bench) -> None:
     live, sender = bench.open(n=2, stop=("x",), start_others=lambda: None)
     live.answers[1].on_tokens((ord("a"), ord("x")), 0)
-    deadline = time.monotonic() + 10
-    while not bench.cancelled and time.monotonic() < deadline:
-        time.sleep(0.001)
+    eventually(lambda: bool(bench.cancelled), "the engine is told")
     assert bench.cancelled == [live.answers[1].request_id]
     assert not live.is_ended
     live.answers[0].on_tokens((ord("b"),), LENGTH)

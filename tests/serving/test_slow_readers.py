@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,18 +12,13 @@ from cb_backend.errors import ErrorCode
 from cb_backend.request import FinishReason
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.live_request import LiveRequest
+from cb_backend.serving.senders import Senders, Tally
 from tests.serving.fake_server import ResponseSender, TritonError
 from tests.serving.response_bench import Bench
+from tests.waiting import WAIT_S, eventually
 
 LENGTH = int(FinishReason.LENGTH)
 Opened = tuple[LiveRequest, ResponseSender]
-
-
-def until(is_true: Callable[[], bool], timeout: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not is_true():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.005)
 
 
 def stop_reading(opened: Opened) -> None:
@@ -46,13 +40,12 @@ def test_v7_nobody_waits_for_clients_that_do_not_read(bench: Bench) -> None:
     for text in "hello":
         for live, _ in opened:
             live.answers[0].on_tokens((ord(text),), 0)
-        time.sleep(0.01)
     for live, _ in opened:
         live.answers[0].on_tokens((ord("!"),), LENGTH)
     for _, sender in good:
-        assert sender.wait(8).text == "hello!"
+        assert sender.wait().text == "hello!"
     assert all(sender.final_count == 0 for _, sender in stuck)
-    assert bench.responder.num_held_up == 6
+    eventually(lambda: bench.responder.num_held_up == 6, "each of the six holds up a thread, and nobody else does")
     for _, sender in stuck:
         sender.may_send.set()
     for _, sender in stuck:
@@ -60,8 +53,7 @@ def test_v7_nobody_waits_for_clients_that_do_not_read(bench: Bench) -> None:
         assert len(sender.responses) <= 3, "what came meanwhile goes out at once"
     assert bench.cancelled == []
     assert bench.responder.counts()["length"] == 16
-    until(lambda: bench.responder.num_held_up == 0)
-    assert num_threads() == 2 + 1  # and the watch
+    eventually(lambda: num_threads() == 2 + 1, "the threads of two queues are left, and the watch")
 
 
 def test_v7_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
@@ -69,7 +61,7 @@ def test_v7_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
     bench = Bench(tmp_path, slow_reader_timeout_s=0.6)
     stuck, good = bench.open(), bench.open()
     stop_reading(stuck)
-    until(lambda: bool(bench.cancelled))
+    eventually(lambda: bool(bench.cancelled), "its request is ended at the engine")
     assert bench.cancelled == [stuck[0].request_id]
     assert bench.responder.counts()["slow_readers"] == 1
     assert stuck[0].is_ended
@@ -90,7 +82,7 @@ def test_the_poller_and_the_end_of_all_do_not_wait_either(bench: Bench, at: str)
     stuck, other = bench.open(), bench.open()
     stuck[1].may_send.clear()
     stuck[0].answers[0].on_tokens((ord("a"),), LENGTH if at == "last" else 0)
-    time.sleep(0.1)
+    eventually(lambda: stuck[1].is_sending, "a response waits")
     other[1].cancel()
     assert (other[1].wait().error or (None,))[0] == TritonError.CANCELLED
     bench.responder.end_all(ErrorCode.UNAVAILABLE, "stopping")
@@ -101,19 +93,22 @@ def test_the_poller_and_the_end_of_all_do_not_wait_either(bench: Bench, at: str)
     assert response.final_count == 1
 
 
-def test_threads_and_their_counts_are_used_again(bench: Bench) -> None:
+def test_threads_and_their_counts_are_used_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = Senders._start, []
+    monkeypatch.setattr(Senders, "_start", lambda self, index: started.append(index) or start(self, index))
     for _ in range(4):
         opened = [bench.open() for _ in range(3)]
         for each in opened:
             stop_reading(each)
-        until(lambda: bench.responder.num_held_up >= 2)
+        eventually(lambda: bench.responder.num_held_up >= 2, "threads are held up")
         for live, sender in opened:
             sender.may_send.set()
             live.answers[0].on_tokens((), LENGTH)
             sender.wait()
-        until(lambda: bench.responder.num_held_up == 0)
+        eventually(lambda: bench.responder.num_held_up == 0, "all have come back")
     assert bench.responder.counts()["length"] == 12
-    assert len(bench.responder.latencies.threads) <= 2 + 3 + 1
+    assert len(started) >= 8
+    assert len(bench.responder.latencies.threads) < 2 + len(started), "the first round's serve the others too"
 
 
 def test_closing_does_not_wait_for_a_client(tmp_path: Path) -> None:
@@ -121,26 +116,61 @@ def test_closing_does_not_wait_for_a_client(tmp_path: Path) -> None:
     stuck, good = bench.open(), bench.open()
     stop_reading(stuck)
     bench.responder.end_all(ErrorCode.UNAVAILABLE, "stopping")
-    begin = time.monotonic()
     bench.responder.close()
-    assert good[1].final_count == 1
-    assert time.monotonic() - begin < 10
+    assert (good[1].final_count, stuck[1].final_count) == (1, 0)
     stuck[1].may_send.set()
+    stuck[1].wait()
+    eventually(lambda: num_threads() == 0, "its thread ends too")
 
 
 def test_a_client_that_reads_again_while_all_is_closed_gets_its_end(bench: Bench) -> None:
     """Nobody else serves its queue any more when the thread that waited for it comes back."""
     stuck = bench.open()
     stop_reading(stuck)
-    until(lambda: bench.responder.num_held_up == 1)
+    eventually(lambda: bench.responder.num_held_up == 1, "a thread is held up")
     bench.responder.end_all(ErrorCode.UNAVAILABLE, "stopping")
     closing = threading.Thread(target=bench.responder.close)
     closing.start()
-    until(lambda: num_threads() == 1)  # the one that waits
+    eventually(lambda: num_threads() == 1, "only the thread that waits is left")
     stuck[1].may_send.set()
     assert (stuck[1].wait().error or (None,))[0] == TritonError.UNAVAILABLE
     closing.join()
-    assert num_threads() == 0
+    eventually(lambda: num_threads() == 0, "that one ends too")
+
+
+def test_closing_waits_for_the_thread_that_takes_over_a_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was held up has come back and ended, and the new one has not been started yet."""
+    start, serve, senders = Senders._start, bench.responder._senders._serve, bench.responder._senders
+    is_starting, may_start, may_serve = threading.Event(), threading.Event(), threading.Event()
+
+    def start_late(self: Senders, index: int) -> Any:
+        is_starting.set()
+        may_start.wait(WAIT_S)
+        return start(self, index)
+
+    def serve_late(live: LiveRequest, tally: Tally) -> None:
+        if live is not other[0]:
+            may_serve.wait(WAIT_S)
+        serve(live, tally)
+
+    monkeypatch.setattr("cb_backend.serving.senders.CLOSE_TIMEOUT_S", WAIT_S)
+    stuck, other, queued = bench.open(), bench.open(), bench.open()  # the first and the last have one queue
+    stop_reading(stuck)
+    monkeypatch.setattr(Senders, "_start", start_late)
+    assert is_starting.wait(WAIT_S)
+    monkeypatch.setattr(senders, "_serve", serve_late)
+    stuck[1].may_send.set()
+    eventually(lambda: num_threads() == 2, "it has ended: the other queue's thread and the watch are left")
+    bench.responder.end_all(ErrorCode.UNAVAILABLE, "stopping")
+    closing = threading.Thread(target=bench.responder.close)
+    closing.start()
+    eventually(senders._stop.is_set, "the watch is told to end")
+    may_start.set()
+    closing.join(0.5)
+    assert closing.is_alive(), "a request is still to be answered"
+    may_serve.set()
+    closing.join()
+    assert (stuck[1].final_count, queued[1].final_count) == (1, 1)
 
 
 def test_a_thread_that_cannot_be_started_is_started_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +198,8 @@ def test_stream_interval_makes_fewer_responses(tmp_path: Path) -> None:
     live, sender = bench.open()
     for number, text in enumerate("abcdefghijk"):
         live.answers[0].on_tokens((ord(text),), 0)
-        until(lambda expected=1 + number // 4: len(sender.responses) == expected)  # type: ignore[misc]
+        expected = 1 + number // 4
+        eventually(lambda expected=expected: len(sender.responses) == expected, "the response")  # type: ignore[misc]
     live.answers[0].on_tokens((ord("l"),), LENGTH)
     assert sender.wait().text == "abcdefghijkl"
     assert [response.tensors["num_output_tokens"].tolist() for response in sender.responses] == [[1], [4], [4], [3]]
