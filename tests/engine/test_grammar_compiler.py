@@ -27,6 +27,7 @@ from tests.front_end.conftest import (
     byte_level_backend,
 )
 from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -204,15 +205,16 @@ def test_what_a_deployment_must_have(tmp_path: Path, folder: Path) -> None:
 
 
 class StuckGuide:
-    """A guide whose mask comes only when the test is over, or at once."""
+    """A guide whose mask comes only when the test is over, or at once. Until then it computes, unless it is starved."""
 
-    def __init__(self, is_over: threading.Event | None) -> None:
+    def __init__(self, is_over: threading.Event | None, is_starved: bool = False) -> None:
         self.is_over = is_over
+        self.is_starved = is_starved
         self.failure: str | None = None
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        if self.is_over is not None:
-            self.is_over.wait(60)
+        while self.is_over is not None and not self.is_over.wait(WAIT_S if self.is_starved else 0):
+            pass
         mask[:] = 7
 
     def finish_mask(self, mask: np.ndarray) -> None:
@@ -228,11 +230,35 @@ def test_a_mask_that_takes_too_long_costs_its_own_request_only() -> None:
     threads = MaskThreads(timeout_s=0.2)
     guides: list[Any] = [StuckGuide(is_over if index in (3, 4) else None) for index in range(20)]
     threads.fill(guides, np.zeros((20, 4), np.int32))
-    assert {index for index, guide in enumerate(guides) if guide.failure} >= {3, 4}
+    assert [index for index, guide in enumerate(guides) if guide.failure] == [3, 4]
     others = [StuckGuide(None) for _ in range(18)]
     threads.fill(others, masks := np.zeros((18, 4), np.int32))  # type: ignore[arg-type]
     assert (masks == 7).all()
     is_over.set()
+    threads.close()
+
+
+def test_a_mask_whose_thread_does_not_get_to_run_is_waited_for() -> None:
+    is_over = threading.Event()
+    threads = MaskThreads(timeout_s=0.05)
+    guides: list[Any] = [StuckGuide(is_over, is_starved=True), StuckGuide(None)]
+    threading.Timer(0.5, is_over.set).start()
+    threads.fill(guides, masks := np.zeros((2, 4), np.int32))
+    assert [guide.failure for guide in guides] == [None, None]
+    assert (masks == 7).all()
+    threads.close()
+
+
+def test_a_mask_that_cannot_be_computed_costs_its_own_request_only() -> None:
+    class Broken(StuckGuide):
+        def fill_mask(self, mask: np.ndarray) -> None:
+            raise BaseException("a panic of the library")
+
+    threads = MaskThreads(timeout_s=3600.0)
+    guides: list[Any] = [Broken(None), StuckGuide(None)]
+    threads.fill(guides, masks := np.zeros((2, 4), np.int32))
+    assert [guide.failure for guide in guides] == [TOO_COMPLEX, None]
+    assert (masks[1] == 7).all()
     threads.close()
 
 

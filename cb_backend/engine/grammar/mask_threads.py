@@ -1,7 +1,8 @@
 """Threads that compute token masks, many requests at a time, and never longer than they may.
 
 The library's own parallel call has no time limit, and a grammar can be built whose next mask takes seconds. Here each
-mask is somebody's job: one that is not done in time costs its own request, and the others wait no longer than that.
+mask is somebody's job: one that computes for too long costs its own request, and the others wait no longer than that.
+A thread's own time counts: on a machine that is busy with other things nothing is wrong with a grammar.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.engine.grammar.guide import Guide
 
-MASK_TIMEOUT_S = 1.0  # a thousand times what masks take; only a stuck or starved thread comes near this
+MASK_TIMEOUT_S = 1.0  # of a core; a thousand times what masks take
+MAX_WAIT_S = 60.0  # whatever its thread has computed meanwhile
 _MAX_THREADS = 8
 
 logger = logging.getLogger("cb_backend.engine")
@@ -70,6 +73,24 @@ class MaskThreads:
             del batch  # nobody's guides are kept while waiting
 
 
+class _Start(NamedTuple):
+    """When a thread began a job: by its own clock, which runs while it computes, and by everybody's."""
+
+    clock_id: int
+    thread_time: float
+    time: float
+
+    @classmethod
+    def of_this_thread(cls) -> _Start:
+        clock_id = time.pthread_getcpuclockid(threading.get_ident())
+        return cls(clock_id, time.clock_gettime(clock_id), time.monotonic())
+
+    def is_too_long_ago(self, timeout_s: float) -> bool:
+        """To be asked only while the thread lives."""
+        has_computed_s = time.clock_gettime(self.clock_id) - self.thread_time
+        return has_computed_s >= timeout_s or time.monotonic() - self.time >= MAX_WAIT_S
+
+
 class _Batch:
     """The masks of one step. Jobs are taken one by one, whoever is free."""
 
@@ -78,7 +99,7 @@ class _Batch:
         self._masks = masks
         self._lock = threading.Lock()
         self._next = 0
-        self._started: dict[int, float] = {}  # job -> when, of those that are being worked on
+        self._started: dict[int, _Start] = {}  # by job, of those that are being worked on
         self._num_left = len(guides)
         self._is_done = threading.Event()
 
@@ -93,24 +114,26 @@ class _Batch:
                 if job >= len(self._guides):
                     return True
                 self._next += 1
-                self._started[job] = time.monotonic()
+                self._started[job] = _Start.of_this_thread()
             guide = self._guides[job]
             try:
                 if guide.failure is None:
                     guide.fill_mask(self._masks[job])
-            except BaseException:  # a panic of the library is no Exception; the job then counts as stuck
+                is_done = True
+            except BaseException:  # a panic of the library is no Exception
                 logger.exception("a token mask could not be computed")
-                return True
+                is_done = False
             with self._lock:
                 if self._started.pop(job, None) is None:
                     return False
+                if not is_done:
+                    guide.give_up()
                 self._note_end()
 
     def give_up_stuck(self, timeout_s: float) -> int:
         """Give up the jobs that have taken too long; returns how many."""
-        limit = time.monotonic() - timeout_s
         with self._lock:
-            stuck = [job for job, started in self._started.items() if started <= limit]
+            stuck = [job for job, start in self._started.items() if start.is_too_long_ago(timeout_s)]
             for job in stuck:
                 del self._started[job]
                 self._guides[job].give_up()
