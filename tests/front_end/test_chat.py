@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.text import chat_template as chat_template_module
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.chat_template import ChatTemplate
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -250,10 +252,8 @@ ATTACKS = [
 @pytest.mark.parametrize("source", ATTACKS)
 def test_e6_attacks_end_in_an_error(template: Callable[[str], ChatTemplate], source: str) -> None:
     """Case E6: no attribute walk, no endless work, no side effect; and the next request is served."""
-    begin = time.monotonic()
     with pytest.raises(InvalidRequestError, match="the model's chat template") as caught:
         template(source).render({"messages": []})
-    assert time.monotonic() - begin < 15
     assert len(str(caught.value)) < 400
     assert not os.path.exists(MARK)
 
@@ -268,11 +268,24 @@ def test_e6_time_and_size_are_limited_and_the_next_request_is_served(
 ) -> None:
     chat_template = template(source)
     assert chat_template.render({"x": False}) == "fine"
-    begin = time.monotonic()
     with pytest.raises(InvalidRequestError, match=r"took longer than|out of memory|gave more than|ended its process"):
         chat_template.render({"x": True})
-    assert time.monotonic() - begin < 15
     assert chat_template.render({"x": False}) == "fine"
+
+
+def test_a_worker_that_does_not_get_to_run_is_waited_for(
+    template: Callable[[str], ChatTemplate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own time is limited, not that of a busy machine."""
+    monkeypatch.setattr(chat_template_module, "RENDER_TIMEOUT_S", 0.3)
+    chat_template = template("fine")
+    assert chat_template.render({}) == "fine"
+    worker = chat_template._worker
+    assert worker is not None
+    worker.send_signal(signal.SIGSTOP)
+    threading.Timer(1.0, worker.send_signal, (signal.SIGCONT,)).start()
+    assert chat_template.render({}) == "fine"
+    assert chat_template._worker is worker
 
 
 def test_a_templates_own_refusal_is_the_clients_reason(template: Callable[[str], ChatTemplate]) -> None:

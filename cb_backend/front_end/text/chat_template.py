@@ -1,5 +1,6 @@
 """A checkpoint's chat template, rendered in a process of its own with a time limit.
 
+The limit is of the process's own time: on a machine that is busy with other things nothing is wrong with a template.
 One worker process a front end, started at the first use and again after it had to be killed. What messages mean, and
 how the text becomes tokens, is `chat`'s business.
 """
@@ -19,8 +20,10 @@ from typing import Any
 from cb_backend.errors import CbError, InvalidRequestError
 from cb_backend.front_end.interpreter import find_python
 
-RENDER_TIMEOUT_S = 2.0
-START_TIMEOUT_S = 20.0
+RENDER_TIMEOUT_S = 2.0  # of a core
+START_TIMEOUT_S = 20.0  # of a core
+MAX_WAIT_S = 60.0  # whatever the process has computed meanwhile
+LOOK_S = 0.1
 MAX_RENDERED_BYTES = 16 << 20
 _MAX_REASON = 200  # characters of a template's own words that an error repeats
 
@@ -108,12 +111,11 @@ def _exchange(worker: subprocess.Popen[bytes] | None, line: bytes, timeout_s: fl
     assert worker.stdout is not None
     to_worker, from_worker = worker.stdin.fileno(), worker.stdout.fileno()
     os.set_blocking(to_worker, False)
-    deadline = time.monotonic() + timeout_s
+    limit, deadline = _cpu_seconds(worker.pid) + timeout_s, time.monotonic() + MAX_WAIT_S
     received = bytearray()
     while not received.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        readable, writable, _ = select.select([from_worker], [to_worker] if line else [], [], max(left, 0.0))
-        if not readable and not writable:
+        readable, writable, _ = select.select([from_worker], [to_worker] if line else [], [], LOOK_S)
+        if _cpu_seconds(worker.pid) > limit or time.monotonic() > deadline:
             raise _WorkerEndedError(f"took longer than {timeout_s:g} s on these messages")
         if writable:
             try:
@@ -131,6 +133,12 @@ def _exchange(worker: subprocess.Popen[bytes] | None, line: bytes, timeout_s: fl
                 raise _WorkerEndedError(f"gave more than {MAX_RENDERED_BYTES} bytes")
     answer: dict[str, Any] = json.loads(received)
     return answer
+
+
+def _cpu_seconds(pid: int) -> float:
+    """What a child of ours that has not been waited for has computed until now."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _short(text: str) -> str:
