@@ -30,7 +30,10 @@ from cb_backend.queue_room import QueueRoom
 from cb_backend.request import REQUEST_ID_BITS
 from cb_backend.silence import SilenceClock
 
-FAILED_START_LINGER_S = 2.0  # how long a failed start waits for front ends to tell them why
+# How long a failed start waits to tell why: for the first front end, which has started the engine but may not run just
+# now, and from then on for the others.
+FAILED_START_FIRST_S = 60.0
+FAILED_START_LINGER_S = 2.0
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -193,11 +196,13 @@ class FrontEndLink:
 
 def report_failed_start(link: FrontEndLink, reason: str) -> None:
     """Tell every front end that says hello why there is no engine, for as long as they may still be coming."""
-    deadline = time.monotonic() + FAILED_START_LINGER_S
+    deadline = time.monotonic() + FAILED_START_FIRST_S
     while time.monotonic() < deadline and link.is_server_alive:
         link.wait(100)
         while (received := link.receive()) is not None:
             identity, message = received
             if isinstance(message, Hello):
+                if not link.has_had_front_end:
+                    deadline = time.monotonic() + FAILED_START_LINGER_S
                 link.join(identity, message)
                 link.send(identity, EngineFailed(reason))

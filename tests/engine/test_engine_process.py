@@ -8,13 +8,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine import engine_process
-from cb_backend.engine.front_end_link import FrontEndLink
+from cb_backend.engine import engine_process, front_end_link
+from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from cb_backend.messages import (
     EngineFailed,
     EngineReady,
@@ -25,7 +26,9 @@ from cb_backend.messages import (
     encode,
 )
 from cb_backend.queue_room import QueueRoom
+from tests.waiting import WAIT_S
 
+WAIT_MS = round(1000 * WAIT_S)
 INFO = ModelInfo(
     model="m", tokenizer_dir="t", vocab_size=10, max_model_len=64, eos_token_ids=(), block_size=16, num_blocks=100,
     max_num_seqs=8, dtype="float32", device="cpu",
@@ -68,6 +71,25 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def test_the_reason_of_a_failed_start_waits_for_the_first_front_end(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(front_end_link, "FAILED_START_LINGER_S", 0.0)
+    link = FrontEndLink(str(folder / "s"), os.getppid())
+    telling = threading.Thread(target=report_failed_start, args=(link, "the reason"))
+    telling.start()
+    telling.join(0.3)
+    assert telling.is_alive(), "the front end that has started the engine was slow to come"
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(f"ipc://{folder / 's'}")
+        socket.send(encode(Hello(1, os.getpid())))
+        assert socket.poll(WAIT_MS)
+        assert decode_engine_message(socket.recv()) == EngineFailed("the reason")
+    telling.join(WAIT_S)
+    assert not telling.is_alive()
+    link.close()
+    context.destroy(linger=0)
+
+
 def test_no_progress_ends_the_engine_with_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "STALL_TIMEOUT_S", 0.3)
     engine, link = StuckEngine(), FrontEndLink(str(folder / "s"), os.getppid())
@@ -79,18 +101,18 @@ def test_no_progress_ends_the_engine_with_a_reason(folder: Path, monkeypatch: py
     with context.socket(zmq.DEALER) as socket:
         socket.connect(f"ipc://{folder / 's'}")
         socket.send(encode(Hello(1, os.getpid())))
-        assert socket.poll(10_000)
+        assert socket.poll(WAIT_MS)
         ready = decode_engine_message(socket.recv())
         assert isinstance(ready, EngineReady)
         assert ready.info == INFO
         engine.is_stuck = True
-        while socket.poll(10_000):
+        while socket.poll(WAIT_MS):
             message = decode_engine_message(socket.recv())
             if isinstance(message, EngineFailed):
                 break
         else:
             pytest.fail("the engine never gave up")
-    loop.join(10)
+    loop.join(WAIT_S)
     link.close()
     context.destroy(linger=0)
     assert "no progress" in message.message

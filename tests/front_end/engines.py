@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
-
-WAIT_S = 20.0  # far above what anything takes; a test that needs it has failed
+from tests.waiting import WAIT_S
 
 
 class Sink:
@@ -28,7 +25,6 @@ class Sink:
         self.scheduled_at = 0.0
         self.error: tuple[ErrorCode, str] | None = None
         self.num_ends = 0
-        self.end_time = 0.0
         self._has_token = threading.Event()
         self._has_ended = threading.Event()
 
@@ -48,7 +44,6 @@ class Sink:
 
     def _end(self) -> None:
         self.num_ends += 1
-        self.end_time = time.monotonic()
         self._has_ended.set()
 
     def wait_for_token(self) -> None:
@@ -90,15 +85,6 @@ def answer(supervisor: EngineSupervisor, prompt: list[int], max_tokens: int) -> 
     _, sink = submit(supervisor, prompt, max_tokens)
     assert sink.wait().error is None, sink.error
     return sink.token_ids
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> float:
-    """Wait until the condition holds; returns how long that took."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < timeout_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def is_running(pid: int) -> bool:

@@ -17,7 +17,8 @@ from cb_backend.cli.timelines.steps import from_dump
 from cb_backend.errors import UnavailableError
 from cb_backend.front_end.engines.engine_observer import ask_for_steps, reset_prefix_cache, running_engines
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
-from tests.front_end.engines import answer, counting_config, eventually, is_running, make_supervisor, submit
+from tests.front_end.engines import answer, counting_config, is_running, make_supervisor, submit
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def base() -> Iterator[Path]:
 def test_steps_of_a_running_engine(
     base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("CB_TEST_STEP_S", "0.002")
+    monkeypatch.setenv("CB_TEST_STEP_S", "0.02")
     supervisor = make_supervisor(counting_config(max_num_seqs=4), base)
     try:
         supervisor.start()
@@ -41,7 +42,7 @@ def test_steps_of_a_running_engine(
         answer(supervisor, [1, 2, 3], 5)
         steps = from_dump(ask_for_steps(life.socket_path, 100)).steps
         assert [[row.num_tokens for row in step.rows] for step in steps] == [[3], [1], [1], [1], [1]]
-        _, sink = submit(supervisor, [4] * 10, 2000)
+        _, sink = submit(supervisor, [4] * 10, 4000)
         sink.wait_for_token()
         dump = ask_for_steps(life.socket_path, 3)
         busy = from_dump(dump)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.front_end.engines import eventually
 from tests.serving.fake_server import TritonError
 from tests.serving.test_backend import LONG, ask, folder, make_repository, num_in_engine, server_args
+from tests.waiting import eventually
 
 __all__ = ["folder"]  # a fixture
 

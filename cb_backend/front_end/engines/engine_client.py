@@ -68,6 +68,8 @@ class EngineClient:
         self.failure: str | None = None  # why the engine of this life cannot start or go on
         self.life: EngineLife | None = None  # the engine that this client talks to, or last talked to
         self.room = KnownRoom()  # of the engine's queue
+        self.ended_life: EngineLife | None = None  # whose end this client has noticed last, its last words heard
+        self.has_said_goodbye = False  # at closing, to an engine that served it
         self._watchdog_timeout_s = watchdog_timeout_s
         self._silence = SilenceClock()  # of the engine while requests are open
         self._next_alive = 0.0
@@ -157,6 +159,7 @@ class EngineClient:
                     logger.exception("the line to the engine broke")
                     self._set_up_again()
         finally:
+            self.has_said_goodbye = self._is_ready
             self._fail_open_requests("the model is being stopped; send the request again later")
             if self._socket is not None:
                 self._flush()
@@ -275,6 +278,7 @@ class EngineClient:
             self._receive()
         logger.warning("the engine process %d has ended", self.life.pid if self.life else 0)
         self._disconnect()
+        self.ended_life = self.life
         self._on_change()
 
     def _disconnect(self) -> None:

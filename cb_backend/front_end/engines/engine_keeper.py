@@ -39,8 +39,9 @@ class EngineKeeper:
         self._directory = directory
         self._launch = launch
         self._child: subprocess.Popen[bytes] | None = None
-        self._watch: ProcessWatch | None = None  # of the engine that `client` was last told of
+        self._watch: ProcessWatch | None = None  # of the engine that was last seen to run
         self._watched_life: EngineLife | None = None
+        self._told_life: EngineLife | None = None  # the one that `client` was last told of
         self._spawn_time = 0.0
         self._num_restarts = 0  # since the engine last ran steadily
 
@@ -53,17 +54,19 @@ class EngineKeeper:
             return
         if self._child is not None and self._child.poll() is None:
             return
+        if self._told_life is not None and self.client.ended_life != self._told_life:
+            return  # the client is about to hear the engine's last words: why it has ended
         if self._directory.is_owner and self.final_failure is None:
             self._replace_engine(is_new_owner)
 
     def end_engine(self) -> None:
-        """Nobody is left: wait for the engine to end by itself, then make it."""
+        """Nobody is left, and `client` is closed: wait for the engine to end by itself, then make it."""
         life = self._directory.engine(self.index)
         if life is None:
             return
         watch = ProcessWatch(life.pid, life.start_time)
-        if self.client.info is not None:
-            _wait_for_end(watch, ENGINE_EXIT_TIMEOUT_S)  # it has heard the last goodbye
+        if self.client.has_said_goodbye and self.client.life == life:  # else it waits for front ends to come
+            _wait_for_end(watch, ENGINE_EXIT_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if watch.is_alive:
                 os.kill(life.pid, number)
@@ -85,6 +88,7 @@ class EngineKeeper:
         self._watched_life = life
         if self._watch.is_alive:
             self.client.connect(life)
+            self._told_life = life
 
     def _replace_engine(self, is_new_owner: bool) -> None:
         """Start an engine where none is; after a crash, once the back-off time is over."""
