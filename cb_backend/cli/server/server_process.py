@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
 READY_POLL_S = 0.1
 KILL_GRACE_S = 5.0  # for what the server leaves behind, after it has ended
 _PR_SET_PDEATHSIG = 1
+_FIRST_PORT = 10_000  # of those that free ports are taken from
+_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
@@ -210,11 +213,23 @@ def check_ports(options: ServerOptions) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free on the loopback interface now."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Ports that are free on the loopback interface now.
+
+    NOTE: not of those that the kernel gives to outgoing connections, where there are others: any client of anything
+    could get such a port before the server has it.
+    """
+    low, high = map(int, _LOCAL_PORT_RANGE.read_text().split()) if _LOCAL_PORT_RANGE.exists() else (32768, 60999)
+    others = [port for port in range(_FIRST_PORT, 1 << 16) if not low <= port <= high]
+    sockets: list[socket.socket] = []
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        for port in [*random.sample(others, len(others)), *[0] * count]:  # 0: whichever the kernel gives
+            if len(sockets) == count:
+                break
+            sockets.append(socket.socket())
+            try:
+                sockets[-1].bind(("127.0.0.1", port))
+            except OSError:
+                sockets.pop().close()
         return [each.getsockname()[1] for each in sockets]
     finally:
         for each in sockets:
