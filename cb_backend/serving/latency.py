@@ -3,7 +3,7 @@
 Each thread that counts has buckets of its own, so nothing here takes a lock. It does not know the server.
 
 What the figures mean: a request begins when the server hands it over, and ends when its final response is handed back.
-Its first token counts when its first response has been sent (of a request that does not stream: when its first token
+Its first token counts when its first response is handed back (of a request that does not stream: when its first token
 came). Queue, prefill and decode time are the parts before its first step, from there to its first token, and from there
 to its last; they leave out the sending.
 """

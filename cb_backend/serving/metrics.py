@@ -62,7 +62,7 @@ _STEP_HISTOGRAMS = (
 )
 # Of this front end's requests; those without an error.
 _REQUEST_HISTOGRAMS = (
-    _Histogram("cb_time_to_first_token_seconds", "time_to_first_token", "From arrival to the first response sent"),
+    _Histogram("cb_time_to_first_token_seconds", "time_to_first_token", "From arrival to the first response"),
     _Histogram("cb_request_queue_time_seconds", "queue_time", "From arrival to the first step"),
     _Histogram("cb_request_prefill_time_seconds", "prefill_time", "From the first step to the first token"),
     _Histogram("cb_request_decode_time_seconds", "decode_time", "From the first token to the last"),

@@ -138,12 +138,12 @@ class Responder:
         is_final = all(answer.finish_reason for answer in live.answers)
         if is_final or (live.generate.is_stream and self._is_enough(live)):
             response = self._data_response(live, live.generate, counts)
-            if not is_final:
-                live.response_sender.send(response, flags=0)
-            if not live.is_first_response_out:
+            if not live.is_first_response_out:  # its time is taken before it is sent: no client may have it earlier
                 live.is_first_response_out = True
                 latencies.note_first_response(live, live.generate.is_stream)
-            if is_final:  # counted before it is sent, so that the client finds it in the metrics
+            if not is_final:
+                live.response_sender.send(response, flags=0)
+            else:  # counted before it is sent, so that the client finds it in the metrics
                 counts[_FINISH_NAME[live.given_answers[0].finish_reason]] += 1
                 counts["input_tokens"] += live.num_input_tokens
                 latencies.note_end(live)
