@@ -37,12 +37,12 @@ from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
-from cb_backend.serving.responder import DEFAULT_SLOW_READER_TIMEOUT_S, Responder
+from cb_backend.serving.model_parameters import check_parameter_names, sender_threads, slow_reader_timeout_s
+from cb_backend.serving.responder import Responder
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
 from cb_backend.serving.shared_regions import note_regions, remove_regions_of_the_dead
 
 NUM_WORKERS = 2
-DEFAULT_SENDER_THREADS = 4
 STOPPING = "the server is stopping this model; send the request to another server or again later"
 
 logger = logging.getLogger("cb_backend.serving")
@@ -63,6 +63,7 @@ class TritonPythonModel:
         configure_logging(args["model_instance_name"])
         refuse_unusable_numpy()
         model_config = json.loads(args["model_config"])
+        check_parameter_names(model_config)
         num_senders = sender_threads(model_config)
         slow_reader_timeout = slow_reader_timeout_s(model_config)
         name, version = args["model_name"], args["model_version"]
@@ -213,36 +214,6 @@ def end_with(live: LiveRequest, error: Exception) -> None:
         return
     logger.error("a request failed before it reached the engine", exc_info=error)
     live.end(ErrorCode.INTERNAL, "the request could not be processed; the server's log says why")
-
-
-def slow_reader_timeout_s(model_config: dict[str, Any]) -> float:
-    """The parameter `slow_reader_timeout_s` of config.pbtxt: seconds for which a response may wait to be taken."""
-    value = _parameter(model_config, "slow_reader_timeout_s")
-    if not value:
-        return DEFAULT_SLOW_READER_TIMEOUT_S
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(
-            f"parameter slow_reader_timeout_s in config.pbtxt is {value!r}; use a number of seconds above 0"
-        )
-    return seconds
-
-
-def _parameter(model_config: dict[str, Any], name: str) -> str:
-    return str(model_config.get("parameters", {}).get(name, {}).get("string_value", ""))
-
-
-def sender_threads(model_config: dict[str, Any]) -> int:
-    """The parameter `sender_threads` of config.pbtxt: threads that send responses, in each front end."""
-    value = _parameter(model_config, "sender_threads")
-    if not value:
-        return DEFAULT_SENDER_THREADS
-    if not value.isdigit() or not 1 <= int(value) <= 64:
-        raise ConfigError(f"parameter sender_threads in config.pbtxt is {value!r}; use a number from 1 to 64")
-    return int(value)
 
 
 def refuse_unusable_numpy() -> None:

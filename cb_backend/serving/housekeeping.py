@@ -12,7 +12,8 @@ from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readiness_probe, server_arguments
 from cb_backend.serving.metric_exporter import MetricExporter
 from cb_backend.serving.metrics import EngineReport, Metrics
-from cb_backend.serving.model_config import num_instances, reports_vllm_names
+from cb_backend.serving.model_config import num_instances
+from cb_backend.serving.model_parameters import reports_vllm_names
 from cb_backend.serving.publisher import INTERVAL_S as PUBLISH_INTERVAL_S
 from cb_backend.serving.publisher import Publisher
 from cb_backend.serving.responder import Responder

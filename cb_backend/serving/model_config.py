@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cb_backend.errors import ConfigError
-
 # name, type, dims, optional
 INPUTS: tuple[tuple[str, str, list[int], bool], ...] = (
     ("text_input", "TYPE_STRING", [1], True),
@@ -57,17 +55,3 @@ def num_instances(model_config: dict[str, Any]) -> int:
     """How many front ends the server starts for this model; `model_config` as the server gives it to a model."""
     groups = model_config.get("instance_group", [])
     return max(sum(group.get("count", 1) * max(len(group.get("gpus", [])), 1) for group in groups), 1)
-
-
-def reports_vllm_names(model_config: dict[str, Any]) -> bool:
-    """The parameter `REPORT_CUSTOM_METRICS` of config.pbtxt, as with vLLM's backend: its metrics, under its names."""
-    value = model_config.get("parameters", {}).get("REPORT_CUSTOM_METRICS", {}).get("string_value", "")
-    return str(value).lower() == "true"
-
-
-def excludes_input(model_config: dict[str, Any]) -> bool:
-    """The parameter `exclude_input_in_output` of config.pbtxt, as TensorRT-LLM has it. Raises `ConfigError`."""
-    value = model_config.get("parameters", {}).get("exclude_input_in_output", {}).get("string_value", "")
-    if str(value).lower() not in ("", "true", "false"):
-        raise ConfigError(f"parameter exclude_input_in_output in config.pbtxt is {value!r}; use true or false")
-    return str(value).lower() == "true"

@@ -14,7 +14,7 @@ from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.wire.protocol import GenerateRequest
 from cb_backend.front_end.wire.trtllm_protocol import parse_trtllm_request
 from cb_backend.serving import backend
-from cb_backend.serving.model_config import excludes_input
+from cb_backend.serving.model_parameters import excludes_input
 
 
 class TritonPythonModel(backend.TritonPythonModel):

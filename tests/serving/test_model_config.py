@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.errors import ConfigError
-from cb_backend.serving.model_config import complete_model_config, excludes_input, num_instances
+from cb_backend.serving.model_config import complete_model_config, num_instances
 from tests.serving.fake_server import ModelConfig
 
 
@@ -54,13 +53,3 @@ def test_number_of_front_ends() -> None:
     assert num_instances({}) == 1
     assert num_instances({"instance_group": [{"kind": "KIND_CPU", "count": 8, "gpus": []}]}) == 8
     assert num_instances({"instance_group": [{"count": 2, "gpus": [0, 1]}, {"count": 1}]}) == 5
-
-
-def test_whether_a_model_leaves_the_prompt_out() -> None:
-    def config(value: str) -> dict[str, object]:
-        return {"parameters": {"exclude_input_in_output": {"string_value": value}}}
-
-    assert [excludes_input(config(value)) for value in ("true", "True", "false", "")] == [True, True, False, False]
-    assert not excludes_input({})
-    with pytest.raises(ConfigError, match="'yes'; use true or false"):
-        excludes_input(config("yes"))
