@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is not None and args.model_repository is not None:
         raise CliError("--model serves the checkout's llm model; leave --model-repository out, or edit its model.json")
+    if args.exit_timeout_secs < 0:
+        raise CliError(f"--exit-timeout-secs is {args.exit_timeout_secs}; it must be 0 or more")
     if args.model is None:
         return _serve(args, args.model_repository or checkout_path("model_repository"))
     with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:

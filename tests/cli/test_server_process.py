@@ -43,9 +43,38 @@ def test_failure_reason_without_a_model() -> None:
     assert failure_reason([], -6) == "the server ended with exit code -6 before it was ready: it printed nothing"
 
 
+def test_failure_reason_for_a_config_that_cannot_be_parsed() -> None:
+    lines = [
+        "[libprotobuf ERROR /src/text_format.cc:337] Error parsing text-format inference.ModelConfig: 177:12: Expected"
+        " integer, got: two",
+        "E1128 06:11:52.265172 32029 model_repository_manager.cc:1460] \"Poll failed for model directory 'llm': failed"
+        ' to read text proto from /r/llm/config.pbtxt"',
+        "error: creating server: Internal - failed to load all models",
+    ]
+    assert failure_reason(lines, 1) == (
+        "model 'llm' could not be read: failed to read text proto from /r/llm/config.pbtxt; line 177, column 12:"
+        " Expected integer, got: two"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (["/x/bin/tritonserver: unrecognized option '--bogus=1'"], "unrecognized option '--bogus=1'"),
+        (['Bad option: "--http-port".', "Invalid option value. Got abc"], 'Bad option: "--http-port". Invalid option'),
+    ],
+)
+def test_failure_reason_for_an_argument_that_the_server_does_not_take(said: list[str], told: str) -> None:
+    usage = ["Usage: tritonserver [options]", "  --help", "\tPrint usage", "\tDefault is 0."]
+    reason = failure_reason([*said, *usage], 1)
+    assert reason.startswith(f"the server refused its arguments (those after `--` are handed on as they are): {told}")
+    assert not any(is_worth_showing(line) for line in usage)
+
+
 @pytest.mark.parametrize(
     ("line", "is_shown"),
     [
+        ('  File "/m/1/model.py", line 5, in initialize', True),
         (LOAD_FAILURE, True),
         ('I1127 23:52:48.493251 5985 model.py:4] "engine ready"', True),
         ('I1127 23:52:48.319738 5985 python_be.cc:2249] "TRITONBACKEND_ModelInstanceInitialize"', False),
@@ -69,6 +98,9 @@ def test_taken_port_is_named_with_its_flag() -> None:
         taken.listen()
         with pytest.raises(CliError, match=rf"port {grpc} of 127\.0\.0\.1 .*--grpc-port"):
             check_ports(options)
+    for impossible in (-5, 0, 70000):
+        with pytest.raises(CliError, match=f"port {impossible} cannot be used; --metrics-port must be between"):
+            check_ports(ServerOptions(Path(), "127.0.0.1", http, grpc, impossible))
     with pytest.raises(CliError, match="ports must differ"):
         check_ports(ServerOptions(Path(), "127.0.0.1", http, http, metrics))
 

@@ -201,6 +201,8 @@ def check_ports(options: ServerOptions) -> None:
             f"the three ports must differ, got {', '.join(f'{flag} {port}' for flag, port in ports.items())}"
         )
     for flag, port in ports.items():
+        if not 1 <= port <= 65535:
+            raise CliError(f"port {port} cannot be used; {flag} must be between 1 and 65535")
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
