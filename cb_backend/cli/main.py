@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     except (CliError, CbError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a folder that is not there, a full disk, a file of somebody else
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cb_backend.cli.argument_types import ints, json_object
 from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", help="folder, GGUF file or hub id")
     engine.add_argument("--model-json", type=Path, metavar="FILE", help="engine arguments of a deployment")
-    engine.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="further keys of model.json")
+    engine.add_argument(
+        "--engine-args", type=json_object, default={}, metavar="JSON", help="further keys of model.json"
+    )
     engine.add_argument("--max-num-seqs", type=_ints, metavar="N[,N]", help="values to try")
     engine.add_argument("--max-num-batched-tokens", type=_ints, metavar="N[,N]", help="values to try")
     goal = parser.add_argument_group("goal")
@@ -77,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ints(text: str) -> list[int]:
-    return sorted({int(part) for part in text.split(",")})
+    return sorted(set(ints(text)))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,8 +161,6 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is not None and not path.parent.is_dir():  # said now, not after the work
             raise CliError(f"--{name.replace('_', '-')} {path}: there is no folder {path.parent}")
-    if not isinstance(args.engine_args, dict):
-        raise CliError("--engine-args must be a JSON object")
     is_without_engine = args.simulate and args.times is not None and args.no_confirm
     if args.model is None and args.model_json is None and not is_without_engine:
         raise CliError("name a --model (or --model-json); only --simulate --times FILE --no-confirm goes without one")

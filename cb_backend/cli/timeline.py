@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cb_backend.cli.argument_types import output_file, positive_int
 from cb_backend.cli.engine_choice import add_engine_arguments, chosen_engine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
@@ -16,22 +17,24 @@ HELP = "draw who was in the batch, token by token: of a running engine, a saved 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="live, demo, or a file that --save has written")
-    parser.add_argument("--out", type=Path, default=Path("timeline.html"), metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="keep the steps as JSON lines")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="newest steps to draw (%(default)s)")
+    parser.add_argument(
+        "--out", type=output_file, default=Path("timeline.html"), metavar="FILE", help="default: %(default)s"
+    )
+    parser.add_argument("--save", type=output_file, metavar="FILE.jsonl", help="keep the steps as JSON lines")
+    parser.add_argument(
+        "--steps", type=positive_int, default=1000, metavar="N", help="newest steps to draw (%(default)s)"
+    )
     parser.add_argument("--axis", choices=("time", "steps"), help="default: time, in the demo steps")
     live = parser.add_argument_group("live")
     add_engine_arguments(live)
     demo = parser.add_argument_group("demo")
     demo.add_argument("--model", help="folder or hub id; default: a tiny model with random weights")
-    demo.add_argument("--slots", type=int, default=8, help="most requests at once (%(default)s)")
-    demo.add_argument("--requests", type=int, help="how many requests (4 times the slots)")
+    demo.add_argument("--slots", type=positive_int, default=8, help="most requests at once (%(default)s)")
+    demo.add_argument("--requests", type=positive_int, help="how many requests (4 times the slots)")
     demo.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.steps < 1 or args.slots < 1:
-        raise CliError("--steps and --slots must be at least 1")
     if args.source == "demo":
         from cb_backend.cli.timelines.demo import compare  # needs torch
 

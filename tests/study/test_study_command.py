@@ -101,7 +101,6 @@ def test_lengths_from_distributions_and_a_rate_that_is_found(tmp_path: Path) -> 
         (["--input-len", "9", "--output-len", "5", "--model", "m", "--rate", "-1"], "--rate is -1"),
         (["--input-len", "9", "--output-len", "5", "--model", "m", "--num-requests", "1"], "--num-requests is 1"),
         (["--input-len", "9", "--output-len", "5", "--model", "m", "--max-num-seqs", "0,4"], "--max-num-seqs must be"),
-        (["--input-len", "9", "--output-len", "5", "--model", "m", "--engine-args", "[]"], "must be a JSON object"),
         (["--input-len", "9", "--output-len", "5", "--html", "absent/a.html"], "there is no folder absent"),
         (["--input-len", "9", "--output-len", "5", "--max-tokens", "4"], "longer than the 4 that clients allow"),
         (["--input-len", "9000", "--output-len", "5"], "of 1000 requests 0 fit into 500 tokens"),

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cb_backend import __version__
+from cb_backend.cli.argument_types import positive_int
 from cb_backend.cli.benchmarks.machine import commit, cpu_name
+from cb_backend.cli.paths import CliError
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.sampling_params import SamplingParams
@@ -129,6 +131,10 @@ def run_transformers(model_dir: str, workload: Workload, batch_size: int, dtype:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison and print it; returns the exit code."""
+    for name in ("prompt_len", "output_len"):
+        least, most = getattr(args, name)
+        if least > most:
+            raise CliError(f"--{name.replace('_', '-')} is {least} {most}; give the smaller number first")
     config = engine_config_from_dict(
         {
             "model": args.model,
@@ -201,11 +207,13 @@ def _conditions(engine: LLMEngine, workload: Workload, args: argparse.Namespace)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench batching`."""
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder, GGUF file or hub id")
-    parser.add_argument("--num-requests", type=int, default=16)
-    parser.add_argument("--prompt-len", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
-    parser.add_argument("--output-len", type=int, nargs=2, default=(8, 128), metavar=("MIN", "MAX"))
-    parser.add_argument("--batch-size", type=int, default=8, help="most requests at once, in every mode but one by one")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num-requests", type=positive_int, default=16)
+    parser.add_argument("--prompt-len", type=positive_int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
+    parser.add_argument("--output-len", type=positive_int, nargs=2, default=(8, 128), metavar=("MIN", "MAX"))
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=8, help="most requests at once, in every mode but one by one"
+    )
+    parser.add_argument("--repeats", type=positive_int, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cb_backend.cli.argument_types import ints, json_object, output_file, positive_float, positive_int
 from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.benchmarks.report import Limits, Record, pairs_record, pass_record, table
 from cb_backend.cli.benchmarks.timed_pass import run_pass
@@ -48,27 +49,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", default="a,b,c", help="comma-separated: a (= W1), b, c, W1 to W8, or one part (W5-8x32)"
     )
-    parser.add_argument("--reps", type=int, default=3, help=f"timed passes ({PAIRS_PER_REPETITION} times as many of b)")
+    parser.add_argument(
+        "--reps", type=positive_int, default=3, help=f"timed passes ({PAIRS_PER_REPETITION} times as many of b)"
+    )
     parser.add_argument("--warm-up-passes", type=int, default=0, help="whole untimed passes before them")
     parser.add_argument(
-        "--run-ahead", type=_ints, default=[], metavar="N[,N]", help="depths to try; default: the engine's"
+        "--run-ahead", type=ints, default=[], metavar="N[,N]", help="depths to try; default: the engine's"
     )
-    parser.add_argument("--max-num-seqs", type=_ints, default=[256], metavar="N[,N]", help="batch sizes to try")
+    parser.add_argument("--max-num-seqs", type=ints, default=[256], metavar="N[,N]", help="batch sizes to try")
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int, help="default: 4096, or what the longest request needs")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--gpu-memory-utilization", type=float)
-    parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="further keys of model.json")
+    parser.add_argument(
+        "--engine-args", type=json_object, default={}, metavar="JSON", help="further keys of model.json"
+    )
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--rate", default="inf", help="requests/s of W3 and W4: numbers, inf, or 50%% of saturation")
     parser.add_argument("--trace", type=Path, help="CSV of W4: TIMESTAMP,ContextTokens,GeneratedTokens")
-    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the requests (smoke test)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    parser.add_argument("--scale", type=positive_float, default=1.0, help="fraction of the requests (smoke test)")
+    parser.add_argument("--out", type=output_file, help="append JSON lines to this file")
 
 
 def run(args: argparse.Namespace) -> int:

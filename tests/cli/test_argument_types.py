@@ -1,0 +1,49 @@
+"""Wrong flags are one line, said before anything is loaded: pytest tests/cli/test_argument_types.py"""
+
+from __future__ import annotations
+
+import pytest
+
+from cb_backend.cli import main as cli_main
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("bench batching --num-requests 0", "--num-requests: '0' is not a whole number of at least 1"),
+        ("bench batching --repeats -3", "--repeats: '-3' is not a whole number of at least 1"),
+        ("bench batching --prompt-len 5 x", "--prompt-len: 'x' is not a whole number of at least 1"),
+        ("bench engine --model m --reps 0", "--reps: '0' is not a whole number of at least 1"),
+        ("bench engine --model m --scale nan", "--scale: 'nan' is not a number above 0"),
+        ("bench engine --model m --run-ahead 1,a", "--run-ahead: '1,a' is not a list of whole numbers, like 64,256"),
+        ("bench engine --model m --engine-args [1]", "--engine-args: must be a JSON object, got [1]"),
+        ("bench engine --model m --out /no/where/x.jsonl", "--out: /no/where/x.jsonl: there is no folder /no/where"),
+        ("study --engine-args {", "--engine-args: not valid JSON: "),
+        ("study --max-num-seqs many", "--max-num-seqs: 'many' is not a list of whole numbers, like 64,256"),
+        ("timeline demo --slots 0", "--slots: '0' is not a whole number of at least 1"),
+        ("timeline live --out /no/where/x.html", "--out: /no/where/x.html: there is no folder /no/where"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_flag(command: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli_main.main(command.split())
+    assert ended.value.code == 2
+    assert f"error: argument {complaint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("bench batching --prompt-len 50 10", "--prompt-len is 50 10; give the smaller number first"),
+        ("serve --exit-timeout-secs -3", "--exit-timeout-secs is -3; it must be 0 or more"),
+        ("timeline live --runtime-dir /no/where", "No such file or directory: '/no/where'"),
+    ],
+)
+def test_what_argparse_cannot_judge_is_one_line_too(
+    command: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_main.main(command.split()) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert complaint in error
+    assert error.count("\n") == 1
