@@ -1,10 +1,12 @@
 """Changes the code under test in small ways, one at a time, and counts how many of the changes the tests notice.
 
-python -m tests.mutation.run [--modules scheduler block_pool ...] [--sample N] [--jobs J] [--json FILE]
+python -m tests.mutation.run [--modules scheduler block_pool ...] [--sample N] [--jobs J] [--journal FILE] [--json FILE]
 
 Every mutant is a forked process that imports the changed module in place of the right one and runs the tests named for
-it until the first failure. A mutant that hangs is noticed. Survivors are printed. Those that change nothing that can be
-seen are listed in `equivalent.txt` with reasons, and are not tried.
+it (`targets`) until the first failure. A mutant that hangs is noticed. Survivors are printed. Those that change nothing
+that can be seen are listed in `equivalent.txt` with reasons, and are not tried. With a journal a run that was stopped
+goes on where it was, and one after changes tries again only mutants of changed modules or under changed tests. Needs
+the repository, numpy, msgspec, pyzmq, tokenizers, pytest and hypothesis; no torch.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -24,44 +27,15 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.mutation.journal import Journal
 from tests.mutation.mutate import Mutant, mutants, mutated
+from tests.mutation.targets import ROOT, TARGETS, fingerprints, source_of
 
-ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
-LONGEST_S = 60
+LONGEST_CPU_S = 60  # of one mutant, on its own clock: how busy the machine is does not matter
+LONGEST_S = 1800  # for one that hangs without computing
+PROGRESS_S = 20.0
 SURVIVED, NOTICED, HUNG, SKIPPED = "survived", "noticed", "hung", "skipped"
-_WORLDS = ("tests/mutation/check_worlds.py",)
-_SCHEDULING = tuple(
-    f"tests/scheduler/test_{name}.py"
-    for name in ("scheduler", "scheduler_cases", "priorities", "prompt_share", "swap", "reserved_share", "pressure")
-)
-_REUSE = "tests/scheduler/test_prefix_cache_use.py"
-_POINTS = "tests/scheduler/test_fault_points.py"
-_POOL = tuple(f"tests/kv_cache/test_{name}.py" for name in ("block_pool", "kv_manager", "coming_prefixes"))
-_TEXT = tuple(f"tests/front_end/test_{name}.py" for name in ("stop_strings", "output_text", "detokenizer"))
-_SCHEDULER = "cb_backend.engine.scheduler"
-TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "scheduler": (f"{_SCHEDULER}.scheduler", ("tests/scheduler/test_scheduler.py", _POINTS, *_WORLDS, *_SCHEDULING)),
-    "admission": (f"{_SCHEDULER}.admission", ("tests/scheduler/test_admission.py", *_SCHEDULING, _REUSE, *_WORLDS)),
-    "request_queue": (
-        f"{_SCHEDULER}.request_queue",
-        (*(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "fair_share", "priorities")), *_WORLDS),
-    ),
-    "fair_share": (
-        f"{_SCHEDULER}.fair_share",
-        ("tests/scheduler/test_fair_share.py", "tests/scheduler/test_request_queue.py", *_WORLDS),
-    ),
-    "preemption": (f"{_SCHEDULER}.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
-    "swap_space": (f"{_SCHEDULER}.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
-    "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
-    "manager": (
-        "cb_backend.kv_cache.manager",
-        (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/scheduler/test_prompt_share.py"),
-    ),
-    "stop_strings": ("cb_backend.front_end.text.stop_strings", _TEXT),
-    "output_text": ("cb_backend.front_end.text.output_text", _TEXT),
-    "detokenizer": ("cb_backend.front_end.text.detokenizer", _TEXT),
-}  # fmt: skip
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -81,10 +55,6 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module) -> None:
         exec(compile(mutated(self.path.read_text(), self.index), str(self.path), "exec"), module.__dict__)
-
-
-def source_of(module: str) -> Path:
-    return ROOT / (module.replace(".", "/") + ".py")
 
 
 def equivalents(text: str, module: str) -> set[tuple[str, str]]:
@@ -128,7 +98,8 @@ def _run_tests(module: str, tests: Sequence[str], mutant: Mutant | None) -> None
     """Never returns."""
     import pytest
 
-    signal.alarm(LONGEST_S)  # ends the process: a mutant that hangs is noticed
+    resource.setrlimit(resource.RLIMIT_CPU, (LONGEST_CPU_S, LONGEST_CPU_S))  # ends the process: it is noticed
+    signal.alarm(LONGEST_S)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -149,25 +120,50 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new ones begin")
+    parser.add_argument("--journal", type=Path, help="outcomes so far, so that a run can be stopped and go on")
+    parser.add_argument("--keep-noticed", action="store_true", help="do not try again what other tests noticed before")
     parser.add_argument("--json", type=Path, help="write the survivors here as well")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    began, work = time.perf_counter(), []
+    began, work, results = time.perf_counter(), [], []
     deadline = time.time() + options.limit
+    journal = Journal(options.journal)
+    prints = {name: fingerprints(name) for name in options.modules}
     for name in options.modules:
         found = mutants_to_try(name)
         if options.sample and len(found) > options.sample:
             found = sorted(random.Random(0).sample(found, options.sample), key=lambda mutant: mutant.index)
-        work += [(name, mutant, deadline) for mutant in found]
+        for mutant in found:
+            known = journal.outcome(name, mutant, *prints[name], keep=NOTICED if options.keep_noticed else "")
+            if known is None:
+                work.append((name, mutant, deadline))
+            else:
+                results.append((name, mutant, known))
+    num_all = len(results) + len(work)
     random.Random(1).shuffle(work)  # so that a run that is cut short has seen something of each
+    print(f"{len(results)} mutants known, {len(work)} to try", flush=True)
     # Workers have one thread, so that they can fork safely.
     with multiprocessing.get_context("spawn").Pool(options.jobs, _import_the_heavy) as pool:
-        for name, _, outcome in pool.starmap(try_out, [(name, None) for name in options.modules], chunksize=1):
+        whole = [(name, None, float("inf")) for name in dict.fromkeys(name for name, *_ in work)]
+        for name, _, outcome in pool.imap_unordered(_try_out, whole):
             if outcome != SURVIVED:
                 print(f"the tests of {name} fail without any change ({outcome}); mend them first")
                 return 2
-        results = pool.starmap(try_out, work, chunksize=1)
+        told = time.perf_counter()
+        for name, mutant, outcome in pool.imap_unordered(_try_out, work):
+            results.append((name, mutant, outcome))
+            if outcome != SKIPPED:
+                journal.note(name, mutant, *prints[name], outcome)
+            if outcome == SURVIVED:
+                print(f"survived in {name}, line {mutant.line}: {mutant.what}", flush=True)
+            if time.perf_counter() - told > PROGRESS_S:
+                told = time.perf_counter()
+                print(f"{len(results)} of {num_all}", flush=True)
     return _show(results, time.perf_counter() - began, options.json)
+
+
+def _try_out(work: tuple[str, Mutant | None, float]) -> tuple[str, Mutant | None, str]:
+    return try_out(*work)
 
 
 def _import_the_heavy() -> None:
@@ -179,7 +175,7 @@ def _import_the_heavy() -> None:
 
 def _show(results: list[tuple[str, Mutant, str]], seconds: float, path: Path | None) -> int:
     survivors: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for name, _, _ in results):
+    for name in (name for name in TARGETS if any(name == other for other, _, _ in results)):
         counts = Counter(outcome for other, _, outcome in results if other == name)
         num_tried = counts.total() - counts[SKIPPED]
         lines = sorted((m.line, m.what) for other, m, outcome in results if other == name and outcome == SURVIVED)
