@@ -38,7 +38,7 @@ class Journal:
                 entry = json.loads(line)
                 self._found[entry["module"], entry["index"]] = entry
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is not of a mutation run: {error}; use another file") from error
+                raise ValueError(f"{path}, line {number}, is not of a mutation run ({error}); use another") from error
 
     def outcome(self, module: str, mutant: Mutant, code: str, tests: str, keep: str = "") -> str | None:
         """What is known of a mutant of this code under these tests. `keep`: what counts under other tests too."""
