@@ -197,17 +197,25 @@ class CheckedEngine:
             assert self.overtaken[passed.request_id] <= MAX_OVERTAKEN, "I10: overtaken too often"
 
     def _check_decode_share(self, plan: SchedulerOutput) -> None:
-        """I11: who is past his prefill has a row in every plan (every other without chunks), or waits for a block."""
+        """I11: who is past his prefill has a row in every plan (every other without chunks), or waits for a block.
+
+        How long at most: blocks on their way when he begins to wait suffice for him and those before him, they are
+        held by steps launched until then, and the last of these is back when `run_ahead` more plans have been made.
+        Whoever begins to wait later is served later. Plans of prompts alone (without chunks, or hybrid) are never two
+        running, and one may come when he needs the block and one when it is there: two plans more.
+        """
         is_mixed = self.config.enable_chunked_prefill and self.config.prefill_policy == "mixed"
         most_gap = 0 if is_mixed else 1
+        most_wait = self.scenario.run_ahead + (0 if is_mixed else 2)
         for request_id, request in self.scheduler._results.running.items():
-            if self.last_row[request_id] >= plan.step_id - most_gap:
+            gap = plan.step_id - self.last_row[request_id]
+            if gap <= most_gap:
                 continue
             assert request.status is RequestStatus.RUNNING
             table, slot, computed = self.scheduler._table, request.slot, self.computed[request_id]
             if table.num_prefill_tokens[slot] <= computed < table.max_computed_tokens[slot]:
                 assert computed == len(request.block_table) * self.config.block_size, "I11: left out"
-                assert self.last_row[request_id] >= plan.step_id - 2 - self.scenario.run_ahead, "I11: a long wait"
+                assert gap <= most_wait, f"I11: a long wait, {gap} plans"
                 self.counters["waits for a block"] += 1
 
 

@@ -49,6 +49,7 @@ class Preemption:
         self._queue = queue
         self._counters = counters
         self._swap = swap
+        self._waiting: list[tuple[int, int]] = []  # (slot, epoch) of those without a block, in the order of their turn
 
     def make_room(self, growing: NDArray[np.intp], batch: DecodeBatch) -> NDArray[np.intp]:
         """Preempt until every other growing slot can have a block, now or once launched steps are back.
@@ -57,7 +58,12 @@ class Preemption:
         before any row is planned, so no row has to be taken back; blocks on their way count, so that no victim is
         taken in vain. Nobody is left to take from only when protected requests hold the rest: then even the first of
         those that grow gives way, and comes back when they have ended.
+
+        Who waits is served before who begins to grow later: so all wait only for the steps that are launched by now.
         """
+        if len(growing) <= self._kv.num_free_blocks:
+            self._waiting = []
+            return growing
         ending, others = self._ending_and_others()
         victims = [slot for slot in others if not is_protected(self._table.request_at(slot))]
         dropped = []
@@ -66,9 +72,13 @@ class Preemption:
             self._preempt(victim)
             growing = growing[growing != victim]
             dropped.append(victim)
-        num_free = self._kv.num_free_blocks
-        batch.drop([*dropped, *growing[num_free:].tolist()])
-        return growing[:num_free]
+        epochs, num_free = self._table.epoch, self._kv.num_free_blocks
+        wanting = [(slot, int(epochs[slot])) for slot in growing.tolist()]
+        still = [pair for pair in self._waiting if pair in wanting]
+        in_turn = [*still, *(pair for pair in wanting if pair not in still)]
+        self._waiting = in_turn[num_free:]
+        batch.drop([*dropped, *(slot for slot, _ in self._waiting)])
+        return np.array([slot for slot, _ in in_turn[:num_free]], np.intp)
 
     def yield_to(self, head: Request, num_blocks: int) -> None:
         """Preempt running requests of higher `priority` values until the first of the queue has a slot and blocks.

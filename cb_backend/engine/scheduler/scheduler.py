@@ -234,8 +234,7 @@ class Scheduler:
         if len(batch.out_of_room):
             growing = batch.slots[batch.out_of_room]
             has_enough = len(growing) <= self._kv.num_free_blocks
-            if not has_enough:
-                growing = self._preemption.make_room(growing, batch)
+            growing = self._preemption.make_room(growing, batch)
             plan.new_blocks = batch.grow(growing, self._kv)
         if len(batch.slots):
             plan.set_decode(batch)
