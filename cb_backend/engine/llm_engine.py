@@ -122,7 +122,7 @@ class LLMEngine:
         is_held = self._held.must_wait(request, now)
         try:
             self.scheduler.add_request(request, is_held)
-        except CbError:
+        except BaseException:
             self._held.forget(request.request_id)
             raise
 

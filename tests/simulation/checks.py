@@ -8,6 +8,7 @@ other step · I12 budget, no gap · I13 nothing is computed for who has ended ·
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -52,12 +53,24 @@ class CheckedEngine:
         self.number: dict[int, int] = {}
         self.in_flight: list[FakePending] = []
         self.planned: SchedulerOutput | None = None  # and not handed to the runner
+        self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
         self.has_classes = len({arrival.scheduling.priority for arrival in scenario.arrivals}) > 1
         self.has_tenants = len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1
         self._add_request, self._schedule = self.scheduler.add_request, self.scheduler.schedule
+        policy = self.scheduler._admission._policy
+        self._may_admit = policy.may_admit
+        policy.may_admit = self.may_admit  # type: ignore[method-assign]
+        self._allocate, self._is_prefix_coming = self.kv.allocate_slots, self.kv.is_prefix_coming
+        self.kv.allocate_slots = self.allocate_slots  # type: ignore[method-assign]
+        self.kv.is_prefix_coming = self.is_prefix_coming  # type: ignore[method-assign]
         self.scheduler.add_request = self.add_request  # type: ignore[method-assign]
         self.scheduler.schedule = self.schedule  # type: ignore[method-assign]
         engine.runner = self  # type: ignore[assignment]
+
+    @property
+    def held(self) -> set[int]:
+        """Ids of the requests whose grammars are being compiled."""
+        return set(self.engine._held._waiting)
 
     # ---- the engine's calls go through here ---------------------------------------------------------------------
 
@@ -90,6 +103,7 @@ class CheckedEngine:
             self.runner.lose(self.planned)
             self.planned = None
         num_free, preempted = self.kv.num_free_blocks, self.scheduler.num_preemptions
+        self.was_short = False
         plan = self._schedule()
         if plan is None:
             self.counters["stalled"] += self.scheduler.has_unfinished()
@@ -97,9 +111,26 @@ class CheckedEngine:
         victims = self.scheduler.num_preemptions - preempted
         is_short = num_free < plan.num_decode_rows + victims
         self._expect(victims == 0 or self.has_classes or is_short, "preempted without need")
-        self.counters["full"] += num_free < plan.num_rows
+        self.counters["full"] += self.was_short or (victims > 0 and is_short)
         self.planned = plan
         return plan
+
+    def allocate_slots(
+        self, request: Request, num_tokens: int, found: Sequence[int] = (), num_reserved: int = 0
+    ) -> list[int] | None:
+        num_needed = self.kv.num_blocks_for(num_tokens) - sum(self.kv.pool.ref_cnt(block) > 0 for block in found)
+        self.was_short |= num_needed > self.kv.num_free_blocks
+        return self._allocate(request, num_tokens, found, num_reserved)
+
+    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
+        may_start = self._may_admit(head, waiting, num_running)
+        self.counters["held back by a share"] += not may_start and self.config.reserved_share > 0
+        return may_start
+
+    def is_prefix_coming(self, request: Request) -> bool:
+        is_coming = self._is_prefix_coming(request)
+        self.counters["waits for a prefix"] += is_coming
+        return is_coming
 
     def execute_model(self, plan: SchedulerOutput) -> PendingOutput:
         self.planned = None
@@ -164,6 +195,7 @@ class CheckedEngine:
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
         self._check_decode_share(plan)
+        counters["guided steps"] += self.scheduler.num_guided > 0
         counters["swapped out blocks"] += len(plan.swap_out)
         counters["swapped in blocks"] += len(plan.swap_in)
         counters["tokens"] += plan.num_tokens
@@ -217,6 +249,7 @@ class CheckedEngine:
                 assert computed == len(request.block_table) * self.config.block_size, "I11: left out"
                 assert gap <= most_wait, f"I11: a long wait, {gap} plans"
                 self.counters["waits for a block"] += 1
+                self.was_short = True
 
 
 class _Checked:

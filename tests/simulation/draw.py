@@ -9,76 +9,81 @@ from cb_backend.fault_points import POINTS
 from cb_backend.request import make_request_id
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.structured_output import StructuredOutput
+from tests.simulation.grammars import SLOW_TURNS, make_grammar
 from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
 
-LONGEST = 100  # tokens of a prompt
-_RARE_POINTS = ("preemption.preempt", "swap.put_out", "swap.bring_in") * 3  # reached in few worlds, so drawn more often
+LONGEST = 200  # tokens of a prompt
+# Reached in few worlds, or after all requests have ended, so drawn more often.
+_FEW_TIMES = ("preemption.preempt", "swap.put_out", "swap.bring_in")  # points that few worlds come to, and seldom
+_RARE_POINTS = (*_FEW_TIMES * 2, "scheduler.cancel", "process.handle", "front_end.deliver", "scheduler.schedule")
+_RARE_STATES = (*("prefilling",) * 5, "preempted", "swapped", "compiling")
 
 
 def make_scenario(seed: int) -> Scenario:
     rng = random.Random(seed)
-    block_size = rng.choice((1, 2, 2, 4, 4, 16))
     # Two or three of the longest requests fit, so that company means scarcity; now and then there is plenty.
-    longest = rng.choice((rng.randint(4, 12), rng.randint(10, 40), rng.randint(10, 40), rng.randint(20, LONGEST)))
-    num_cache_tokens = int(longest * rng.choice((1.0, 1.3, 1.6, 2.0, 3.0, 20.0))) + block_size
+    is_scarce = rng.random() < 0.8
+    giant = LONGEST if rng.random() < 0.3 else 60
+    longest = rng.choice((rng.randint(4, 12), rng.randint(10, 40), rng.randint(10, 40), rng.randint(20, 100), giant))
+    block_size = rng.choice([size for size in (1, 2, 2, 4, 4, 16) if not is_scarce or size <= max(longest // 4, 1)])
+    num_cache_tokens = int(longest * rng.choice((1.0, 1.3, 1.6, *(() if is_scarce else (2.0, 3.0, 20.0))))) + block_size
     num_blocks = 1 + max(num_cache_tokens // block_size, 2)
     num_cache_tokens = (num_blocks - 1) * block_size
     max_model_len = rng.choice((num_cache_tokens, num_cache_tokens, num_cache_tokens, max(3, longest), 40))
     vocab_size = rng.choice((2, 3, 10, 200, 1000))
     longest = max(1, min(max_model_len, num_cache_tokens, longest) - 1)
-    texts = [[rng.randrange(vocab_size) for _ in range(longest + 4)] for _ in range(2)]
+    texts = [[rng.randrange(vocab_size) for _ in range(longest + 4)] for _ in range(rng.choice((1, 1, 2)))]
     classes = rng.choice(((0,), (0,), (-1, 0, 1), (0, 0, 0, -3), (-100, 5)))
     tenants = rng.choice((("",), ("",), ("a", "b", "c"), ("a", "a", "a", "b")))
-    drawer = _ArrivalDrawer(rng, texts, longest, vocab_size, block_size, classes, tenants)
-    arrivals = [drawer.draw(index) for index in range(rng.randint(4, 20))]
-    has_faults = rng.random() < 0.35
+    drawer = _ArrivalDrawer(rng, texts, longest, vocab_size, block_size, classes, tenants, is_scarce)
+    arrivals = [drawer.draw(index) for index in range(rng.randint(8 if is_scarce else 4, 20))]
+    num_faults = rng.choice((0, 0, 0, 1, 2))
     return Scenario(
         seed=seed,
-        config=_config(rng, block_size),
+        config=_config(rng, block_size, is_scarce, has_urgent=min(classes) < 0),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         stop_chance=rng.choice((0.0, 0.0, 0.02, 0.2)),
         is_delayed=rng.random() < 0.5,
-        num_host_blocks=rng.choice((0, 16, 64, 64)),
-        step_s=rng.choice((0.0, 0.01, 0.01, 0.01, 0.01, 1.0)),
+        num_host_blocks=rng.choice((0, 16, 64, 64, 64)),
+        step_s=rng.choice((0.0, 0.01, 0.01, 0.01, 0.01, 0.01 if is_scarce else 1.0)),
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_step)),
-        faults=(
-            Fault(
-                rng.choice((*POINTS, *_RARE_POINTS)),
-                rng.choice((1, 1, 2, rng.randint(1, 40))),
-                rng.choice((1, 1, 1, 3)),
-            ),
-        )
-        if has_faults
-        else (),
+        faults=tuple(_fault(rng) for _ in range(num_faults)),
         engine_dies_at=rng.randint(1, 60) if rng.random() < 0.05 else None,
         front_end_dies_at=rng.randint(1, 40) if rng.random() < 0.1 else None,
         resets_cache_at=rng.randint(1, 40) if rng.random() < 0.2 else None,
     )
 
 
-def _config(rng: random.Random, block_size: int) -> EngineConfig:
+def _fault(rng: random.Random) -> Fault:
+    point = rng.choice((*POINTS, *_RARE_POINTS))
+    n = rng.choice((1, 2, rng.randint(1, 8), rng.randint(4, 20), rng.randint(1, 40)))
+    return Fault(point, min(n, 3) if point in _FEW_TIMES else n, rng.choice((1, 1, 1, 3)))
+
+
+def _config(rng: random.Random, block_size: int, is_scarce: bool, has_urgent: bool) -> EngineConfig:
     is_chunking = rng.random() < 0.75
     max_itl_ms = rng.choice((None, None, 0.001, 20.0)) if is_chunking else None
     return EngineConfig(
         model="fake",
         block_size=block_size,
-        max_num_seqs=rng.choice((2, 4, 8, 8, 16)),
-        max_num_batched_tokens=rng.choice((1, 7, 16, 64, 64, 64, 512, 512)),
-        max_queue_size=rng.choice((3, 10, 1000, 1000)),
+        max_num_seqs=rng.choice((4, 8, 8, 16, 16) if is_scarce else (2, 4, 8, 16)),
+        max_num_batched_tokens=rng.choice((7, 16, 16, 64, 64, 512) if is_scarce else (1, 7, 16, 64, 64, 512)),
+        max_queue_size=rng.choice((3, 10, 1000, 1000, 1000)),
         enable_chunked_prefill=is_chunking,
-        enable_prefix_caching=rng.random() < 0.75,
-        scheduling_policy="static" if rng.random() < 0.03 else "fcfs",
+        enable_prefix_caching=rng.random() < 0.85,
+        scheduling_policy="static" if rng.random() < (0.0 if is_scarce else 0.12) else "fcfs",
         run_ahead=rng.randint(0, 4),
         max_itl_ms=max_itl_ms,
         prefill_policy=rng.choice(("mixed", "hybrid")) if max_itl_ms else "mixed",
-        admission_reserve=rng.choice((*[-10.0] * 5, 0.5)),
+        admission_reserve=-10.0 if is_scarce else rng.choice((-10.0, -10.0, 0.5)),
         max_queue_tokens=rng.choice((1 << 24, 1 << 24, 200)),
         priority_aging_s=rng.choice((0.0, 0.05, 10.0)),
         queue_timeout_ms=rng.choice((None, None, None, 10_000)),
         timeout_ms=rng.choice((None, None, None, 20_000)),
-        reserved_share=rng.choice((0.0, 0.0, 0.0, 0.3)),
+        reserved_share=rng.choice((0.0, 0.0, 0.3, 0.5) if has_urgent else (0.0,) * 9 + (0.3,)),
         watchdog_timeout_s=0.0,
     )
 
@@ -93,6 +98,7 @@ class _ArrivalDrawer:
         block_size: int,
         classes: tuple[int, ...],
         tenants: tuple[str, ...],
+        is_scarce: bool,
     ) -> None:
         self.rng = rng
         self.texts = texts
@@ -101,13 +107,16 @@ class _ArrivalDrawer:
         self.block_size = block_size
         self.classes = classes
         self.tenants = tenants
-        self.is_burst = rng.random() < 0.6
+        self.is_scarce = is_scarce
+        self.is_burst = rng.random() < 0.4
+        self.has_grammars = rng.random() < 0.15
 
     def draw(self, index: int) -> Arrival:
         rng, vocab_size = self.rng, self.vocab_size
         most = max(self.longest, 2)
         many = rng.randint(most // 2, most)
-        max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(1, most), many, many, many, most + 5))
+        few = () if self.is_scarce else (1, rng.randint(1, most))
+        max_tokens = rng.choice((*few, rng.randint(1, 8), many, many, many, most + 5))
         num_stop_ids = rng.choice((0, 0, 0, 1, min(2, vocab_size - 1)))
         at_step = 0 if self.is_burst and rng.random() < 0.8 else rng.randint(0, 40)
         prompt = self._prompt()
@@ -123,6 +132,7 @@ class _ArrivalDrawer:
                 stop_token_ids=tuple(rng.sample(range(vocab_size), k=num_stop_ids)),
                 stop=self._stop_strings(),
                 include_stop_str_in_output=rng.random() < 0.3,
+                structured_output=self._grammar(),
                 seed=1,
             ),
             scheduling=SchedulingParams(
@@ -134,9 +144,7 @@ class _ArrivalDrawer:
             ),
             fails_at=rng.randint(1, len(prompt) + max_tokens) if rng.random() < 0.06 else None,
             cancel_at=at_step + rng.randint(0, 25) if is_cancelled and not by_state else None,
-            cancel_in=rng.choice((*CANCEL_STATES, "prefilling", "preempted", "swapped"))
-            if is_cancelled and by_state
-            else None,
+            cancel_in=rng.choice((*CANCEL_STATES, *_RARE_STATES)) if is_cancelled and by_state else None,
         )
 
     def _prompt(self) -> tuple[int, ...]:
@@ -145,11 +153,17 @@ class _ArrivalDrawer:
         few = rng.randint(1, max(1, longest // 8))
         length = rng.choice((rng.randint(1, longest), few, few, max(1, longest // 3), at_border, longest))
         length = max(length, 1) if rng.random() < 0.95 else longest + rng.randint(1, 3)
-        shared = rng.choice((0, length, length, rng.randint(0, length)))
+        shared = rng.choice((0, length, length, length, rng.randint(0, length)))
         return (
             *rng.choice(self.texts)[:shared],
             *(rng.randrange(self.vocab_size) for _ in range(length - shared)),
         )
+
+    def _grammar(self) -> StructuredOutput | None:
+        rng = self.rng
+        if not self.has_grammars or rng.random() < 0.5:
+            return None
+        return make_grammar(rng.choice((0, 1, 3, rng.randint(1, 12), SLOW_TURNS)), is_bad=rng.random() < 0.2)
 
     def _stop_strings(self) -> tuple[str, ...]:
         """Ids below 128 are characters: with few of them even strings of two come up."""

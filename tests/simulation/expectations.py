@@ -20,7 +20,7 @@ def refuses_by_queue(
 ) -> tuple[bool, int]:
     """Whether a newcomer is to be refused, and the figure that the refusal must name."""
     num_free_slots = min(config.max_num_seqs, config.max_num_batched_tokens) - scheduler.num_running
-    waiting = list(scheduler._queue)
+    waiting = scheduler._queue.everyone
     if len(waiting) >= config.max_queue_size + num_free_slots:
         return True, config.max_queue_size
     num_tokens = sum(len(request.token_ids) for request in waiting)

@@ -11,7 +11,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 
-CANCEL_STATES = ("waiting", "prefilling", "decoding", "preempted", "swapped", "ended")
+CANCEL_STATES = ("compiling", "waiting", "prefilling", "decoding", "preempted", "swapped", "ended")
 
 
 @dataclass(frozen=True)

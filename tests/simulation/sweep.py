@@ -59,7 +59,7 @@ def run_seed(seed: int) -> Counter[str]:
     found = World(scenario, four_bit_hash if seed % 16 == 15 else None).run()
     faults = any(name.startswith("fault") for name in found)
     is_in = {
-        "with preemption": found["preemptions"], "with swap": found["swap ins"], "with a full cache": found["full"],
+        "with preemption": found["resumed"], "with swap": found["swap ins"], "with a full cache": found["full"],
         "with a prefix hit": found["prefix hit tokens"], "with faults": faults,
         "with tenants": len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1,
         "with text stops": any(arrival.params.stop for arrival in scenario.arrivals),

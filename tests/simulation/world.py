@@ -13,6 +13,7 @@ from collections import Counter, deque
 
 from cb_backend import fault_points
 from cb_backend.engine.engine_process import EngineProcess, GaveUpError
+from cb_backend.engine.held_requests import HeldRequests
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
 from cb_backend.errors import UnavailableError
 from cb_backend.kv_cache.manager import HashBlock
@@ -22,6 +23,7 @@ from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.checks import CheckedEngine
 from tests.simulation.clients import FAILED, INTERNAL, REFUSED, UNAVAILABLE, Answer
 from tests.simulation.expectations import check_cached_content, check_counters, is_due, lone_output
+from tests.simulation.grammars import SimulatedCompiler, may_be_refused
 from tests.simulation.network import NoGarbage, SimulatedClient, SimulatedLink, Wires
 from tests.simulation.scenario import Arrival, Scenario
 
@@ -46,6 +48,7 @@ class World:
         self.hash_block = hash_block
         self.counters: Counter[str] = Counter()
         self.model = HashModel(scenario.vocab_size, scenario.stop_chance)
+        self.turn = 0
         self.now = 0.0
         self.reached: Counter[str] = Counter()
         self.fired: Counter[str] = Counter()
@@ -80,6 +83,7 @@ class World:
             num_host_blocks=scenario.num_host_blocks,
         )  # fmt: skip
         engine = LLMEngine(config, runner, info, lambda: self.now)
+        engine._held = HeldRequests(SimulatedCompiler(lambda: self.turn))  # type: ignore[arg-type]
         engine.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
         if self.hash_block is not None:
             engine.scheduler._kv._hash_block = self.hash_block
@@ -98,9 +102,10 @@ class World:
 
     def _run(self) -> None:
         scenario, arrivals = self.scenario, deque(self.scenario.arrivals)
-        turn, idle_turns = 0, 0
+        idle_turns = 0
         self._engine_turn()  # hello
         while arrivals or any(answer.is_open for answer in self.answers.values()):
+            turn = self.turn
             self.now = turn * scenario.step_s
             if turn == scenario.front_end_dies_at:
                 self._kill_front_end(self.clients[1])
@@ -115,13 +120,14 @@ class World:
                 self._end_life()
             else:
                 self._engine_turn()
-            is_idle = self._progress() == before and any(answer.is_open for answer in self.answers.values())
+            is_owed = any(self._state(answer) not in ("ended", "compiling") for answer in self.answers.values())
+            is_idle = self._progress() == before and is_owed
             idle_turns = idle_turns + 1 if is_idle else 0
             # Results of rows that were cancelled or preempted meanwhile may have to come back first.
             assert idle_turns <= MAX_IDLE_TURNS + scenario.run_ahead, "I9: no progress"
             if turn % 16 == 0:
                 check_cached_content(self.engine.kv, self.runner)
-            turn += 1
+            self.turn += 1
 
     def _progress(self) -> int:
         """Grows when a token is computed, or a request ends."""
@@ -133,7 +139,8 @@ class World:
         for fault in self.scenario.faults:
             if fault.point == point and fault.nth <= self.reached[point] < fault.nth + fault.times:
                 self.fired[point] += 1
-                self.counters[f"fault: {point}"] += 1
+                if any(answer.is_open for answer in self.answers.values()):  # otherwise nobody could have been harmed
+                    self.counters[f"fault: {point}"] = 1
                 raise InjectedError(point)
 
     def _engine_turn(self) -> None:
@@ -227,6 +234,8 @@ class World:
         request = self.engine.requests.get(answer.arrival.request_id)
         if not answer.is_open:
             return "ended"
+        if answer.arrival.request_id in self.engine.held:
+            return "compiling"
         if request is None or request.status is RequestStatus.WAITING:
             return "waiting"
         if request.status is RequestStatus.PREEMPTED:
@@ -282,6 +291,7 @@ class World:
         assert stats.num_free_host_blocks == self.scenario.num_host_blocks, "I4: host blocks are lost"
         assert not any(front_end.open_request_ids for front_end in self.link.front_ends.values()), "I4: ids are left"
         assert not any(client._sinks for client in self.clients), "I4: sinks are left"
+        assert not self.engine.held, "I4: grammars are waited for"
         scheduler.check_integrity()
         check_cached_content(self.engine.kv, self.runner)
         has_step_failed = bool(self.fired["engine.execute"] + self.fired["engine.result"])
@@ -289,6 +299,10 @@ class World:
             answer.check(may_fail=has_step_failed)
             assert answer.end != FAILED or has_step_failed or answer.arrival.fails_at is not None, "failed for nothing"
             assert answer.end != INTERNAL or self.fired, "I14: an internal error for nothing"
+            is_refused_grammar = answer.end == REFUSED and "structured output" in answer.message
+            grammar = answer.arrival.params.structured_output
+            assert not is_refused_grammar or may_be_refused(grammar, self.scenario.step_s), "a good grammar is refused"
+            self.counters["refused: grammar"] += is_refused_grammar
             self.counters[f"ended: {answer.end}"] += 1
             self.counters["failed rows"] += answer.end == FAILED and not has_step_failed
         self.counters["requests"] += sum(answer.end != REFUSED for answer in self.answers.values())

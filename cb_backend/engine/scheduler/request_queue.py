@@ -66,6 +66,11 @@ class RequestQueue:
         return request_id in self._by_id
 
     @property
+    def everyone(self) -> list[Request]:
+        """In no order, held ones included."""
+        return list(self._by_id.values())
+
+    @property
     def num_held(self) -> int:
         return len(self._held)
 

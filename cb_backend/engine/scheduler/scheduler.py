@@ -290,6 +290,6 @@ class Scheduler:
         self._swap.check_integrity({request.request_id for request in self._queue})
         running = [request for request in self._table.requests if request is not None]
         assert {request.request_id: request for request in running} == self._results.running, "running sets differ"
-        assert all(not request.block_table for request in self._queue), "a waiting request holds blocks"
-        self._share.check_integrity(list(self._queue), running)
+        assert all(not request.block_table for request in self._queue.everyone), "a waiting request holds blocks"
+        self._share.check_integrity(self._queue.everyone, running)
         self._kv.check_integrity([*(request.block_table for request in running), *self._in_flight.deferred_blocks])

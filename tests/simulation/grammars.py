@@ -1,0 +1,59 @@
+"""Grammars of a simulated world, without a compiler: the text says how many turns compiling takes, and how it ends.
+
+"3" is ready after three turns, "bad 3" is refused then, and "0" is known at once. Nothing is masked: what a grammar
+changes for scheduling is that its request is held until it is compiled, and that steps with it run less far ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cb_backend.engine.held_requests import COMPILE_TIMEOUT_S
+from cb_backend.errors import InvalidRequestError
+from cb_backend.structured_output import StructuredOutput
+
+SLOW_TURNS = 600  # of a grammar that is given up at its time limit, if turns take time
+
+
+def make_grammar(num_turns: int, is_bad: bool) -> StructuredOutput:
+    return StructuredOutput(kind="grammar", text=f"{'bad ' if is_bad else ''}{num_turns}")
+
+
+def may_be_refused(grammar: StructuredOutput | None, turn_s: float) -> bool:
+    """Whether it is bad, or takes longer than is waited for. A turn takes `turn_s` seconds."""
+    if grammar is None:
+        return False
+    *marks, num_turns = grammar.text.split()
+    return bool(marks) or int(num_turns) * turn_s > COMPILE_TIMEOUT_S
+
+
+class _Grammar:
+    """Stands for the future of a compilation."""
+
+    def __init__(self, text: str, turn: Callable[[], int]) -> None:
+        *marks, num_turns = text.split()
+        self._is_bad = bool(marks)
+        self._turn = turn
+        self._ready_at = turn() + int(num_turns)
+
+    def done(self) -> bool:
+        return self._turn() >= self._ready_at
+
+    def result(self) -> _Grammar:
+        if self._is_bad:
+            raise InvalidRequestError("structured output: the grammar is bad")
+        return self
+
+    def new_guide(self, _params: object) -> object:
+        return object()
+
+
+class SimulatedCompiler:
+    """Compiles each grammar once, like `GrammarCompiler`."""
+
+    def __init__(self, turn: Callable[[], int]) -> None:
+        self._turn = turn
+        self._known: dict[StructuredOutput, _Grammar] = {}
+
+    def compile(self, structured: StructuredOutput) -> _Grammar:
+        return self._known.setdefault(structured, _Grammar(structured.text, self._turn))
