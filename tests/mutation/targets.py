@@ -9,34 +9,38 @@ from tests.mutation.journal import fingerprint
 ROOT = Path(__file__).parents[2]
 _WORLDS = ("tests/mutation/check_worlds.py",)
 _SCHEDULING = tuple(
-    f"tests/unit/test_{name}.py"
+    f"tests/scheduler/test_{name}.py"
     for name in ("scheduler", "scheduler_cases", "priorities", "prompt_share", "swap", "reserved_share", "pressure")
 )
-_REUSE = "tests/unit/test_prefix_cache_use.py"
-_POINTS = "tests/unit/test_fault_points.py"
-_POOL = tuple(f"tests/unit/test_{name}.py" for name in ("block_pool", "kv_manager", "coming_prefixes"))
+_REUSE = "tests/scheduler/test_prefix_cache_use.py"
+_POINTS = "tests/scheduler/test_fault_points.py"
+_POOL = tuple(f"tests/kv_cache/test_{name}.py" for name in ("block_pool", "kv_manager", "coming_prefixes"))
 _TEXT = tuple(f"tests/front_end/test_{name}.py" for name in ("stop_strings", "output_text", "detokenizer"))
+_SCHEDULER = "cb_backend.engine.scheduler"
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "scheduler": ("cb_backend.engine.scheduler", ("tests/unit/test_scheduler.py", _POINTS, *_WORLDS, *_SCHEDULING)),
-    "admission": ("cb_backend.engine.admission", ("tests/unit/test_admission.py", *_SCHEDULING, _REUSE, *_WORLDS)),
+    "scheduler": (f"{_SCHEDULER}.scheduler", ("tests/scheduler/test_scheduler.py", _POINTS, *_WORLDS, *_SCHEDULING)),
+    "admission": (f"{_SCHEDULER}.admission", ("tests/scheduler/test_admission.py", *_SCHEDULING, _REUSE, *_WORLDS)),
     "request_queue": (
-        "cb_backend.engine.request_queue",
-        (*(f"tests/unit/test_{name}.py" for name in ("request_queue", "fair_share", "priorities")), *_WORLDS),
+        f"{_SCHEDULER}.request_queue",
+        (*(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "fair_share", "priorities")), *_WORLDS),
     ),
     "fair_share": (
-        "cb_backend.engine.fair_share", ("tests/unit/test_fair_share.py", "tests/unit/test_request_queue.py", *_WORLDS)
+        f"{_SCHEDULER}.fair_share",
+        ("tests/scheduler/test_fair_share.py", "tests/scheduler/test_request_queue.py", *_WORLDS),
     ),
-    "preemption": ("cb_backend.engine.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
-    "swap_space": ("cb_backend.engine.swap_space", ("tests/unit/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
+    "preemption": (f"{_SCHEDULER}.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
+    "swap_space": (f"{_SCHEDULER}.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
-    "manager": ("cb_backend.kv_cache.manager", (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/unit/test_prompt_share.py")),
-    "stop_strings": ("cb_backend.front_end.stop_strings", _TEXT),
-    "output_text": ("cb_backend.front_end.output_text", _TEXT),
-    "detokenizer": ("cb_backend.front_end.detokenizer", _TEXT),
+    "manager": (
+        "cb_backend.kv_cache.manager",
+        (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/scheduler/test_prompt_share.py"),
+    ),
+    "stop_strings": ("cb_backend.front_end.text.stop_strings", _TEXT),
+    "output_text": ("cb_backend.front_end.text.output_text", _TEXT),
+    "detokenizer": ("cb_backend.front_end.text.detokenizer", _TEXT),
 }  # fmt: skip
-
 # What every test of a target may use.
-_HELPERS = ("tests/conftest.py", "tests/fakes/*.py", "tests/simulation/*.py", "tests/unit/__init__.py")
+_HELPERS = ("tests/conftest.py", "tests/*/conftest.py", "tests/fakes/*.py", "tests/simulation/*.py")
 
 
 def source_of(module: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cb_backend.engine.held_requests import COMPILE_TIMEOUT_S
+from cb_backend.engine.grammar.held_requests import COMPILE_TIMEOUT_S
 from cb_backend.errors import InvalidRequestError
 from cb_backend.structured_output import StructuredOutput
 

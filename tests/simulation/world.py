@@ -13,7 +13,7 @@ from collections import Counter, deque
 
 from cb_backend import fault_points
 from cb_backend.engine.engine_process import EngineProcess, GaveUpError
-from cb_backend.engine.held_requests import HeldRequests
+from cb_backend.engine.grammar.held_requests import HeldRequests
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
 from cb_backend.errors import UnavailableError
 from cb_backend.kv_cache.manager import HashBlock
