@@ -76,6 +76,18 @@ def test_c6_min_tokens_is_passed_by_the_token_after_it(byte_level: ByteLevelKit)
     assert whole(byte_level, ids, FinishReason.LENGTH, stop=("x",), min_tokens=3) == ("GGG", 4, True)
 
 
+@pytest.mark.parametrize("num_bytes", [3, 2])
+def test_the_reason_is_the_stop_string_also_where_only_the_end_completes_it(
+    byte_fallback: ByteFallbackKit, num_bytes: int
+) -> None:
+    """Bytes are held until it is known whether they are a character, and at the end that is known."""
+    data = CJK[:num_bytes]
+    stop = data.decode(errors="replace")
+    output = OutputText(byte_fallback.tokenizer, SamplingParams(stop=(stop,)))
+    delta = output.push(byte_fallback.ids("x", *(bytes([value]) for value in data)), FinishReason.LENGTH)
+    assert (delta.text, delta.is_stopped, output.stop_reason) == ("x", True, stop)
+
+
 def test_a_stop_string_of_a_character_in_pieces(byte_level: ByteLevelKit) -> None:
     ids = byte_level.ids("ok", CJK, EMOJI)
     assert whole(byte_level, ids, FinishReason.LENGTH, stop=("中",)) == ("ok", 4, True)

@@ -19,6 +19,8 @@ def run(pieces: list[str], stops: list[str], *, include: bool = False, num_passe
         text, is_stopped = matcher.push(piece, number >= num_passed)
         sent.append(text)
         if is_stopped:
+            assert (matcher.push("more"), matcher.flush()) == (("", True), ""), "nothing comes after a stop"
+            assert matcher.matched in stops
             return sent, True
     return [*sent, matcher.flush()], False
 

@@ -104,9 +104,8 @@ class StopStringMatcher:
         return pending[:num_sent], False
 
     def flush(self) -> str:
-        """End of the output: the text still held back, which did not become a stop string."""
+        """End of the output: the text still held back, which did not become a stop string. Nothing may follow."""
         held, self._held = self._held, ""
-        self._node = 0
         return held
 
     def _find(self, text: str, counts: bool) -> int | None:
