@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cb_backend import fault_points
 from cb_backend.engine.grammar import held_requests
 from cb_backend.engine.grammar.grammar_compiler import Grammar, GrammarCompiler
 from cb_backend.errors import InvalidRequestError, UnavailableError
@@ -55,6 +56,19 @@ def add(engine: Any, request_id: int, structured: StructuredOutput | None, **sch
     engine.add_request(
         engine.make_request(request_id, np.array([5, 6, 7], np.int32), own, SchedulingParams(**scheduling))
     )
+
+
+def test_i17_a_request_that_could_not_be_queued_is_not_waited_for(folder: Path) -> None:
+    engine, _, _ = held_engine(folder)
+
+    def fail(point: str) -> None:
+        if point == "scheduler.add_request":
+            raise RuntimeError(point)
+
+    with fault_points.armed(fail), pytest.raises(RuntimeError):
+        add(engine, 1, GRAMMARS["choice"])
+    assert not engine.is_compiling
+    assert not engine.has_unfinished()
 
 
 def test_waiting_for_a_grammar_holds_neither_slot_nor_blocks(folder: Path, compiler: GrammarCompiler) -> None:
