@@ -28,11 +28,29 @@ def main() -> int:
     options = parser.parse_args()
     if options.nth_failure:
         return _run_nth_failures(options)
-    sweep = run_seeds(options.start, options.seeds, options.jobs, options.limit)
+    sweep = run_seeds(options.start, options.seeds, options.jobs, options.limit, _Progress(options.start))
     _show(sweep)
     if sweep.failures and not options.no_shrink:
         _shrink_first(sweep)
     return bool(sweep.failures or sweep.missing())
+
+
+class _Progress:
+    """A line a minute, and one for each failure as soon as it is known."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._told_s = 0.0
+        self._told: set[int] = set()
+
+    def __call__(self, sweep: Sweep) -> None:
+        for seed in sweep.failures.keys() - self._told:
+            self._told.add(seed)
+            print(f"seed {seed}: {sweep.failures[seed]}", flush=True)
+        if sweep.seconds > self._told_s + 60:
+            self._told_s = sweep.seconds
+            next_seed = self._start + sweep.num_seeds
+            print(f"{sweep.seconds:.0f} s: seeds below {next_seed}, {len(sweep.failures)} violations", flush=True)
 
 
 def _run_nth_failures(options: argparse.Namespace) -> int:
@@ -49,8 +67,6 @@ def _show(sweep: Sweep) -> None:
         print(f"{count:12,}  {name}")
     for name, (found, wanted) in sweep.missing().items():
         print(f"too rare: {name}: {found}, wanted {wanted}")
-    for seed, what in list(sweep.failures.items())[:20]:
-        print(f"seed {seed}: {what}")
     cores = len(os.sched_getaffinity(0))
     print(
         f"{sweep.num_seeds} scenarios in {sweep.seconds:.1f} s ({sweep.num_seeds / max(sweep.seconds, 1e-9):.0f} a "

@@ -86,7 +86,7 @@ def _smaller_arrivals(arrival: Arrival) -> Iterator[Arrival]:
         if 1 <= count < params.max_tokens:
             smaller = msgspec.structs.replace(params, max_tokens=count, min_tokens=min(params.min_tokens, count))
             yield replace(arrival, params=smaller)
-    for change in ({"stop_token_ids": ()}, {"stop": ()}, {"min_tokens": 0}):
+    for change in ({"stop_token_ids": ()}, {"stop": ()}, {"min_tokens": 0}, {"structured_output": None}):
         if any(getattr(params, name) for name in change):
             yield replace(arrival, params=msgspec.structs.replace(params, **change))
     if arrival.scheduling != SchedulingParams():

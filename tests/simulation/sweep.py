@@ -10,14 +10,14 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 from cb_backend.fault_points import POINTS
 from tests.simulation.draw import make_scenario
-from tests.simulation.scenario import CANCEL_STATES
 from tests.simulation.nth_failure import points_failing
+from tests.simulation.scenario import CANCEL_STATES
 from tests.simulation.world import World
 
 # Least number of scenarios in a thousand in which something happens: less would mean that they no longer test what they
@@ -88,8 +88,17 @@ def _run_some(seeds: Sequence[int]) -> tuple[Counter[str], dict[int, str]]:
     return counters, failures
 
 
-def run_seeds(start: int, num_seeds: int, num_jobs: int = 0, limit_s: float = float("inf")) -> Sweep:
-    """Run the seeds from `start` on all cores, or on `num_jobs`; stop handing out new ones after `limit_s` seconds."""
+def run_seeds(
+    start: int,
+    num_seeds: int,
+    num_jobs: int = 0,
+    limit_s: float = float("inf"),
+    tell: Callable[[Sweep], None] = lambda sweep: None,
+) -> Sweep:
+    """Run the seeds from `start` on all cores, or on `num_jobs`; stop handing out new ones after `limit_s` seconds.
+
+    `tell` is called with what is known so far, now and then.
+    """
     num_jobs = num_jobs or len(os.sched_getaffinity(0))
     size = max(1, min(50, num_seeds // (4 * num_jobs) or 1))
     parts = [range(first, min(first + size, start + num_seeds)) for first in range(start, start + num_seeds, size)]
@@ -100,6 +109,7 @@ def run_seeds(start: int, num_seeds: int, num_jobs: int = 0, limit_s: float = fl
             sweep.failures.update(failures)
             sweep.num_seeds += len(part)
             sweep.seconds = time.perf_counter() - began
+            tell(sweep)
             if sweep.seconds > limit_s:
                 pool.terminate()
                 break
