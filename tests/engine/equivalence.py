@@ -1,6 +1,6 @@
 """Every way of running a request gives what it gives alone: 14 settings x 14 parameter sets x 24 prompts, a tiny model.
 
-    python -m tests.engine.equivalence [--checkpoint llama-gqa]
+    python -m tests.engine.equivalence [--checkpoint llama-gqa] [--journal FILE]
 
 "Alone" is a run of the one request: one prompt in one step, no prefix cache, no run-ahead. Tokens and finish reasons
 must be equal, log-probabilities up to 1e-4. A matrix that does nothing proves nothing: every setting must have done
@@ -27,8 +27,12 @@ from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.engine.equivalence_cells import Cells
+from tests.kept_results import fingerprint
 from tests.models.tiny_checkpoints import write_checkpoint
 
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / "cb_backend"
 BLOCK_SIZE = 4
 MAX_LEN = 96
 NUM_PROMPTS = 24
@@ -190,36 +194,62 @@ def _difference(got: Run, expected: Run, index: int) -> str | None:
     return None
 
 
-def empty_cells(matrix: Matrix, done: dict[str, dict[str, int]]) -> Iterator[str]:
+def has_effect(matrix: Matrix, name: str) -> bool:
+    """Whether a parameter set changes some answer, if it should."""
+    return name in ("greedy", "logprobs") or matrix.alone(name).token_ids != matrix.alone("greedy").token_ids
+
+
+def empty_cells(cells: Cells) -> Iterator[str]:
     """Settings that did not do what they are for, and parameters without effect."""
     for setting in SETTINGS:
-        if setting.name in done and setting.must and not done[setting.name].get(setting.must):
+        did = cells.of_setting(setting.name)
+        if did and setting.must and not did.get(setting.must):
             yield f"{setting.name}: {setting.must} is 0, so nothing was tested"
-    for name in PARAMS:
-        is_silent = name in ("greedy", "logprobs")
-        if not is_silent and matrix.alone(name).token_ids == matrix.alone("greedy").token_ids:
+    for name, is_effective in cells.has_effect.items():
+        if not is_effective:
             yield f"{name} changes no answer"
 
 
+def run_cell(matrix: Matrix, cells: Cells, setting: Setting, name: str) -> list[str]:
+    """What is wrong in one cell; it is noted."""
+    counts: dict[str, int] = {}
+    wrong = matrix.differences(setting, name, counts)
+    cells.note(setting.name, name, wrong, counts, has_effect(matrix, name))
+    return wrong
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.equivalence", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engine.equivalence", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--checkpoint", default="llama-gqa", help="one of tests/models/tiny_checkpoints.py")
+    parser.add_argument("--journal", type=Path, help="results so far, so that a run can be stopped and go on")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new cell begins")
     options = parser.parse_args(arguments)
-    begin, num_wrong = time.monotonic(), 0
+    begin = told = time.monotonic()
+    code = fingerprint([*PACKAGE.rglob("*.py"), *HERE.glob("*.py")]) + options.checkpoint
+    cells = Cells(options.journal, code)
+    # By parameter sets, so that what each request gives alone is computed once.
+    left = [(s, name) for name in PARAMS for s in SETTINGS if (s.name, name) not in cells.wrong]
+    print(f"{len(cells.wrong)} cells known, {len(left)} to run", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(write_checkpoint(options.checkpoint, Path(folder)))
-        done: dict[str, dict[str, int]] = {}
-        for setting in SETTINGS:
-            counts = done.setdefault(setting.name, {})
-            wrong = [line for name in PARAMS for line in matrix.differences(setting, name, counts)]
-            num_wrong += len(wrong)
-            print(f"{setting.name:36} {len(wrong)} differences   {counts}", flush=True)
-            print("\n".join(wrong[:5]), end="\n" if wrong else "")
-        empty = list(empty_cells(matrix, done))
+        for setting, name in left:
+            if time.monotonic() - begin > options.limit:
+                break
+            print("".join(f"{line}\n" for line in run_cell(matrix, cells, setting, name)[:5]), end="", flush=True)
+            if time.monotonic() - told > 20:
+                told = time.monotonic()
+                print(f"{told - begin:.0f} s: {len(cells.wrong)} of {len(SETTINGS) * len(PARAMS)} cells", flush=True)
+    empty = list(empty_cells(cells))
+    print(cells.table([setting.name for setting in SETTINGS], list(PARAMS)))
     print("\n".join(empty), end="\n" if empty else "")
-    num_compared = len(SETTINGS) * len(PARAMS) * NUM_PROMPTS
-    print(f"{num_compared} comparisons, {num_wrong} differences, {time.monotonic() - begin:.0f} s")
-    return int(bool(num_wrong or empty))
+    num_wrong, num_left = sum(map(len, cells.wrong.values())), len(SETTINGS) * len(PARAMS) - len(cells.wrong)
+    print(
+        f"{len(cells.wrong) * NUM_PROMPTS} comparisons, {num_wrong} differences, {num_left} cells not run, "
+        f"{time.monotonic() - begin:.0f} s"
+    )
+    return int(bool(num_wrong or empty or num_left))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ pytest tests/engine/test_equivalence.py
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.engine.equivalence import PARAMS, SETTINGS, Matrix, empty_cells, make_prompts
+from tests.engine.equivalence import PARAMS, SETTINGS, Matrix, empty_cells, make_prompts, run_cell
+from tests.engine.equivalence_cells import Cells
 from tests.models.tiny_checkpoints import write_checkpoint
 
 
@@ -17,10 +20,30 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 def test_a_diagonal_of_settings_and_parameters(matrix: Matrix) -> None:
-    done: dict[str, dict[str, int]] = {}
+    cells = Cells(None, "")
     for setting, name in zip(SETTINGS, PARAMS, strict=True):
-        assert matrix.differences(setting, name, done.setdefault(setting.name, {})) == []
-    assert list(empty_cells(matrix, done)) == []
+        assert run_cell(matrix, cells, setting, name) == []
+    assert list(empty_cells(cells)) == []
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    cells = Cells(path, "now")
+    cells.note("one", "greedy", [], {"num_preemptions": 2}, has_effect=True)
+    cells.note("two", "greedy", ["a difference"], {}, has_effect=False)
+    with path.open("a") as file:
+        file.write('{"code": "now", "setting": "thr')
+    assert Cells(path, "now").wrong == cells.wrong
+    cells.note("three", "greedy", [], {}, has_effect=False)
+    again = Cells(path, "now")
+    assert len(again.wrong) == 3
+    assert again.of_setting("one") == {"num_preemptions": 2}
+    assert [line.split()[1:3] for line in again.table(["one", "two"], ["greedy", "top_k"]).splitlines()[-2:]] == [
+        ["0", "."],
+        ["1", "."],
+    ]
+    assert list(empty_cells(again)) == ["greedy changes no answer"]
+    assert not Cells(path, "after a change").wrong
 
 
 def test_a_wrong_token_is_found(matrix: Matrix) -> None:

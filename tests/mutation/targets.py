@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutation.journal import fingerprint
+from tests.kept_results import fingerprint
 
 ROOT = Path(__file__).parents[2]
 _WORLDS = ("tests/mutation/check_worlds.py",)
