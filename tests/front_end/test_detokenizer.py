@@ -107,6 +107,13 @@ def test_a_long_broken_byte_fallback_run_stays_broken(byte_fallback: ByteFallbac
     assert "".join(deltas(byte_fallback, ids)) == expected == byte_fallback.full_decode(ids)
 
 
+def test_a_character_across_the_limit_of_a_held_run_is_delivered_whole(byte_fallback: ByteFallbackKit) -> None:
+    for num_before in range(4):
+        ids = byte_fallback.ids(b"a" * num_before, EMOJI * (MAX_HELD_RUN_BYTES // 2), "x")
+        parts = deltas(byte_fallback, ids)
+        assert "".join(parts) == "a" * num_before + "😀" * (MAX_HELD_RUN_BYTES // 2) + "x"
+
+
 def test_characters_let_go_are_not_taken_back(byte_fallback: ByteFallbackKit) -> None:
     """The one difference to the full decode: it breaks a whole run after the fact, here only what is still held."""
     ids = byte_fallback.ids(CJK * (MAX_HELD_RUN_BYTES // 3), CJK, b"\xff", "x")
@@ -158,6 +165,29 @@ def test_other_decoders_equal_the_full_decode(metaspace: Kit, data: st.DataObjec
     assert "".join(deltas(metaspace, ids)) == metaspace.full_decode(ids)
 
 
+def window_kit(folder: Path) -> Kit:
+    """Of a decoder that is none of the two usual ones, with a token that is a replacement character."""
+    vocabulary = {"[UNK]": 0, "play": 1, "##ing": 2, "now": 3, "\ufffd": 4}
+    backend = BackendTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["<a>", "<b>"])
+    return Kit(folder, backend, {})
+
+
+def test_other_decoders_deliver_each_token_at_once(tmp_path: Path) -> None:
+    kit = window_kit(tmp_path)
+    assert deltas(kit, [kit.id(token) for token in ("play", "##ing", "now")]) == ["play", "ing", " now", ""]
+
+
+def test_a5_other_decoders_wait_four_tokens_for_what_may_be_half_a_character(tmp_path: Path) -> None:
+    kit = window_kit(tmp_path)
+    odd = kit.id("\ufffd")
+    assert deltas(kit, [kit.id("now"), odd, kit.id("play")]) == ["now", "", " \ufffd play", ""]
+    assert deltas(kit, [odd] * 5) == ["", "", "", "\ufffd \ufffd \ufffd \ufffd", "", " \ufffd"]
+    stream = IncrementalDetokenizer(kit.tokenizer)
+    assert [stream.push([odd]), stream.flush(), stream.flush()] == ["", "\ufffd", ""]
+
+
 @given(data=st.data())
 @FEW_LONG_RUNS
 def test_pushes_of_any_size_give_the_same_text(byte_fallback: ByteFallbackKit, data: st.DataObject) -> None:
@@ -182,15 +212,13 @@ def test_cost_does_not_grow_with_the_text(kit_name: str, byte: bytes, request: p
 
 def test_added_tokens_that_follow_each_other_stand_without_spaces_if_asked(tmp_path: Path) -> None:
     """Only decoders that put a space between any two tokens know a difference."""
-    vocabulary = {"[UNK]": 0, "play": 1, "##ing": 2, "now": 3}
-    backend = BackendTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece()
-    backend.add_special_tokens(["<a>", "<b>"])
-    kit = Kit(tmp_path, backend, {})
+    kit = window_kit(tmp_path)
     ids = [kit.id(token) for token in ("<a>", "<b>", "play", "##ing", "<b>", "<b>", "now")]
     texts = []
-    for spaces_between in (True, False):
-        stream = IncrementalDetokenizer(kit.tokenizer, (), False, spaces_between)
+    for spaces_between in ((), (False,)):  # they do by default
+        stream = IncrementalDetokenizer(kit.tokenizer, (), False, *spaces_between)
         texts.append("".join([*(stream.push([token_id]) for token_id in ids), stream.flush()]))
     assert texts == ["<a> <b> playing <b> <b> now", "<a><b> playing <b><b> now"]
-    assert texts[0] == backend.decode(ids, skip_special_tokens=False)
+    assert texts[0] == kit.backend.decode(ids, skip_special_tokens=False)
+    after_a_word = IncrementalDetokenizer(kit.tokenizer, [kit.id("now")], False, False)
+    assert after_a_word.push([kit.id("<a>")]) == " <a>"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cb_backend import fault_points
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
@@ -178,9 +179,10 @@ def test_stop_reason_of_a_string(byte_level: ByteLevelKit, include: bool) -> Non
     assert text.stop_reason == " stop"  # of those that end together the longest
 
 
-def test_stop_reason_of_ids(byte_level: ByteLevelKit) -> None:
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+def test_stop_reason_of_ids(byte_level: ByteLevelKit, stop: tuple[str, ...]) -> None:
     x, eos = byte_level.ids("x")[0], byte_level.id("</s>")
-    params = SamplingParams(stop_token_ids=(x,))
+    params = SamplingParams(stop_token_ids=(x,), stop=stop)
     for ids, reason, expected in [
         ([5, x], FinishReason.STOP, x),
         ([5, eos], FinishReason.STOP, None),  # the model's own end
@@ -189,3 +191,12 @@ def test_stop_reason_of_ids(byte_level: ByteLevelKit) -> None:
         text = OutputText(byte_level.tokenizer, params)
         text.push(ids, reason)
         assert text.stop_reason == expected
+
+
+def test_a_failure_of_the_text_reaches_whoever_pushes(byte_level: ByteLevelKit) -> None:
+    def fail(point: str) -> None:
+        raise RuntimeError(point)
+
+    text = OutputText(byte_level.tokenizer, SamplingParams())
+    with fault_points.armed(fail), pytest.raises(RuntimeError, match=r"front_end\.text"):
+        text.push(byte_level.ids("x"))

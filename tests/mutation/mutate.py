@@ -73,7 +73,11 @@ def _walk(tree: ast.AST) -> Iterator[ast.AST]:
         if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases):
             continue
         yield node
-        stack.extend(reversed(list(ast.iter_child_nodes(node))))
+        stack.extend(reversed([child for child in ast.iter_child_nodes(node) if child not in _annotations(node)]))
+
+
+def _annotations(node: ast.AST) -> list[ast.AST]:
+    return [getattr(node, name) for name in ("annotation", "returns") if getattr(node, name, None) is not None]
 
 
 def _changes(parent: ast.AST, name: str, place: int | None, node: ast.AST) -> Iterator[tuple]:
