@@ -13,7 +13,7 @@ from cb_backend.cli import main
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.lanes import Leave, find_stays, summarise
 from cb_backend.cli.timelines.steps import Ended, Header, Joined, Row, Step, StepLogFile
-from cb_backend.cli.timelines.svg import LEFT, RIGHT, WIDTH, draw
+from cb_backend.cli.timelines.svg import LEFT, RIGHT, WIDTH, draw, most_waiting_of
 from cb_backend.request import FinishReason
 
 STOP, LENGTH, ABORT = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ABORT)
@@ -104,6 +104,24 @@ def test_picture(is_by_time: bool) -> None:
         (area,) = elements(svg, kind)
         heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area.get("d", ""))]
         assert (max(heights) - min(heights)) / 46 == pytest.approx(peak, abs=0.01)
+
+
+def test_no_line_is_drawn_over_a_figure() -> None:
+    """Lines between steps would cut the digits of what was drawn before them."""
+    kinds = [e.get("class", "") for e in ElementTree.fromstring(draw(known_log(), False)).iter()]
+    assert max(kinds.index(kind) for kind in ("chunk", "name")) > kinds.index("steps")
+    assert min(kinds.index(kind) for kind in ("chunk", "name")) > kinds.index("steps")
+    assert all(kind in ("chunk", "name") for kind in kinds[kinds.index("steps") + 1 :][:8])
+
+
+def test_pictures_to_be_compared_have_one_scale() -> None:
+    """A queue of half the height of the longest one fills half of its panel."""
+    log = known_log()
+    most = most_waiting_of(log)
+    (area,) = elements(draw(log, most_waiting=2 * most), "waiting")
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area.get("d", ""))]
+    assert (max(heights) - min(heights)) / 46 == pytest.approx(0.5, abs=0.01)
+    assert f">{2 * most}</text>" in draw(log, most_waiting=2 * most)
 
 
 def test_256_slots_fit_a_page() -> None:

@@ -82,8 +82,9 @@ def request_name(request_id: int) -> str:
     return f"{front_end}.{counter}" if front_end else str(counter)
 
 
-def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None) -> str:
-    """The picture as `<svg>`. `span` as for `TimeAxis`."""
+def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, most_waiting: int | None = None) -> str:
+    """The picture as `<svg>`. `span` as for `TimeAxis`; `most_waiting`: top of the panel of waiting requests, so that
+    pictures can be compared; None: the log's own most."""
     steps, num_slots = log.steps, log.header.num_slots
     stays = find_stays(steps)
     axis = TimeAxis(steps, is_by_time, span)
@@ -97,8 +98,9 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None) -
         *_lanes_background(num_slots, lane),
         *(part for stay in stays for part in _stay(stay, axis, lane)),
         *_step_lines(axis, len(steps), lane * num_slots),
+        *(part for stay in stays for part in _labels(stay, axis, lane)),  # over the lines, which would cut the figures
         *_ticks(axis, TOP + lane * num_slots, height - 8, is_by_time),
-        *_panels(log, axis, panels_top),
+        *_panels(log, axis, panels_top, most_waiting_of(log) if most_waiting is None else most_waiting),
         "</svg>",
     ]
     return "\n".join(parts)
@@ -154,13 +156,7 @@ def _stay(stay: Stay, axis: TimeAxis, lane: float) -> list[str]:
     parts = [f"<g><title>{escape(describe(stay))}</title>", bar("stay", left, right, f"hsl({hue} 60% 88%)")]
     parts += [bar("decode", axis.begin(run.first), axis.end(run.last), f"hsl({hue} 62% 70%)") for run in stay.runs]
     for chunk in stay.chunks:
-        first, last = axis.begin(chunk.step), axis.end(chunk.step)
-        parts.append(bar("prefill", first, last, f"hsl({hue} 65% 36%)"))
-        text = str(chunk.num_tokens)
-        if lane >= 12 and last - first >= MIN_LABEL_PX * len(text) + 3:
-            parts.append(_label("chunk", first + 3, y + height / 2, text, "#fff"))
-    if lane >= 12:
-        parts += _name(stay, axis, y + height / 2)
+        parts.append(bar("prefill", axis.begin(chunk.step), axis.end(chunk.step), f"hsl({hue} 65% 36%)"))
     if stay.leave is not Leave.STILL_THERE:
         thick = 2.0 if lane >= 8 else 1.2
         colour, kind = LEAVE_COLOURS[stay.leave], f"leave {stay.leave.value}"
@@ -169,6 +165,18 @@ def _stay(stay: Stay, axis: TimeAxis, lane: float) -> list[str]:
             f'fill="{colour}"/>'
         )
     return [*parts, "</g>"]
+
+
+def _labels(stay: Stay, axis: TimeAxis, lane: float) -> list[str]:
+    """Tokens of its chunks and its name, where there is room for them."""
+    if lane < 12:
+        return []
+    middle, parts = TOP + (stay.slot + 0.5) * lane, []
+    for chunk in stay.chunks:
+        text, first, last = str(chunk.num_tokens), axis.begin(chunk.step), axis.end(chunk.step)
+        if last - first >= MIN_LABEL_PX * len(text) + 3:
+            parts.append(_label("chunk", first + 3, middle, text, "#fff"))
+    return parts + _name(stay, axis, middle)
 
 
 def _name(stay: Stay, axis: TimeAxis, middle: float) -> list[str]:
@@ -181,7 +189,10 @@ def _name(stay: Stay, axis: TimeAxis, middle: float) -> list[str]:
 
 
 def _label(kind: str, x: float, middle: float, text: str, colour: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{middle + 4:.1f}" fill="{colour}" font-size="11">{escape(text)}</text>'
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{middle + 4:.1f}" fill="{colour}" font-size="11" pointer-events="none">'
+        f"{escape(text)}</text>"
+    )
 
 
 def describe(stay: Stay) -> str:
@@ -216,9 +227,12 @@ def _ticks(axis: TimeAxis, top: float, bottom: float, is_by_time: bool) -> list[
     return parts
 
 
-def _panels(log: StepLogFile, axis: TimeAxis, top: float) -> list[str]:
+def most_waiting_of(log: StepLogFile) -> int:
+    return max([step.num_waiting for step in log.steps], default=0)
+
+
+def _panels(log: StepLogFile, axis: TimeAxis, top: float, most_waiting: int) -> list[str]:
     num_slots, num_blocks = log.header.num_slots, log.header.num_blocks
-    most_waiting = max([step.num_waiting for step in log.steps], default=0)
     panels: list[tuple[str, str, str, float, Callable[[Step], float]]] = [
         ("kv", "KV blocks held", "#3b7dd8", num_blocks, lambda step: step.num_used_blocks),
         ("waiting", "requests waiting", "#c2571a", max(most_waiting, 1), lambda step: step.num_waiting),
