@@ -10,6 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 560, 330
 LEFT, RIGHT, TOP, BOTTOM = 74, 16, 38, 52  # margins around the plotted area
 LEGEND_ROW, LEGEND_GAP = 18, 10
+LABEL_LENGTHS = {2: 32, 1: 64}  # characters of a legend's label that there is room for, by entries in a row
 # Eight colours that stay apart for colour-blind readers (Okabe and Ito's set, the yellow darkened for white paper).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e69f00", "#444444")
 LOG_FROM_RATIO = 30.0  # an x axis that spans more than this is drawn in powers of ten
@@ -91,7 +92,8 @@ def line_chart(
     """
     drawn = [line for line in lines if len(line.xs)]
     legend = [line for line in drawn if line.label] if len(drawn) > 1 else []
-    height = HEIGHT + LEGEND_ROW * ((len(legend) + 1) // 2) + LEGEND_GAP * bool(legend)
+    in_a_row = 2 if all(len(line.label) <= LABEL_LENGTHS[2] for line in legend) else 1
+    height = HEIGHT + LEGEND_ROW * -(-len(legend) // in_a_row) + LEGEND_GAP * bool(legend)
     bottom = HEIGHT - BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
@@ -107,7 +109,7 @@ def line_chart(
         f'<text transform="translate(16 {(TOP + bottom) / 2}) rotate(-90)" class="mid">{escape(y_label)}</text>'
     )
     parts += [_curve(line, x_axis, y_axis) for line in drawn]
-    parts += [_legend_entry(index, line) for index, line in enumerate(legend)]
+    parts += [_legend_entry(index, line, in_a_row) for index, line in enumerate(legend)]
     return "".join([*parts, "</svg>"])
 
 
@@ -147,10 +149,11 @@ def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
     )
 
 
-def _legend_entry(index: int, line: Line) -> str:
-    x, y = LEFT + (index % 2) * 235, HEIGHT + LEGEND_GAP + (index // 2) * LEGEND_ROW
+def _legend_entry(index: int, line: Line, in_a_row: int) -> str:
+    x, y = LEFT + (index % in_a_row) * 235, HEIGHT + LEGEND_GAP + (index // in_a_row) * LEGEND_ROW
     dash = ' stroke-dasharray="6 4"' if line.is_dashed else ""
-    label = line.label if len(line.label) <= 32 else line.label[:31] + "…"
+    most = LABEL_LENGTHS[in_a_row]
+    label = line.label if len(line.label) <= most else line.label[: most - 1] + "…"
     return (
         f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" stroke="{line.colour}" stroke-width="2"{dash}/>'
         f'<text x="{x + 28}" y="{y}">{escape(label)}</text>'
