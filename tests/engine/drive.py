@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -135,4 +136,12 @@ def with_slot_runner(settings: EngineConfig) -> LLMEngine:
     engine.runner = SlotRunner(
         runner.model, runner.ops, runner.rotary, runner.storage, settings.max_num_seqs, engine.info.max_model_len
     )
+    engine.runner.swapper = runner.swapper
     return engine
+
+
+def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
+    """A small engine. `kind`: reference or slots, the two runners."""
+    settings = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
+    built = config(str(folder), **{**settings, **changes})
+    return create_engine(built) if kind == "reference" else with_slot_runner(built)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
-from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.engine import drive
+from tests.engine.drive import Run, run
 
 EOS_ID = 0  # of tests.server.tiny_checkpoint
 
@@ -81,10 +82,9 @@ def params(structured: StructuredOutput | None, **changes: Any) -> SamplingParam
 
 
 def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
-    """`kind`: reference or slots, the two runners."""
-    settings = {"block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 400}
-    built = config(str(folder), **{"max_model_len": 512, **settings, **changes})
-    return create_engine(built) if kind == "reference" else with_slot_runner(built)
+    """As `drive.engine_for`, with room for grammars' long answers."""
+    settings = {"max_model_len": 512, "max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 400}
+    return drive.engine_for(folder, kind, **{**settings, **changes})
 
 
 class Texts:

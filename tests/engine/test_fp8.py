@@ -16,7 +16,6 @@ from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.runner_factory import resolve_quantization
 from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import resolve_kv_dtype
-from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.models.registry import read_model_config
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import Run, config, run, with_slot_runner
@@ -80,10 +79,6 @@ def test_tokens_after_a_swap_are_the_same(folder: str, formats: dict[str, object
         engine.config, num_gpu_blocks_override=68, enable_prefix_caching=False, swap_space=0.01, run_ahead=run_ahead
     )
     swapping = with_slot_runner(settings)
-    swapping.runner.swapper = BlockSwapper(  # type: ignore[attr-defined]
-        swapping.runner.storage,  # type: ignore[attr-defined]
-        swapping.info.num_host_blocks,
-    )
     assert run(swapping, PROMPTS, GREEDY).token_ids == expected
     assert swapping.stats().num_swapped_in >= 1
 

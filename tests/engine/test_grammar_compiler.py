@@ -26,18 +26,8 @@ from tests.front_end.conftest import (
     byte_fallback_backend,
     byte_level_backend,
 )
-from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+from tests.server.tiny_checkpoint import VOCAB_SIZE
 from tests.waiting import WAIT_S
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def compiler(folder: Path) -> GrammarCompiler:
-    return GrammarCompiler(str(folder), VOCAB_SIZE, (0,))
 
 
 def regex(text: str) -> StructuredOutput:

@@ -17,17 +17,6 @@ from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.structured_output import StructuredOutput
 from tests.engine.structured import GRAMMARS, engine_for, params
-from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def compiler(folder: Path) -> GrammarCompiler:
-    return GrammarCompiler(str(folder), VOCAB_SIZE, (0,))
 
 
 class Slow(GrammarCompiler):

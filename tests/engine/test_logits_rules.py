@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows
 from cb_backend.errors import InvalidRequestError
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.outputs import JoinedRow
 from cb_backend.sampling_params import SamplingParams
-from tests.engine.drive import config, run, with_slot_runner
-from tests.models.tiny_checkpoints import load_reference, random_tokens, write_checkpoint
+from tests.engine.drive import engine_for, run
+from tests.models.tiny_checkpoints import load_reference, random_tokens
 
 INF = float("inf")
 X = [2.0, -1.0, 0.5, 4.0, -3.0, 0.0]
@@ -134,20 +133,9 @@ RULES = [
 NUM_TOKENS = 14
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("tiny"))
-
-
 def params_of(rules: dict[str, object], **changes: object) -> SamplingParams:
     greedy = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "seed": 0, "ignore_eos": True}
     return SamplingParams(**{**greedy, **rules, **changes})
-
-
-def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
-    settings = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
-    built = config(str(folder), **{**settings, **changes})
-    return create_engine(built) if kind == "reference" else with_slot_runner(built)
 
 
 def apply_plainly(x: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
@@ -177,68 +165,68 @@ def greedy_by_hand(folder: Path, prompt: list[int], params: SamplingParams) -> l
 
 
 @pytest.fixture(scope="module")
-def all_params(folder: Path) -> list[SamplingParams]:
+def all_params(gqa_folder: Path) -> list[SamplingParams]:
     """The rules above, and last the bad words: what the last prompt would bring, in parts of one to three tokens."""
-    free = greedy_by_hand(folder, PROMPTS[4], params_of({}))
+    free = greedy_by_hand(gqa_folder, PROMPTS[4], params_of({}))
     words = ((free[0],), tuple(free[1:3]), tuple(free[4:7]))
     return [params_of(rules) for rules in RULES] + [params_of({"bad_words_token_ids": words})]
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, all_params: list[SamplingParams]) -> list[list[int]]:
+def expected(gqa_folder: Path, all_params: list[SamplingParams]) -> list[list[int]]:
     prompts = [*PROMPTS, PROMPTS[4]]
-    return [greedy_by_hand(folder, prompt, params) for prompt, params in zip(prompts, all_params, strict=True)]
+    return [greedy_by_hand(gqa_folder, prompt, params) for prompt, params in zip(prompts, all_params, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), [("reference", 0), ("slots", 0), ("slots", 4)])
 def test_j3_rules_beside_rows_without_any(
-    folder: Path, all_params: list[SamplingParams], expected: list[list[int]], kind: str, run_ahead: int
+    gqa_folder: Path, all_params: list[SamplingParams], expected: list[list[int]], kind: str, run_ahead: int
 ) -> None:
     """Case J3: joins and leaves in nearly every step; K4: every rule shows; the row without rules is untouched."""
-    engine = engine_for(folder, kind, run_ahead=run_ahead)
+    engine = engine_for(gqa_folder, kind, run_ahead=run_ahead)
     got = run(engine, [*PROMPTS, PROMPTS[4]], all_params, arrivals=[0, 0, 1, 3, 5, 8])
     assert [got.token_ids[index] for index in range(6)] == expected
-    plain = run(engine_for(folder, kind), [*PROMPTS, PROMPTS[4]], params_of({}))
+    plain = run(engine_for(gqa_folder, kind), [*PROMPTS, PROMPTS[4]], params_of({}))
     for index, params in enumerate(all_params):
         assert (plain.token_ids[index] != expected[index]) == params.has_logits_rules
     assert engine.stats().num_free_blocks == engine.info.num_blocks
 
 
 def test_j1_k3_preemption_and_cached_prefixes_change_nothing(
-    folder: Path, all_params: list[SamplingParams], expected: list[list[int]]
+    gqa_folder: Path, all_params: list[SamplingParams], expected: list[list[int]]
 ) -> None:
     """Cases J1 and K3: cold, warm and half warm, and computed again after a preemption."""
     for kind in ("reference", "slots"):
-        tight = engine_for(folder, kind, num_gpu_blocks_override=12, run_ahead=0 if kind == "reference" else 2)
+        tight = engine_for(gqa_folder, kind, num_gpu_blocks_override=12, run_ahead=0 if kind == "reference" else 2)
         for _ in range(2):
             got = run(tight, [*PROMPTS, PROMPTS[4]], all_params)
             assert [got.token_ids[index] for index in range(6)] == expected
         stats = tight.stats()
         assert stats.num_preemptions > 0
-        warm = engine_for(folder, kind)
+        warm = engine_for(gqa_folder, kind)
         half = [*PROMPTS[1][:9], 3, 4, 5]
         for prompt in (half, PROMPTS[1], PROMPTS[1]):
             got = run(warm, [prompt], all_params[0])
-            assert got.token_ids[0] == greedy_by_hand(folder, prompt, all_params[0])
+            assert got.token_ids[0] == greedy_by_hand(gqa_folder, prompt, all_params[0])
         assert warm.stats().num_cached_prompt_tokens >= 8 + 16
 
 
-def test_i5_ids_at_the_end_of_the_vocabulary(folder: Path) -> None:
+def test_i5_ids_at_the_end_of_the_vocabulary(gqa_folder: Path) -> None:
     """Case I5: the last id works with penalties; ids beyond are refused at the door."""
-    engine = engine_for(folder, "reference")
+    engine = engine_for(gqa_folder, "reference")
     last = engine.info.vocab_size - 1
     params = params_of({"repetition_penalty": 1.5, "frequency_penalty": 1.0, "logit_bias": {last: 100.0}})
     got = run(engine, [[last, 5, last]], params)
-    assert got.token_ids[0] == greedy_by_hand(folder, [last, 5, last], params)
+    assert got.token_ids[0] == greedy_by_hand(gqa_folder, [last, 5, last], params)
     assert last in got.token_ids[0]
     for bad in (last + 1, last + 6, -1):
         with pytest.raises(InvalidRequestError, match=f"token id {bad} is outside the vocabulary"):
             engine.make_request(1, np.array([5, bad], np.int32), params)
 
 
-def test_rules_and_figures_together(folder: Path) -> None:
+def test_rules_and_figures_together(gqa_folder: Path) -> None:
     """Log-probabilities stay the model's own where rules change the choice."""
-    engine = engine_for(folder, "slots", run_ahead=2)
+    engine = engine_for(gqa_folder, "slots", run_ahead=2)
     params = params_of({"logit_bias": {7: 100.0}}, max_tokens=3, logprobs=1)
     got = run(engine, [PROMPTS[0]], params)
     plain = run(engine, [PROMPTS[0]], msgspec.structs.replace(params, logit_bias={}))
@@ -248,8 +236,8 @@ def test_rules_and_figures_together(folder: Path) -> None:
     assert got.logprobs[0][0].top == pytest.approx(plain.logprobs[0][0].top)
 
 
-def test_temperature_and_min_tokens_work_on_ruled_logits(folder: Path) -> None:
-    engine = engine_for(folder, "slots", run_ahead=1)
+def test_temperature_and_min_tokens_work_on_ruled_logits(gqa_folder: Path) -> None:
+    engine = engine_for(gqa_folder, "slots", run_ahead=1)
     rules = {"allowed_token_ids": (2, 40, 41), "stop_token_ids": (40,), "min_tokens": 6, "ignore_eos": False}
     got = run(engine, [PROMPTS[0]], params_of(rules, temperature=1.5, seed=9))
     tokens = got.token_ids[0]

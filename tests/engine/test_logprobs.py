@@ -8,11 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import InvalidRequestError
 from cb_backend.sampling_params import SamplingParams
-from tests.engine.drive import Run, check_figures, config, run, with_slot_runner
-from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
+from tests.engine.drive import Run, check_figures, engine_for, run
+from tests.models.tiny_checkpoints import random_tokens, reference_logits
 
 PROMPTS = [random_tokens(length, seed=length) for length in (5, 17, 4, 9)]
 PARAMS = [
@@ -24,17 +23,6 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("tiny"))
-
-
-def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
-    settings = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
-    built = config(str(folder), **{**settings, **changes})
-    return create_engine(built) if kind == "reference" else with_slot_runner(built)
-
-
 def check_against_transformers(folder: Path, got: Run, prompt_index: int, num_top: int) -> None:
     tokens = got.token_ids[prompt_index]
     logits = reference_logits(folder, PROMPTS[prompt_index], tokens)[len(PROMPTS[prompt_index]) - 1 : -1]
@@ -44,20 +32,20 @@ def check_against_transformers(folder: Path, got: Run, prompt_index: int, num_to
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), [("reference", 0), ("slots", 0), ("slots", 4)])
-def test_figures_are_those_of_transformers(folder: Path, kind: str, run_ahead: int) -> None:
+def test_figures_are_those_of_transformers(gqa_folder: Path, kind: str, run_ahead: int) -> None:
     """In one batch with a row that does not ask, with chunks and joins."""
-    engine = engine_for(folder, kind, run_ahead=run_ahead)
+    engine = engine_for(gqa_folder, kind, run_ahead=run_ahead)
     got = run(engine, PROMPTS, PARAMS, arrivals=[0, 0, 2, 3])
     assert set(got.logprobs) == {0, 2, 3}
     for index, num_top in ((0, 3), (2, 5), (3, 0)):
-        check_against_transformers(folder, got, index, num_top)
+        check_against_transformers(gqa_folder, got, index, num_top)
     plain = [msgspec.structs.replace(params, logprobs=None) for params in PARAMS]
-    assert run(engine_for(folder, kind), PROMPTS, plain).token_ids == got.token_ids
+    assert run(engine_for(gqa_folder, kind), PROMPTS, plain).token_ids == got.token_ids
 
 
-def test_figures_survive_preemption(folder: Path) -> None:
-    roomy = run(engine_for(folder, "reference"), PROMPTS, PARAMS)
-    tight = engine_for(folder, "reference", num_gpu_blocks_override=9, enable_prefix_caching=False)
+def test_figures_survive_preemption(gqa_folder: Path) -> None:
+    roomy = run(engine_for(gqa_folder, "reference"), PROMPTS, PARAMS)
+    tight = engine_for(gqa_folder, "reference", num_gpu_blocks_override=9, enable_prefix_caching=False)
     got = run(tight, PROMPTS, PARAMS)
     assert tight.stats().num_preemptions > 0
     assert got.token_ids == roomy.token_ids
@@ -67,9 +55,9 @@ def test_figures_survive_preemption(folder: Path) -> None:
         assert [figure.sampled for figure in got.logprobs[index]] == pytest.approx(sampled, abs=1e-4)
 
 
-def test_f3_warm_prompts_around_block_borders(folder: Path) -> None:
+def test_f3_warm_prompts_around_block_borders(gqa_folder: Path) -> None:
     """Case F3: lengths block-1, block, block+1, 2*block+1, twice each: the second time from the cache."""
-    engine = engine_for(folder, "reference")
+    engine = engine_for(gqa_folder, "reference")
     params = SamplingParams(max_tokens=3, temperature=0.0, seed=0, logprobs=2, ignore_eos=True)
     for length in (3, 4, 5, 9):
         prompt = random_tokens(length, seed=100 + length)
@@ -81,9 +69,9 @@ def test_f3_warm_prompts_around_block_borders(folder: Path) -> None:
     assert engine.stats().num_cached_prompt_tokens > 0
 
 
-def test_f8_more_than_the_vocabulary_is_refused_at_the_door(folder: Path) -> None:
+def test_f8_more_than_the_vocabulary_is_refused_at_the_door(gqa_folder: Path) -> None:
     """Case F8: 7 good requests are not touched by the bad one."""
-    engine = engine_for(folder, "reference")
+    engine = engine_for(gqa_folder, "reference")
     small = msgspec.structs.replace(engine.info, vocab_size=10)
     with pytest.raises(InvalidRequestError, match="logprobs must be between 0 and 10, got 11"):
         SamplingParams(logprobs=11).check(small.vocab_size)

@@ -18,7 +18,7 @@ from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
 from tests.engine.structured import EOS_ID, engine_for, prompts, run_to_end
-from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+from tests.server.tiny_checkpoint import VOCAB_SIZE
 
 PROMPTS = prompts(7)
 PLAIN = {"max_tokens": 12, "temperature": 0.0, "seed": 0, "ignore_eos": True}
@@ -41,11 +41,6 @@ DEAD_ENDS = {  # rules, and how many tokens come before none is left
     ),
 }
 RUNNERS = [("reference", 0), ("slots", 0), ("slots", 4)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), RUNNERS)

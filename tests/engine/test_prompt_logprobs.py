@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.llm_engine import create_engine
 from cb_backend.engine.runner.prompt_logprobs import TOKENS_AT_ONCE
 from cb_backend.errors import InvalidRequestError
 from cb_backend.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
-from tests.engine.drive import Run, check_figures, config, run, with_slot_runner
+from tests.engine.drive import Run, check_figures, config, engine_for, run
 from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
 
 PROMPTS = [random_tokens(length, seed=length) for length in (5, 37, 1, 18, 2)]
@@ -25,42 +25,31 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("tiny"))
-
-
-def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
-    settings = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
-    built = config(str(folder), **{**settings, **changes})
-    return create_engine(built) if kind == "reference" else with_slot_runner(built)
-
-
 def check(folder: Path, got: Run, index: int, prompt: list[int], num_top: int) -> None:
     expected = reference_logits(folder, prompt, [])[:-1].log_softmax(-1)
     check_figures(got.prompt_logprobs[index], prompt[1:], expected, num_top)
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), [("reference", 0), ("slots", 0), ("slots", 4)])
-def test_figures_are_those_of_transformers(folder: Path, kind: str, run_ahead: int) -> None:
+def test_figures_are_those_of_transformers(gqa_folder: Path, kind: str, run_ahead: int) -> None:
     """Chunks of at most 16 tokens, beside rows that do not ask and rows that decode."""
-    engine = engine_for(folder, kind, run_ahead=run_ahead)
+    engine = engine_for(gqa_folder, kind, run_ahead=run_ahead)
     got = run(engine, PROMPTS, PARAMS, arrivals=[0, 0, 2, 3, 4])
     assert set(got.prompt_logprobs) == {0, 1, 4}
     for index, num_top in ((0, 3), (1, 1), (4, 0)):
-        check(folder, got, index, PROMPTS[index], num_top)
+        check(gqa_folder, got, index, PROMPTS[index], num_top)
     plain = [SamplingParams(**GREEDY), SamplingParams(**GREEDY, presence_penalty=1.0), *[SamplingParams(**GREEDY)] * 3]
-    assert run(engine_for(folder, kind), PROMPTS, plain).token_ids == got.token_ids
+    assert run(engine_for(gqa_folder, kind), PROMPTS, plain).token_ids == got.token_ids
 
 
 @pytest.mark.parametrize("kind", ["reference", "slots"])
-def test_f1_a_cached_prefix_leaves_the_list_complete(folder: Path, kind: str) -> None:
+def test_f1_a_cached_prefix_leaves_the_list_complete(gqa_folder: Path, kind: str) -> None:
     """Case F1: the same 117 tokens twice, and once more by a request that does not ask: that one uses the cache."""
     prompt = random_tokens(117, seed=117)
-    engine = engine_for(folder, kind, max_num_batched_tokens=50)
+    engine = engine_for(gqa_folder, kind, max_num_batched_tokens=50)
     asking = SamplingParams(**GREEDY, prompt_logprobs=1)
     first, second = (run(engine, [prompt], asking) for _ in range(2))
-    check(folder, first, 0, prompt, 1)
+    check(gqa_folder, first, 0, prompt, 1)
     assert [figure.rank for figure in second.prompt_logprobs[0]] == [f.rank for f in first.prompt_logprobs[0]]
     assert [figure.sampled for figure in second.prompt_logprobs[0]] == pytest.approx(
         [figure.sampled for figure in first.prompt_logprobs[0]], abs=1e-4
@@ -72,17 +61,17 @@ def test_f1_a_cached_prefix_leaves_the_list_complete(folder: Path, kind: str) ->
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), [("reference", 0), ("slots", 2)])
-def test_a_preempted_prompt_is_told_whole_and_its_output_stays(folder: Path, kind: str, run_ahead: int) -> None:
+def test_a_preempted_prompt_is_told_whole_and_its_output_stays(gqa_folder: Path, kind: str, run_ahead: int) -> None:
     """Preempted before its first token it begins anew; after it, it may come back through the cache and tells none."""
     prompts = [random_tokens(length, seed=length) for length in (9, 25, 17, 22)]
     params = SamplingParams(**{**GREEDY, "max_tokens": 30}, prompt_logprobs=2)
-    roomy = run(engine_for(folder, kind), prompts, params)
-    tight = engine_for(folder, kind, num_gpu_blocks_override=18, run_ahead=run_ahead, admission_reserve=-10.0)
+    roomy = run(engine_for(gqa_folder, kind), prompts, params)
+    tight = engine_for(gqa_folder, kind, num_gpu_blocks_override=18, run_ahead=run_ahead, admission_reserve=-10.0)
     got = run(tight, prompts, params)
     assert tight.stats().num_preemptions > 0
     assert got.token_ids == roomy.token_ids
     for index, prompt in enumerate(prompts):
-        check(folder, got, index, prompt, 2)
+        check(gqa_folder, got, index, prompt, 2)
 
 
 def test_long_chunks_are_computed_in_slices(tmp_path: Path) -> None:
@@ -96,8 +85,8 @@ def test_long_chunks_are_computed_in_slices(tmp_path: Path) -> None:
         check(folder, got, index, prompt, 2)
 
 
-def test_more_figures_than_an_answer_may_carry_are_refused(folder: Path) -> None:
-    engine = engine_for(folder, "reference")
+def test_more_figures_than_an_answer_may_carry_are_refused(gqa_folder: Path) -> None:
+    engine = engine_for(gqa_folder, "reference")
     with pytest.raises(InvalidRequestError, match="prompt_logprobs must be between 0 and 20, got -1"):
         engine.make_request(1, np.array([5], np.int32), SamplingParams(prompt_logprobs=-1))
     params = SamplingParams(prompt_logprobs=20)

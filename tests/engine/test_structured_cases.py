@@ -28,19 +28,9 @@ from tests.engine.structured import (
     prompts,
     run_to_end,
 )
-from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+from tests.server.tiny_checkpoint import VOCAB_SIZE
 
 PROMPTS = prompts(40)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def texts(folder: Path) -> Texts:
-    return Texts(folder)
 
 
 def force_token(engine: LLMEngine, seed: int, token_id: int, after: int) -> None:

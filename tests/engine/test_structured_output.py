@@ -27,7 +27,6 @@ from tests.engine.structured import (
     prompts,
     run_to_end,
 )
-from tests.server.tiny_checkpoint import write_tiny_checkpoint
 
 NAMES = list(GRAMMARS)
 PROMPTS = prompts(2 * len(NAMES) + 2)
@@ -37,16 +36,6 @@ ALL_PARAMS = [
     *(params(GRAMMARS[name], temperature=1.2, seed=seed) for seed, name in enumerate(NAMES)),
     *(params(None, temperature=temperature, max_tokens=40, ignore_eos=True) for temperature in (0.0, 0.9)),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def texts(folder: Path) -> Texts:
-    return Texts(folder)
 
 
 @pytest.fixture(scope="module")

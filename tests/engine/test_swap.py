@@ -39,14 +39,7 @@ def test_tokens_after_a_swap_are_those_of_the_request_alone(tmp_path: Path, kind
     for prompt in prompts:
         alone = LLMEngine(dataclasses.replace(settings, run_ahead=0), engine.runner, engine.info)
         expected.append(run(alone, [prompt], PARAMS).token_ids[0])
-    if kind == "slots":
-        engine = with_slot_runner(settings)
-        engine.runner.swapper = BlockSwapper(  # type: ignore[attr-defined]
-            engine.runner.storage,  # type: ignore[attr-defined]
-            engine.info.num_host_blocks,
-        )
-    else:
-        engine = LLMEngine(settings, engine.runner, engine.info)
+    engine = with_slot_runner(settings) if kind == "slots" else LLMEngine(settings, engine.runner, engine.info)
     got = run(engine, prompts, PARAMS)
     stats = engine.stats()
     assert stats.num_swapped_out == stats.num_swapped_in >= 1
