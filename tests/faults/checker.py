@@ -133,7 +133,20 @@ def _check_endless(own: list[Event], windows: list[Window], counts: Counter[str]
         counts["gave up"] += 1
         return None
     counts["lost"] += 1
-    return "has no end" + (", its client gave up" if own[-1].kind == "give_up" else "")
+    return "has no end" + (f", its client gave up: {_patience(own)}" if own[-1].kind == "give_up" else "")
+
+
+def _patience(own: list[Event]) -> str:
+    """What a client had when it gave up: whether it waited for a start, in the middle, or was just slowly served."""
+    waited = own[-1].time - own[0].time
+    texts = [event.time for event in own if event.kind == "delta"]
+    if not texts:
+        return f"nothing came in {waited:.0f} s"
+    silences = [after - before for before, after in zip(texts, [*texts[1:], own[-1].time], strict=True)]
+    return (
+        f"{len(texts)} pieces of text in {waited:.0f} s, the first after {texts[0] - own[0].time:.1f} s, the longest"
+        f" silence {max(silences):.1f} s"
+    )
 
 
 def _check_error(own: list[Event], end: Event, windows: list[Window], verdict: Verdict) -> str | None:

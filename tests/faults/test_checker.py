@@ -141,3 +141,13 @@ def test_errors_are_told_apart_by_their_words() -> None:
     assert code_of(ERROR) == "UNAVAILABLE"
     assert code_of("the engine could not compute this request; the server's log says why") == "INTERNAL"
     assert code_of("max_tokens must be at least 1, got 0") == "INVALID_ARGUMENT"
+
+
+def test_a_client_that_gave_up_says_what_it_had() -> None:
+    """Never started, stopped in the middle, or served slowly: three causes that must be told apart."""
+    send = Event(0.0, "a-1", "send", role="load", item=1)
+    give_up = Event(60.0, "a-1", "give_up", code="CONNECTION")
+    assert "nothing came in 60 s" in check([send, give_up], PLAN, []).problems[0]
+    texts = [Event(2.0, "a-1", "delta", "w"), Event(30.0, "a-1", "delta", "x")]
+    (problem,) = check([send, *texts, give_up], PLAN, []).problems
+    assert "2 pieces of text in 60 s, the first after 2.0 s, the longest silence 30.0 s" in problem
