@@ -29,7 +29,7 @@ class JoinedRow:
     block_ids: tuple[int, ...]  # the whole block table so far, cached prefix included
     params: SamplingParams
     stop_token_ids: tuple[int, ...]  # cannot be sampled while fewer than params.min_tokens tokens are out
-    guide: object | None = None  # `engine.guide.Guide` of structured output: the request's own, only borrowed
+    guide: object | None = None  # `engine.grammar.guide.Guide` of structured output: the request's own, only borrowed
 
 
 NO_BLOCKS: NDArray[np.int32] = np.empty((0, 3), np.int32)
@@ -110,7 +110,7 @@ class ModelRunnerOutput:
 
     step_id: int
     sampled_token_ids: NDArray[np.int32]  # [num_rows], NO_TOKEN where the row did not sample
-    is_failed: NDArray[np.bool_]  # [num_rows] the row's numbers were not finite; only that request ends
+    is_failed: NDArray[np.bool_]  # [num_rows] no token: numbers not finite, or its rules left none; its request ends
     logprobs: TokenLogprobs | None = None  # None: no row asks
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # of the step's chunks, by row
     failures: dict[int, str] = field(default_factory=dict)  # row -> why it failed, where there is more to say than that

@@ -86,7 +86,7 @@ class Request:
     num_charged_tokens: float = 0.0  # counted as served to its tenant at its first start
     arrival_time: float = 0.0  # seconds, as the engine's owner counts them
     queue_key: QueueKey = (0, 0.0, 0)  # place in the queue; set at the arrival
-    guide: object | None = None  # `engine.guide.Guide` of structured output; passed on, not looked into
+    guide: object | None = None  # `engine.grammar.guide.Guide` of structured output; passed on, not looked into
 
     @property
     def may_read_cache(self) -> bool:
