@@ -1,7 +1,7 @@
 """How one request wants its tokens chosen, and when to stop.
 
 Names and defaults are vLLM's, so that clients of `vllm_backend` keep working. This module checks values; turning
-the wire's JSON into a `SamplingParams` (coercion of strings, unknown names) is `front_end.protocol`'s work.
+the wire's JSON into a `SamplingParams` (coercion of strings, unknown names) is `front_end.wire.protocol`'s work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a request's output must look like: a JSON schema, a regular expression, a list of choices or a grammar.
 
 Plain data with limits that are checked before anything is compiled. What such a text means, and which token may come
-next, is `engine.grammar_compiler`'s and `engine.guide`'s work; reading the many spellings of clients is
-`front_end.structured_json`'s.
+next, is `engine.grammar.grammar_compiler`'s and `engine.grammar.guide`'s work; reading the many spellings of clients is
+`front_end.wire.structured_json`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The wire contract as the server's model configuration: vllm_backend's tensors and a few more.
 
 They are filled in where config.pbtxt leaves them out. Knows names, types and shapes, not meanings (those are
-`front_end.protocol`'s).
+`front_end.wire.protocol`'s).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Steps with and without prompt tokens have a law each: a level by the size of the step (in powers of two: devices run
 padded shapes, so time goes up in stairs), plus so much a decode row, a token of their contexts, a prompt token, a pair
-of a prompt token and one before it, and a prompt. It does not know schedulers or clocks; `engine.step_time` is its
-cousin that learns while serving and has to be right only about prompts.
+of a prompt token and one before it, and a prompt. It does not know schedulers or clocks; its cousin
+`engine.scheduler.step_time` learns while serving and has to be right only about prompts.
 """
 
 from __future__ import annotations

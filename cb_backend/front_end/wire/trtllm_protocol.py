@@ -2,7 +2,7 @@
 
 One tensor a parameter, each with a batch dimension in front ([1, 1], [1, n]). What has a meaning here is renamed; what
 has none is accepted at the values that ask for nothing and refused by name at any other. Checking values is
-`front_end.protocol`'s work, as for every request.
+`front_end.wire.protocol`'s work, as for every request.
 """
 
 from __future__ import annotations
