@@ -46,10 +46,7 @@ from cb_backend.messages import (
 from cb_backend.queue_room import RefusedRequests
 from cb_backend.step_dump import DumpSteps
 
-EXIT_DONE = 0
-EXIT_START_FAILED = 1
-EXIT_CONFIG_ERROR = 2
-EXIT_GAVE_UP = 3
+EXIT_DONE, EXIT_START_FAILED, EXIT_CONFIG_ERROR, EXIT_GAVE_UP = range(4)
 
 MAX_MESSAGES_PER_STEP = 1024  # so that a flood of requests cannot hold up the running ones
 IDLE_POLL_MS = 500

@@ -223,8 +223,7 @@ class EngineClient:
         self._watch = ProcessWatch(life.pid, life.start_time)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"front-end-%d" % self.front_end_id)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.set_hwm(0)  # both ways: nothing is dropped
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{life.socket_path}")
         self._socket.send(encode(Hello(self.front_end_id, os.getpid())), zmq.NOBLOCK)
