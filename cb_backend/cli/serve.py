@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from cb_backend.cli.demo_model import DEMO_MODEL, ensure_demo_model
-from cb_backend.cli.install import our_backends
 from cb_backend.cli.paths import CliError, checkout_path
+from cb_backend.cli.server.backend_folder import our_backends
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.server.server_log import is_worth_showing

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.cli.install import install_backend, our_backends
 from cb_backend.cli.main import main
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.backend_folder import install_backend, our_backends
 from cb_backend.cli.server.model_repository import check_model_repository, served_checkpoints
 
 

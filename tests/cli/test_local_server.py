@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.cli.install import our_backends
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server import local_server
+from cb_backend.cli.server.backend_folder import our_backends
 from cb_backend.cli.server.local_server import (
     check_glibc,
     check_numpy,

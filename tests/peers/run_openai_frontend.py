@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import in_process_api
 from openai_cases import Case, cases
 
-from cb_backend.cli.install import install_backend
+from cb_backend.cli.server.backend_folder import install_backend
 from cb_backend.cli.server.local_server import find_server
 from tests.server.conftest import RunningServer, running_server
 from tests.server.test_examples import add_examples

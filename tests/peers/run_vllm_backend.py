@@ -24,8 +24,8 @@ from pathlib import Path
 from stand_in import write_stand_in
 from suites import NOT_RUN, SUITES, Models, Suite
 
-from cb_backend.cli.install import install_backend
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.backend_folder import install_backend
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cb_backend.cli.install import BACKEND_NAME, PEER_NAME, install_backend
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.backend_folder import BACKEND_NAME, PEER_NAME, install_backend
 from cb_backend.models.checkpoint import cache_dir
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
