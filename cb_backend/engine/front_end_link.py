@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import zmq
 
 from cb_backend.engine.grammar.guide import NOT_ALLOWED
-from cb_backend.engine.step_messages import step_output
+from cb_backend.engine.step_messages import Shares, step_output
 from cb_backend.errors import ErrorCode
 from cb_backend.messages import (
     EngineFailed,
@@ -34,6 +35,9 @@ from cb_backend.silence import SilenceClock
 # now, and from then on for the others.
 FAILED_START_FIRST_S = 60.0
 FAILED_START_LINGER_S = 2.0
+
+# As numbers: with the enum's members each call would build new ones.
+_NO_WAIT, _IS_READABLE = int(zmq.NOBLOCK), int(zmq.POLLIN)
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -68,6 +72,7 @@ class FrontEndLink:
         self._server = ProcessWatch(server_pid)
         self._watch(self._server)
         self.front_ends: dict[int, FrontEnd] = {}  # by front end id
+        self._shares = Shares()
         self.has_had_front_end = False
 
     @property
@@ -80,20 +85,18 @@ class FrontEndLink:
 
     def receive(self) -> tuple[bytes, FrontEndMessage] | None:
         """The next message with its sender's identity, or None when there is none now. Malformed ones are skipped."""
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
+        while int(self._socket.get(zmq.EVENTS)) & _IS_READABLE:
+            frames = self._socket.recv_multipart(_NO_WAIT)
             try:
                 if len(frames) != 2:
                     raise msgspec.DecodeError(f"{len(frames)} frames")
                 return frames[0], decode_front_end_message(frames[1])
             except msgspec.DecodeError as error:
                 logger.warning("ignored a malformed message: %s", error)
+        return None
 
     def send(self, identity: bytes, message: EngineMessage) -> None:
-        self._socket.send_multipart((identity, encode(message)), zmq.NOBLOCK)
+        self._socket.send_multipart((identity, encode(message)), _NO_WAIT)
 
     def send_to_all(self, message: EngineMessage) -> None:
         for front_end in self.front_ends.values():
@@ -115,15 +118,15 @@ class FrontEndLink:
             # Grammars and rules that cannot be followed are the client's to mend.
             code = ErrorCode.INTERNAL if reason == NOT_ALLOWED else ErrorCode.INVALID_ARG
             self.send_failure(request_id, code, reason)
-        owners = output.request_ids >> REQUEST_ID_BITS  # [num_entries]
-        asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
-        for front_end in self.front_ends.values():
-            mask = owners == front_end.front_end_id
-            if front_end.front_end_id not in asking and not mask.any():
-                continue
-            self.send(front_end.identity, step_output(step_id, front_end.front_end_id, mask, output, scheduled_at))
-            ended = output.request_ids[mask & (output.finish_reasons != 0)]
-            front_end.open_request_ids.difference_update(ended.tolist())
+        for share in self._shares.of(output):
+            front_end = self.front_ends.get(share.front_end_id)
+            if front_end is not None:
+                self.send(front_end.identity, step_output(step_id, share, output, scheduled_at))
+        if np.count_nonzero(output.finish_reasons):
+            for request_id in output.request_ids[output.finish_reasons != 0].tolist():
+                front_end = self.front_ends.get(request_id >> REQUEST_ID_BITS)
+                if front_end is not None:
+                    front_end.open_request_ids.discard(request_id)
 
     def send_failure(self, request_id: int, code: ErrorCode, reason: str) -> None:
         """The end of a request, with a reason. What a step's output says of it afterwards is not looked at."""

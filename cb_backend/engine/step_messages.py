@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,22 +15,59 @@ from cb_backend.request import REQUEST_ID_BITS
 T = TypeVar("T")
 
 
-def step_output(
-    step_id: int, front_end_id: int, mask: NDArray[np.bool_], output: EngineOutput, scheduled_at: dict[int, float]
-) -> StepOutput:
-    """`mask` [num_entries] picks the front end's entries; the dictionaries go by request id."""
-    pick = slice(None) if mask.all() else mask
+class Share(NamedTuple):
+    """The entries of a step's output that are one front end's."""
+
+    front_end_id: int
+    entries: slice | NDArray[np.intp]
+    request_ids: bytes  # of the entries, as they go over the socket
+
+
+class Shares:
+    """Whose the entries of a step's output are.
+
+    A batch that goes on as it is brings the same array of request ids step after step: it is divided once.
+    """
+
+    def __init__(self) -> None:
+        self._request_ids: NDArray[np.int64] = np.empty(0, np.int64)
+        self._shares: list[Share] = []
+
+    def of(self, output: EngineOutput) -> list[Share]:
+        """One for each front end that the step concerns; without entries if only log-probabilities of a prompt do."""
+        if output.request_ids is not self._request_ids:
+            self._request_ids, self._shares = output.request_ids, _divide(output.request_ids)
+        if not output.prompt_logprobs:
+            return self._shares
+        asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
+        silent = asking.difference(share.front_end_id for share in self._shares)
+        return [*self._shares, *(Share(front_end_id, slice(0), b"") for front_end_id in silent)]
+
+
+def _divide(request_ids: NDArray[np.int64]) -> list[Share]:
+    owners = request_ids >> REQUEST_ID_BITS  # [num_entries]
+    packed = request_ids.astype("<i8", copy=False)
+    front_end_ids = set(owners.tolist())
+    if len(front_end_ids) == 1:
+        return [Share(front_end_ids.pop(), slice(None), packed.tobytes())]
+    parts = {front_end_id: np.flatnonzero(owners == front_end_id) for front_end_id in front_end_ids}
+    return [Share(front_end_id, entries, packed[entries].tobytes()) for front_end_id, entries in parts.items()]
+
+
+def step_output(step_id: int, share: Share, output: EngineOutput, scheduled_at: dict[int, float]) -> StepOutput:
+    """The dictionaries go by request id."""
+    front_end_id, entries = share.front_end_id, share.entries
     return StepOutput(
         step_id=step_id,
-        request_ids=output.request_ids[pick].astype("<i8", copy=False).tobytes(),
-        token_ids=output.token_ids[pick].astype("<i4", copy=False).tobytes(),
-        finish_reasons=output.finish_reasons[pick].astype(np.uint8, copy=False).tobytes(),
+        request_ids=share.request_ids,
+        token_ids=output.token_ids[entries].astype("<i4", copy=False).tobytes(),
+        finish_reasons=output.finish_reasons[entries].astype(np.uint8, copy=False).tobytes(),
         num_cached_tokens=_of(front_end_id, output.num_cached_tokens),
         scheduled_at=_of(front_end_id, scheduled_at),
         prompt_logprobs={
             rid: ChunkLogprobs.pack(part) for rid, part in _of(front_end_id, output.prompt_logprobs).items()
         },
-        logprobs=None if output.logprobs is None else _pack(output.logprobs.moved(rows_after(mask))),
+        logprobs=None if output.logprobs is None else _pack(output.logprobs, entries, len(output.request_ids)),
     )
 
 
@@ -38,5 +75,8 @@ def _of(front_end_id: int, by_request_id: dict[int, T]) -> dict[int, T]:
     return {rid: value for rid, value in by_request_id.items() if rid >> REQUEST_ID_BITS == front_end_id}
 
 
-def _pack(logprobs: TokenLogprobs) -> StepLogprobs | None:
-    return StepLogprobs.pack(logprobs) if len(logprobs.rows) else None
+def _pack(logprobs: TokenLogprobs, entries: slice | NDArray[np.intp], num_entries: int) -> StepLogprobs | None:
+    is_own = np.zeros(num_entries, np.bool_)
+    is_own[entries] = True
+    own = logprobs.moved(rows_after(is_own))
+    return StepLogprobs.pack(own) if len(own.rows) else None

@@ -165,7 +165,8 @@ class KVCacheManager:
             link = self.pool.find(digest, token_bytes, chain.end)
             chain.end = link or self.pool.cache(request.block_table[index], digest, token_bytes, chain.end)
             chain.num_blocks = index + 1
-            self._coming.pop(digest, None)
+            if self._coming:
+                self._coming.pop(digest, None)
 
     def announce(self, request: Request) -> None:
         """A request that has just got its blocks is going to compute what it did not find: others may wait for it."""

@@ -45,9 +45,9 @@ from cb_backend.messages import (
     StepOutput,
     decode_engine_message,
     encode,
-    make_request_id,
     token_ids_to_bytes,
 )
+from cb_backend.request import make_request_id
 from cb_backend.sampling_params import SamplingParams
 
 CHECKPOINT: dict[str, Any] = {
@@ -206,6 +206,11 @@ class Loop:
             self.turns(1)
         self.turns(WARM_UP_TURNS)
 
+    def close(self) -> None:
+        self.clients.close()
+        self.process.link.close()
+        self.process.engine.close()
+
     def turns(self, number: int) -> list[float]:
         """Seconds of each."""
         times = []
@@ -240,7 +245,7 @@ def serve(scenario: str, num_rows: int, num_front_ends: int) -> None:
         for line in sys.stdin:
             what, number = line.split()
             print(json.dumps(getattr(loop, what)(int(number))), flush=True)
-        loop.clients.close()
+        loop.close()
 
 
 class Apart:

@@ -13,6 +13,7 @@ import zmq
 
 from cb_backend.engine import front_end_link
 from cb_backend.engine.front_end_link import FrontEndLink
+from cb_backend.engine.step_messages import Shares
 from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.messages import Hello, encode
 
@@ -29,9 +30,11 @@ class _RouterEnd:
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
 
+    def get(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLIN if self._wires.to_engine else 0
+
     def recv_multipart(self, _flags: int) -> tuple[bytes, bytes]:
-        if not self._wires.to_engine:
-            raise zmq.Again
         return self._wires.to_engine.popleft()
 
     def send_multipart(self, frames: tuple[bytes, bytes], _flags: int) -> None:
@@ -92,6 +95,7 @@ class SimulatedLink(FrontEndLink):
         self._socket = _RouterEnd(wires)
         self.front_ends = {}
         self.has_had_front_end = False
+        self._shares = Shares()
 
     @property
     def is_server_alive(self) -> bool:

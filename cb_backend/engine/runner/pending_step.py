@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT
 from cb_backend.engine.runner.logprobs import PendingLogprobs
@@ -22,7 +21,7 @@ class PendingStep:
 
     plan: SchedulerOutput
     first_prompt: int  # column of the first prompt row in the result; decode rows begin at 0
-    host_result: Tensor  # int32 [2, columns], pinned: token ids; 0 or why a row failed
+    host_result: NDArray[np.int32]  # [2, columns], pinned: token ids; 0 or why a row failed
     done: torch.cuda.Event | None
     logprobs: PendingLogprobs | None
     prompt_logprobs: PendingPromptLogprobs | None
@@ -33,10 +32,13 @@ class PendingStep:
         is_failed = codes != 0
         logprobs = None if self.logprobs is None else self.logprobs.result()
         of_prompts = {} if self.prompt_logprobs is None else self.prompt_logprobs.result()
-        failures = dict.fromkeys(np.flatnonzero(codes == RULED_OUT).tolist(), NO_TOKEN_LEFT)
+        failures = {}
+        if np.count_nonzero(codes):
+            failures = dict.fromkeys(np.flatnonzero(codes == RULED_OUT).tolist(), NO_TOKEN_LEFT)
         if self.guided is not None:
             failures |= self.guided.read_tokens()
-        is_failed[list(failures)] = True
+        if failures:
+            is_failed[list(failures)] = True
         return ModelRunnerOutput(self.plan.step_id, tokens, is_failed, logprobs, of_prompts, failures)
 
     def sampled(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -49,7 +51,7 @@ class PendingStep:
         if self.done is not None:
             self.done.synchronize()
         plan, num_decode = self.plan, self.plan.num_decode_rows
-        values = self.host_result.numpy()
+        values = self.host_result
         if num_decode == plan.num_rows:
             tokens, codes = values[:, :num_decode].copy()
             return tokens, codes

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cb_backend.config import MAX_RUN_AHEAD
 from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
+from cb_backend.engine.runner.input_batch import is_sampled_apart
 from cb_backend.engine.runner.logits_rules import RuledRows, failure_codes
 from cb_backend.engine.runner.logprobs import PendingLogprobs
 from cb_backend.engine.runner.pending_step import PendingStep
@@ -52,6 +53,7 @@ class SlotRunner(RunnerBase):
         self.block_size = storage.data.shape[-2]
         self.padding_slot = num_slots
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
+        self._is_asking = np.zeros(num_slots, np.bool_)  # slots whose rows ask for more than the step
         self.graphs = StepGraphs()
         # One for all graphs, which leave their logits here for the rows that need them again.
         self.logits = torch.empty(
@@ -62,6 +64,7 @@ class SlotRunner(RunnerBase):
         self._host_results = [
             torch.zeros(2 * 2 * num_slots + 64, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(RING)
         ]
+        self._result_views: dict[tuple[int, int], tuple[Tensor, NDArray[np.int32]]] = {}  # by index and rows
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._is_cuda else None
         self._host_steps: dict[StepShape, list[tuple[Tensor, dict[str, NDArray[np.int32]]]]] = {}
         self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
@@ -81,13 +84,16 @@ class SlotRunner(RunnerBase):
         if plan.joined:
             self.rules.join(plan.joined)
             self.masks.join(plan.joined)
+            for row in plan.joined:
+                self._is_asking[row.slot] = is_sampled_apart(row.params) or row.params.logprobs is not None
             self.ops.join_slots(copy_to(joined_slots(plan.joined), self.device), self.state)
         deltas = block_table_deltas(plan)
         num_decode = plan.num_decode_rows
-        num_prefill, num_prompts = plan.num_tokens - num_decode, plan.num_rows - num_decode
+        num_prompts = plan.num_rows - num_decode
+        num_prefill = plan.num_tokens - num_decode if num_prompts else 0
         chunks = asking_chunks(plan, self.batch) if num_prompts else []
         found = None if chunks else self.graphs.find(num_decode, num_prefill, num_prompts)
-        of_prompts = None
+        of_prompts = logits = None
         if found is None:
             buffers = self._eager_buffers(StepShape(num_decode, num_prefill, num_prompts), plan, deltas)
             hidden = self._compute_hidden(buffers)
@@ -98,7 +104,6 @@ class SlotRunner(RunnerBase):
             graph, buffers = found
             self._fill(buffers, plan, deltas)
             graph.replay()
-            logits = self.logits[: buffers.shape.num_rows]
         logprobs, guided = self._run_tail(plan, buffers, logits)
         return self._launched(plan, buffers, logprobs, of_prompts, guided)
 
@@ -118,14 +123,21 @@ class SlotRunner(RunnerBase):
         return logits
 
     def _run_tail(
-        self, plan: SchedulerOutput, buffers: StepBuffers, logits: Tensor
+        self, plan: SchedulerOutput, buffers: StepBuffers, logits: Tensor | None
     ) -> tuple[PendingLogprobs | None, GuidedRows | None]:
-        """What rows ask for beyond the step: rules, which have them sample again, and log-probabilities."""
+        """What rows ask for beyond the step: rules, which have them sample again, and log-probabilities.
+
+        `logits` [num_rows, vocab_size]; None: where a graph leaves them.
+        """
         batch, rules = self.batch, self.rules
-        is_asking = rules.has_rules[plan.slots] | (batch.num_logprobs[plan.slots] >= 0)
+        is_asking = self._is_asking[plan.slots]
+        if not np.count_nonzero(is_asking):
+            return None, None
         rows = np.flatnonzero(is_asking & plan.is_sampling)
         if not len(rows):
             return None, None
+        if logits is None:
+            logits = self.logits[: buffers.shape.num_rows]
         slots, num_decode = plan.slots[rows], plan.num_decode_rows
         # Prompts stand behind the bucket's decode rows.
         places = np.where(rows < num_decode, rows, rows - num_decode + buffers.shape.num_decode)
@@ -235,6 +247,21 @@ class SlotRunner(RunnerBase):
             self._host_steps[shape] = ring
         return ring[step_id % RING]
 
+    def _host_result(self, step_id: int, num_rows: int) -> tuple[Tensor, NDArray[np.int32]]:
+        """Pinned memory [2, num_rows] for a step's result, as torch and as NumPy see it; the ring's next."""
+        index = step_id % RING
+        found = self._result_views.get((index, num_rows))
+        if found is not None:
+            return found
+        memory = self._host_results[index]
+        is_ring = 2 * num_rows <= memory.numel()
+        if not is_ring:  # an eager step of very many prompts
+            memory = torch.zeros(2 * num_rows, dtype=torch.int32, pin_memory=self._is_cuda)
+        view = memory[: 2 * num_rows].view(2, num_rows)
+        if is_ring:
+            self._result_views[index, num_rows] = view, view.numpy()
+        return view, view.numpy()
+
     def _launched(
         self,
         plan: SchedulerOutput,
@@ -244,16 +271,12 @@ class SlotRunner(RunnerBase):
         guided: GuidedRows | None,
     ) -> PendingStep:
         # One contiguous copy: a strided one would make torch wait for the device.
-        result, index = buffers.result, plan.step_id % RING
-        host_result = self._host_results[index]
-        if result.numel() > host_result.numel():  # an eager step of very many prompts
-            host_result = torch.zeros(result.numel(), dtype=torch.int32, pin_memory=self._is_cuda)
-        host_result = host_result[: result.numel()].view(result.shape)
-        host_result.copy_(result, non_blocking=True)
-        done = self._events[index] if self._events else None
+        host_result, values = self._host_result(plan.step_id, buffers.shape.num_rows)
+        host_result.copy_(buffers.result, non_blocking=True)
+        done = self._events[plan.step_id % RING] if self._events else None
         if done is not None:
             done.record()
-        step = PendingStep(plan, buffers.shape.num_decode, host_result, done, logprobs, of_prompts, guided)
+        step = PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts, guided)
         if guided is not None:
             guided.launched(step.sampled)
         return step

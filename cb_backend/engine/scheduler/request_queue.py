@@ -171,6 +171,8 @@ class RequestQueue:
 
     def room(self, num_free_slots: int, num_free_tokens: int) -> QueueRoom:
         """How many more requests would be taken now, told as long as they are few; prompts of one token, that is."""
+        if len(self._by_id) + TOLD_BELOW <= self._max_size and self.num_tokens < self._max_tokens:
+            return QueueRoom(None)  # whatever is free: the usual answer, asked for several times a step
         refusal = self._refusal(1, num_free_slots, num_free_tokens)
         if refusal is not None:
             return QueueRoom(0, refusal)

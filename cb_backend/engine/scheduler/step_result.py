@@ -104,7 +104,9 @@ class StepResults:
         rows, num_rows = step.rows, len(step.rows.slots)
         if len(output.sampled_token_ids) != num_rows:
             raise ValueError(f"step {step.step_id} had {num_rows} rows, its result has {len(output.sampled_token_ids)}")
-        failed = self._fail_rows(step, output.is_failed, output.failures) if output.is_failed.any() else None
+        failed = None
+        if np.count_nonzero(output.is_failed):
+            failed = self._fail_rows(step, output.is_failed, output.failures)
         prompt_logprobs = self._prompt_logprobs_to_tell(rows, output)
         num_computed, token_ids = step.num_computed_after, output.sampled_token_ids
         has_prefill = step.num_decode_rows < num_rows
@@ -154,9 +156,10 @@ class StepResults:
             return
         table = self._table
         filled = step.filled if is_live is None else step.filled[is_live[step.filled]]
-        num_computed = step.num_computed_after[filled].tolist()
-        for slot, computed in zip(step.rows.slots[filled].tolist(), num_computed, strict=True):
-            self._kv.cache_full_blocks(table.request_at(slot), table.token_ids[slot], computed)
+        slots = step.rows.slots[filled]
+        columns = table.requests_at(slots), slots.tolist(), step.num_computed_after[filled].tolist()
+        for request, slot, computed in zip(*columns, strict=True):
+            self._kv.cache_full_blocks(request, table.token_ids[slot], computed)
 
     def _cached_tokens_to_tell(self, rows: Rows, num_computed: NDArray[np.int32]) -> dict[int, int]:
         """request_id -> prompt tokens from the prefix cache, of requests whose first token has just come."""
@@ -174,7 +177,7 @@ class StepResults:
         }
 
     def _end(self, rows: Rows, reasons: NDArray[np.uint8]) -> None:
-        if reasons.any():
+        if np.count_nonzero(reasons):
             for row in np.flatnonzero(reasons).tolist():
                 request = self.leave(int(rows.slots[row]), _STATUS_OF_REASON[FinishReason(int(reasons[row]))])
                 num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
