@@ -31,8 +31,8 @@ def create_runner(config: EngineConfig) -> tuple[PacedHashRunner, ModelInfo]:
 
 
 def create_slow_runner(config: EngineConfig) -> tuple[PacedHashRunner, ModelInfo]:
-    """Steps of 20 ms."""
-    return _create_runner(config, 0.02)
+    """Steps of 50 ms."""
+    return _create_runner(config, 0.05)
 
 
 def _create_runner(config: EngineConfig, step_s: float) -> tuple[PacedHashRunner, ModelInfo]:

@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
             preemptions = made.server.gauge("cb_preemptions_total", "llm")
             swapped = made.server.gauge("cb_swapped_in_requests_total", "llm")
             made.load.stop(DEADLINE_S)
-            made.server.wait_idle(30.0)
+            made.server.wait_idle()
             lines = list(report(made, figures, preemptions, options.streams, seconds))
         lines.append(f"  {swapped:.0f} of the preempted requests came back from host memory")
         print("\n".join(lines))

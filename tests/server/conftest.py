@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -25,17 +24,11 @@ from cb_backend.cli.server.model_repository import copy_with_model
 from cb_backend.cli.server.processes import descendants
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
 from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
+from tests.waiting import WAIT_S, eventually
 
 MARK = "CB_BACKEND_TEST_SERVER"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 MAX_NUM_SEQS = 16  # few, so that tests can fill the batch and have a queue
-
-
-def wait_until(is_true: Callable[[], bool], timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not is_true():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.05)
 
 
 def marked_processes(mark: str) -> list[str]:
@@ -57,7 +50,7 @@ class RunningServer:
         self.mark = mark
         self.has_metrics = "--allow-metrics=false" not in process.options.extra_arguments
         self.url = process.grpc_address
-        self.client = load_client().Client(self.url, "llm", timeout=60.0)
+        self.client = load_client().Client(self.url, "llm", timeout=WAIT_S)
 
     def engine_pids(self) -> list[int]:
         """The engine processes below the server."""
@@ -69,7 +62,7 @@ class RunningServer:
 
     def metrics(self) -> str:
         """The text of /metrics."""
-        with urllib.request.urlopen(f"http://{self.process.metrics_address}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{self.process.metrics_address}/metrics", timeout=WAIT_S) as response:
             return str(response.read().decode())
 
     def gauge(self, family: str, label: str) -> float | None:
@@ -83,12 +76,15 @@ class RunningServer:
     def num_active_requests(self) -> float | None:
         return self.gauge("nv_trt_llm_request_metrics", "active")
 
-    def wait_idle(self, timeout: float = 15.0) -> None:
+    def num_cancelled(self) -> float:
+        """Requests that the engines of `llm` have ended before their end, since the start."""
+        return self.gauge("cb_engine_cancellations_total", "llm") or 0.0
+
+    def wait_idle(self) -> None:
         """Every block free and no request left, by the server's own gauges."""
-        wait_until(
+        eventually(
             lambda: (self.num_used_blocks(), self.num_active_requests()) == (0.0, 0.0),
-            timeout,
-            f"blocks used {self.num_used_blocks()}, requests active {self.num_active_requests()}; both should be 0",
+            "no block is in use and no request is active",
         )
 
     def post(self, path: str, body: dict[str, object]) -> tuple[int, str]:
@@ -97,7 +93,7 @@ class RunningServer:
             f"http://{self.process.http_address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -153,8 +149,7 @@ def running_server(
     finally:
         print("\n".join(process.last_lines(60)))  # shown by pytest where a test fails
         process.stop()
-        left = marked_processes(mark)
-        assert left == [], f"processes left behind: {left}"
+        eventually(lambda: marked_processes(mark) == [], "no process of the server is left")
 
 
 @pytest.fixture(scope="session", autouse=True)

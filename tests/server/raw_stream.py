@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
+from tests.waiting import WAIT_S
+
 
 class RawStream:
     """Opens the stream and sends the request at once."""
@@ -65,7 +67,7 @@ class RawStream:
         arrays = [result.as_numpy("finish_reason") for _, result, error in self.events if error is None]
         return [array.reshape(-1)[0].decode() for array in arrays if array is not None and array.size]
 
-    def wait(self, num_texts: int | None = None, timeout: float = 60.0) -> RawStream:
+    def wait(self, num_texts: int | None = None, timeout: float = WAIT_S) -> RawStream:
         """Until this many responses with text have come, or (None) the final one. Fails after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with self._arrived:

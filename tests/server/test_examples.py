@@ -7,7 +7,6 @@ import math
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,9 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
 from cb_backend.cli.paths import checkout_path
-from tests.server.conftest import RunningServer, running_server, wait_until
+from tests.server.conftest import RunningServer, running_server
 from tests.server.tiny_checkpoint import EOS, Reference
+from tests.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.server
 
@@ -51,7 +51,7 @@ class Call:
 
     def next(self) -> tuple[dict[str, list[Any]], bool]:
         """Outputs of the next response, and whether it is the final one. Raises the request's error."""
-        result, error = self.arrived.get(timeout=60)
+        result, error = self.arrived.get(timeout=WAIT_S)
         if error is not None:
             self.close()
             raise error
@@ -100,10 +100,23 @@ def rendered(*messages: tuple[str, str]) -> str:
 # ---- chat: an ensemble ---------------------------------------------------------------------------------------------
 
 
+PIECES = [
+    ("chat", {"question": "the fox?", "stream": True}),
+    ("assistant", {"question": "the fox?"}),
+    ("tokens", {"text_input": "the quick", "max_tokens": np.array([60], dtype=np.int32)}),
+]
+
+
+@pytest.mark.parametrize(("model", "inputs"), PIECES)
+def test_answers_come_in_pieces(server: RunningServer, model: str, inputs: dict[str, Any]) -> None:
+    """Not those of a sender that did not run meanwhile."""
+    eventually(lambda: len(Call(server, model, **inputs).all()) > 3, "an answer comes in more than three pieces")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_chat_renders_messages_and_streams(server: RunningServer, reference: Reference, is_stream: bool) -> None:
     responses = Call(server, "chat", question="the fox?", stream=is_stream).all()
-    assert (len(responses) > 3) == is_stream
+    assert is_stream or len(responses) == 1
     expected = reference.greedy_text(rendered(("system", SYSTEM), ("user", "the fox?")), 128)
     assert joined(responses) == expected
 
@@ -136,7 +149,6 @@ def test_assistant_streams_on_and_adds_its_own(server: RunningServer, reference:
         is_cut_off = expected != reference.greedy_text(prompt, 130)
         responses = Call(server, "assistant", question=question).all()
         assert joined(responses) == expected + (" [cut off at the limit of tokens]" if is_cut_off else "")
-        assert len(responses) > 3
         seen.add(is_cut_off)
     assert seen == {True, False}  # both kinds of end
     with pytest.raises(InferenceServerException, match="please ask with at least two words"):
@@ -167,7 +179,6 @@ def test_tokens_streams_whole_characters(server: RunningServer, reference: Refer
     for prompt in ("the quick", "東京は", "🙂"):
         limit = np.array([60], dtype=np.int32)
         responses = Call(server, "tokens", text_input=prompt, max_tokens=limit).all()
-        assert len(responses) > 3
         assert joined(responses) == reference.greedy_text(prompt, 60)
         ids = [token_id for response in responses for token_id in response["token_ids"]]
         assert reference.tokenizer.decode(ids) == joined(responses)
@@ -216,10 +227,10 @@ def test_triage_lets_the_upset_overtake(server: RunningServer) -> None:
     for text in ("thanks one", "thanks two", "thanks three", "terrible and useless"):
         threads.append(threading.Thread(target=ask, args=(text,)))
         threads[-1].start()
-        wait_until(partial(is_waiting, server, len(threads)), 20, "it waits")
+        eventually(partial(is_waiting, server, len(threads)), "it waits")
     blockers[0].close(cancel=True)  # one place
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT_S)
     assert ends[0] == "terrible and useless"
     for blocker in blockers[1:]:
         blocker.close(cancel=True)
@@ -248,7 +259,7 @@ def test_trtllm_clients_get_their_tensors(server: RunningServer, reference: Refe
     counts = {"return_num_input_tokens": True, "return_num_output_tokens": True, "exclude_input_in_output": True}
     inputs = {"text_input": "the quick", "stream": is_stream, **counts, **numbers(max_tokens=20, min_length=20)}
     responses = Call(server, "llm_trtllm", TWO, **inputs).all()
-    assert (len(responses) > 3) == is_stream
+    assert is_stream or len(responses) == 1
     assert {response["num_input_tokens"][0] for response in responses} == {reference.num_tokens("the quick")}
     assert sum(response["num_output_tokens"][0] for response in responses) == 20
     assert joined(responses) == reference.greedy_text("the quick", 20)
@@ -271,11 +282,9 @@ def test_trtllm_words_and_generate(server: RunningServer, reference: Reference) 
 def test_cancelling_through_the_other_wire(server: RunningServer) -> None:
     call = Call(server, "llm_trtllm", TWO, text_input="the quick", stream=True, **numbers(max_tokens=9000, end_id=-1))
     call.next()
-    wait_until(lambda: server.num_active_requests() == 1, 10, "it runs")
-    begun = time.monotonic()
+    eventually(lambda: server.num_active_requests() == 1, "it runs")
     call.close(cancel=True)
     server.wait_idle()
-    assert time.monotonic() - begun < 10
 
 
 def test_both_wires_at_once(server: RunningServer, reference: Reference) -> None:
@@ -293,5 +302,5 @@ def test_both_wires_at_once(server: RunningServer, reference: Reference) -> None
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT_S)
     assert texts == {prompt: reference.greedy_text(prompt, 30) for prompt in prompts}

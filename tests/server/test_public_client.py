@@ -17,9 +17,10 @@ import pytest
 import tritonclient.grpc as grpc
 import tritonclient.grpc.aio as grpc_aio
 
-from tests.server.conftest import RunningServer, wait_until
+from tests.server.conftest import RunningServer
 from tests.server.test_streams import LONG
 from tests.server.tiny_checkpoint import Reference
+from tests.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.server
 
@@ -54,7 +55,7 @@ def test_eight_requests_in_a_row_on_one_stream(
                 enable_empty_final_response=asks_for_empty_finals,
             )
         while sum(num_finals.values()) < len(prompts):
-            result, error = arrived.get(timeout=60)
+            result, error = arrived.get(timeout=WAIT_S)
             assert error is None
             response = result.get_response()
             texts[response.id] += result.as_numpy("text_output")[0].decode()
@@ -83,7 +84,7 @@ def test_a_stream_is_cancelled_and_the_client_starts_another(server: RunningServ
             client.start_stream(lambda result, error, arrived=arrived: arrived.put((result, error)))
             for index in range(4):
                 client.async_stream_infer("llm", inputs(f"long {index}", LONG))
-            _, error = arrived.get(timeout=60)
+            _, error = arrived.get(timeout=WAIT_S)
             client.stop_stream(cancel_requests=True)
             assert error is None
         server.wait_idle()
@@ -115,4 +116,4 @@ def test_the_asyncio_clients_iterator(server: RunningServer, reference: Referenc
     texts, is_cancelled = asyncio.run(run())
     assert texts == [reference.greedy_text(prompt, 12) for prompt in ("fox", "queen")]
     assert is_cancelled
-    wait_until(lambda: server.num_active_requests() == 0, 15, "the cancelled request has ended")
+    eventually(lambda: server.num_active_requests() == 0, "the cancelled request has ended")

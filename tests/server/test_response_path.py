@@ -15,7 +15,7 @@ pytestmark = pytest.mark.server
 
 def run(server: RunningServer, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(checkout_path("client/response_path.py")), "--url", server.url, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_a_row_of_figures_and_nothing_left_behind(server: RunningServer) -> None:

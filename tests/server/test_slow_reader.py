@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import RunningServer, wait_until
+from tests.server.conftest import RunningServer
 from tests.server.raw_stream import RawStream
 from tests.server.tiny_checkpoint import Reference
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.server
 
@@ -34,10 +35,10 @@ def test_v7_ten_good_clients_beside_three_that_do_not_read(server: RunningServer
     before = memory_bytes(server.process.pid)
     good = [RawStream(server.url, f"fox {i}", {**GREEDY, "max_tokens": 60}) for i in range(10)]
     for i, stream in enumerate(good):
-        stream.wait(timeout=60)
+        stream.wait()
         assert stream.text == reference.greedy_text(f"fox {i}", 60)
         stream.close()
-    server.wait_idle(60)  # those that nobody reads have ended too: their blocks are free
+    server.wait_idle()  # those that nobody reads have ended too: their blocks are free
     assert memory_bytes(server.process.pid) - before < len(stuck) * NUM_TOKENS * MOST_KEPT_BYTES
     for i, stream in enumerate(stuck[:2]):
         assert stream.num_finals == 0
@@ -54,6 +55,6 @@ def test_v7_a_client_that_does_not_read_can_be_cancelled(server: RunningServer) 
     stuck = RawStream(server.url, "stuck", {**GREEDY, "max_tokens": 10000})
     stuck.wait(num_texts=2)
     stuck.stop_reading()
-    wait_until(lambda: server.num_active_requests() == 1, 10, "the request runs")
+    eventually(lambda: server.num_active_requests() == 1, "the request runs")
     stuck.close(cancel=True)
-    server.wait_idle(20)
+    server.wait_idle()

@@ -20,7 +20,8 @@ import pytest
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.fakes.scripted_model import write_scripted_tokenizer
 from tests.server.cases.transports import Wire
-from tests.server.conftest import RunningServer, running_server, wait_until
+from tests.server.conftest import RunningServer, running_server
+from tests.waiting import eventually
 
 MAX_MODEL_LEN = 1024  # of llm
 MAX_NUM_SEQS = 8  # of the scripted and the hash model
@@ -79,9 +80,7 @@ class Floor:
 
     def wait_idle(self, model: str) -> None:
         """No request and no block left, by the server's own gauges."""
-        wait_until(
-            lambda: self.num_active(model) == 0 and self.num_used_blocks(model) == 0, 15.0, f"{model} is idle again"
-        )
+        eventually(lambda: self.num_active(model) == 0 and self.num_used_blocks(model) == 0, f"{model} is idle again")
 
 
 @pytest.fixture(scope="session")

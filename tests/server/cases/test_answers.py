@@ -12,7 +12,7 @@ from tests.server.cases.case import Case, over_transports
 from tests.server.cases.conftest import BLOCK_SIZE, Floor
 from tests.server.cases.test_ends import hash_output
 from tests.server.cases.transports import TRANSPORTS, Reply, Wire
-from tests.server.conftest import wait_until
+from tests.waiting import eventually
 
 FOUR = {"n": 4, "temperature": 1.0, "seed": 3}
 
@@ -26,7 +26,7 @@ def test_l1_cancelling_ends_all_answers(wire: Wire, floor: Floor, transport: str
     if transport == "grpc_stream":
         for _ in range(3):
             next(call)
-    wait_until(lambda: floor.num_active("hash") == 4, 10, "four answers run")
+    eventually(lambda: floor.num_active("hash") == 4, "four answers run")
     call.cancel()
     floor.wait_idle("hash")
 
@@ -79,7 +79,7 @@ def test_l4_the_prompt_counts_once_and_is_cached_for_the_others(wire: Wire, floo
     def cached() -> float:
         return floor.metric("hash", "cb_cached_prompt_tokens_total") - before
 
-    wait_until(lambda: least <= cached() <= most, 10, f"{least} to {most} tokens of the other answers' prompts")
+    eventually(lambda: least <= cached() <= most, f"{least} to {most} tokens of the other answers' prompts")
 
 
 test_limits = over_transports(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import itertools
 import json
 import queue
 import random
@@ -19,10 +18,10 @@ import tritonclient.grpc as triton
 from tests.server.cases.conftest import Floor
 from tests.server.cases.test_ends import hash_output
 from tests.server.cases.transports import TRANSPORTS, Wire, infer_request
-from tests.server.conftest import wait_until
+from tests.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.server
-LONG = {"max_tokens": 3000}
+LONG = {"max_tokens": 4000}
 
 
 def answers_rightly(wire: Wire, model: str) -> None:
@@ -53,21 +52,22 @@ def test_n1_n3_a_thousand_streams_cut_after_a_few_tokens(wire: Wire, floor: Floo
 def test_n5_a_queued_request_is_cancelled_without_running(wire: Wire, floor: Floor, transport: str) -> None:
     before = floor.metric("narrow", "cb_prompt_tokens_total")
     running = wire.start("narrow", wire.inputs("grpc_stream", {"max_tokens": 140}, {"input_ids": [1]}))
-    first = next(running)
+    next(running)
     queued = wire.start("narrow", wire.inputs(transport, LONG, {"input_ids": [2] * 100}))
     next_one = wire.start("narrow", wire.inputs(transport, {"max_tokens": 4}, {"input_ids": [3]}))
-    wait_until(lambda: floor.num_waiting("narrow") == 2, 10, "two wait")
+    eventually(lambda: floor.num_waiting("narrow") == 2, "two wait")
     queued.cancel()
+    eventually(lambda: floor.num_waiting("narrow") == 1, "the one that was cancelled does not")
+    running.cancel()
     reply = wire.collect(next_one)
     assert reply.output_ids() == hash_output([3], 4)
-    assert wire.collect(itertools.chain([first], running)).num_tokens() == 140
     floor.wait_idle("narrow")
-    wait_until(lambda: floor.metric("narrow", "cb_prompt_tokens_total") == before + 2, 10, "[1] and [3] were admitted")
+    eventually(lambda: floor.metric("narrow", "cb_prompt_tokens_total") == before + 2, "[1] and [3] were admitted")
 
 
 def test_n6_stop_stream_with_five_requests_on_one_stream(wire: Wire, floor: Floor) -> None:
     """Case N6, with the public client: all five end, another stream's request goes on."""
-    other = wire.start("hash", wire.inputs("grpc_stream", {"max_tokens": 400}, {"input_ids": [5]}))
+    other = wire.start("hash", wire.inputs("grpc_stream", LONG, {"input_ids": [5]}))
     next(other)
     with triton.InferenceServerClient(floor.server.url) as client:
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -78,11 +78,11 @@ def test_n6_stop_stream_with_five_requests_on_one_stream(wire: Wire, floor: Floo
             stream = triton.InferInput("stream", [1], "BOOL")
             stream.set_data_from_numpy(np.array([True]))
             client.async_stream_infer("hash", [ids, stream], request_id=str(index), parameters=LONG)
-        wait_until(lambda: floor.num_active("hash") == 6, 10, "six run")
+        eventually(lambda: floor.num_active("hash") == 6, "six run")
         client.stop_stream(cancel_requests=True)
-    wait_until(lambda: floor.num_active("hash") <= 1, 10, "five have ended")
-    reply = wire.collect(other)
-    assert reply.num_finals == 1
+    eventually(lambda: floor.num_active("hash") <= 1, "five have ended")
+    assert not next(other).error_message
+    other.cancel()
     floor.wait_idle("hash")
 
 
@@ -113,12 +113,12 @@ def test_n9_an_error_and_the_final_flag_are_one_message(wire: Wire) -> None:
     it has closed for such an error gets its answer, whatever the model.
     """
     bad = infer_request("hash", wire.inputs("grpc_stream", {"max_tokens": 0}, {"input_ids": [1]}))
-    messages = list(wire.stub.ModelStreamInfer(iter([bad]), timeout=20))
+    messages = list(wire.stub.ModelStreamInfer(iter([bad]), timeout=WAIT_S))
     assert len(messages) == 1
     assert "max_tokens" in messages[0].error_message
     for _ in range(20):
         with pytest.raises(grpc.RpcError) as raised:
-            list(wire.stub.ModelStreamInfer(iter([bad]), timeout=20, metadata=(("triton_grpc_error", "true"),)))
+            list(wire.stub.ModelStreamInfer(iter([bad]), timeout=WAIT_S, metadata=(("triton_grpc_error", "true"),)))
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "max_tokens" in raised.value.details()
     answers_rightly(wire, "hash")
@@ -130,7 +130,7 @@ def test_n1_http_clients_that_leave(floor: Floor, wire: Wire, num_read: int) -> 
     body = {"input_ids": [4], "stream": True, "sampling_parameters": json.dumps(LONG)}
 
     def leave(_: int) -> None:
-        connection = http.client.HTTPConnection(floor.server.process.http_address, timeout=20)
+        connection = http.client.HTTPConnection(floor.server.process.http_address, timeout=WAIT_S)
         connection.request("POST", "/v2/models/hash/generate_stream", json.dumps(body))
         if num_read:
             connection.getresponse().read(num_read)
@@ -145,4 +145,4 @@ def test_n1_http_clients_that_leave(floor: Floor, wire: Wire, num_read: int) -> 
 def test_the_server_refuses_unary_calls_by_itself(wire: Wire) -> None:
     """What no decoupled model can have: one gRPC call with one answer. The reason is the server's."""
     with pytest.raises(grpc.RpcError, match="decoupled"):
-        wire.stub.ModelInfer(infer_request("hash", {"input_ids": [1]}), timeout=20)
+        wire.stub.ModelInfer(infer_request("hash", {"input_ids": [1]}), timeout=WAIT_S)

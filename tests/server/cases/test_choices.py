@@ -12,8 +12,8 @@ from tests.fakes.scripted_model import script
 from tests.server.cases.case import Case, assert_clean, over_transports
 from tests.server.cases.conftest import BLOCK_SIZE, Floor
 from tests.server.cases.transports import TRANSPORTS, Wire
-from tests.server.conftest import wait_until
 from tests.server.tiny_checkpoint import VOCAB_SIZE
+from tests.waiting import eventually
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
 
@@ -101,7 +101,7 @@ def test_j1_cold_warm_and_half_warm_prompts(wire: Wire, floor: Floor, transport:
     half_warm = wire.ask(transport, "llm", sampling, input_ids=half).output_ids()
     alone = wire.ask(transport, "llm", {**sampling, "cache_salt": transport}, input_ids=half).output_ids()
     assert half_warm == alone
-    wait_until(lambda: floor.metric("llm", "cb_cached_prompt_tokens_total") >= cached + 4 * BLOCK_SIZE, 10, "hits")
+    eventually(lambda: floor.metric("llm", "cb_cached_prompt_tokens_total") >= cached + 4 * BLOCK_SIZE, "hits")
 
 
 @pytest.mark.server

@@ -14,7 +14,7 @@ from tests.fakes.scripted_model import script
 from tests.server.cases.case import Case, over_transports
 from tests.server.cases.conftest import BLOCK_SIZE, Floor
 from tests.server.cases.transports import TRANSPORTS, Reply, Wire
-from tests.server.conftest import wait_until
+from tests.waiting import eventually
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SEEDED = {"temperature": 0.8, "seed": 42, "max_tokens": 16, "ignore_eos": True}
@@ -86,7 +86,7 @@ def test_f3_warm_prompts_around_block_borders(wire: Wire, floor: Floor, transpor
         assert (cold.error, warm.error) == (None, None)
         assert len(cold.logprobs()) == 3
         assert figures(warm) == pytest.approx(figures(cold), abs=1e-3)
-    wait_until(lambda: floor.metric("llm", "cb_cached_prompt_tokens_total") > cached, 10, "blocks were found")
+    eventually(lambda: floor.metric("llm", "cb_cached_prompt_tokens_total") > cached, "blocks were found")
 
 
 def figures(reply: Reply) -> dict[tuple[int, str], float]:
@@ -130,7 +130,7 @@ def test_g3_equal_seeds_at_once(wire: Wire, transport: str) -> None:
 @pytest.mark.server
 def test_g3_equal_seeds_and_one_preempted(wire: Wire, floor: Floor) -> None:
     """Case G3: a more urgent request takes the slot of one of two in the middle of its text."""
-    sampling = {**SEEDED, "max_tokens": 100}
+    sampling = {**SEEDED, "max_tokens": 800}  # seconds, in which the urgent one must arrive
     preemptions = floor.metric("llm", "cb_preemptions_total")
     priorities = [50, *[0] * 15]  # the batch is full
     inputs = [wire.inputs("grpc_stream", {**sampling, "priority": p}, {"text_input": "def add"}) for p in priorities]
@@ -139,7 +139,7 @@ def test_g3_equal_seeds_and_one_preempted(wire: Wire, floor: Floor) -> None:
     assert wire.ask("grpc_stream", "llm", {**SEEDED, "priority": -50}, text_input="now").error is None
     replies = [wire.collect(itertools.chain([message], call)) for message, call in zip(begun, calls, strict=True)]
     assert len({reply.text() for reply in replies}) == 1
-    wait_until(lambda: floor.metric("llm", "cb_preemptions_total") > preemptions, 10, "a preemption")
+    eventually(lambda: floor.metric("llm", "cb_preemptions_total") > preemptions, "a preemption")
 
 
 @pytest.mark.server
@@ -186,8 +186,8 @@ def test_h4_a_row_of_nan_ends_one_request(wire: Wire, floor: Floor, transport: s
         Case("h4", error="the engine could not compute this request").verify(Reply([], bad.error, bad.num_finals))
     again = wire.ask(transport, "scripted", GREEDY, text_input=prompts[1])
     assert again.error == replies[1].error  # nothing of it was kept
-    wait_until(
-        lambda: floor.metric("scripted", "cb_requests_total", outcome="internal") == failed + 3, 10, "all are counted"
+    eventually(
+        lambda: floor.metric("scripted", "cb_requests_total", outcome="internal") == failed + 3, "all are counted"
     )
     floor.wait_idle("scripted")
 

@@ -21,8 +21,9 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.waiting import WAIT_S
+
 TRANSPORTS = ("grpc_stream", "grpc_single", "http_stream", "http_generate")
-TIMEOUT_S = 60.0
 RETURNS = (
     "finish_reason", "logprobs", "cumulative_logprob", "num_input_tokens", "num_output_tokens", "stop_reason",
     "output_ids",
@@ -93,7 +94,7 @@ class Wire:
 
     def start(self, model: str, inputs: dict[str, Any]) -> Any:
         """A gRPC stream of its own with this one request on it: an iterator of responses that can be cancelled."""
-        return self.stub.ModelStreamInfer(iter([infer_request(model, inputs)]), timeout=TIMEOUT_S)
+        return self.stub.ModelStreamInfer(iter([infer_request(model, inputs)]), timeout=WAIT_S)
 
     @staticmethod
     def collect(call: Any) -> Reply:
@@ -105,7 +106,7 @@ class Wire:
         return reply
 
     def _post(self, path: str, body: dict[str, Any]) -> Reply:
-        connection = http.client.HTTPConnection(self._http_address, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(self._http_address, timeout=WAIT_S)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
