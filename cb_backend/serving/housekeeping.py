@@ -96,12 +96,13 @@ class Housekeeping:
 
     def _publish_what_is_due(self) -> None:
         now = time.monotonic()
+        # Taken before what it asks for is done: the engine may fall idle again meanwhile.
+        is_engine_idle, self._is_engine_idle = self._is_engine_idle, False
         if now >= self._next_publish:
             self._next_publish = now + PUBLISH_INTERVAL_S
             self._publisher.publish()
-        elif self._is_engine_idle:
+        elif is_engine_idle:
             self._publisher.publish_if_cheap()
-        self._is_engine_idle = False
 
     def _interval_s(self, num_rounds: int) -> float:
         """Short until the server has been seen ready once: a stop can only be told from a start after that."""

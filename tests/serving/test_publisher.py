@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 from cb_backend.errors import ErrorCode
 from cb_backend.request import FinishReason
+from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.publisher import BURST_S, MAX_SHARE, Publisher
 from tests.serving.response_bench import Bench
 
@@ -82,6 +85,23 @@ def test_the_regular_call_is_always_made_until_it_is_closed() -> None:
     publisher.publish()
     publisher.publish_if_cheap()
     assert len(clock.times) == 2
+
+
+def test_an_engine_that_falls_idle_while_that_is_told_is_told_again() -> None:
+    housekeeping = Housekeeping.__new__(Housekeeping)  # without a server to look after
+    housekeeping._wake, housekeeping._next_publish = threading.Event(), float("inf")
+    told: list[bool] = []
+
+    def publish() -> None:
+        told.append(True)
+        if len(told) == 1:
+            housekeeping._wake_up()
+
+    housekeeping._publisher = Publisher(publish)
+    housekeeping._wake_up()
+    for _ in range(3):
+        housekeeping._publish_what_is_due()
+    assert len(told) == 2
 
 
 def test_a_failure_is_logged_and_not_raised() -> None:
