@@ -72,12 +72,16 @@ class ProcessWatch:
         return process_start_time(self.pid) == self._start_time
 
     def kill(self) -> None:
-        """End the watched process at once; nobody else, whatever its pid is by now."""
+        """End the watched process at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the watched process if it still lives; to nobody else, whoever has its pid by now."""
         with contextlib.suppress(ProcessLookupError):
             if self.fd is not None:
-                signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+                signal.pidfd_send_signal(self.fd, number)
             elif self.is_alive:
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
 
     def close(self) -> None:
         if self.fd is not None:

@@ -376,6 +376,15 @@ def test_sigterm_ends_the_engine_cleanly_and_sigint_does_nothing(fleet: Fleet) -
     eventually(lambda: not is_running(pid), "the engine is gone")
 
 
+def test_a_thread_that_comes_too_late_writes_into_no_file() -> None:
+    """It has taken its request out, and the client is closed before it wakes the I/O thread."""
+    client = engine_client.EngineClient(1)
+    client.close()
+    client._sinks[5] = Sink()
+    client.cancel([5])
+    assert client._wake_fd == -1
+
+
 def test_closing_ends_open_requests(fleet: Fleet) -> None:
     member = fleet.add()
     _, sink = submit(member, [1], LONG)

@@ -111,7 +111,7 @@ class EngineClient:
         """Talk to this engine from now on."""
         with self._lock:
             self._next_life = life
-        self._wake()
+            self._wake()
 
     def submit(self, request: AddRequest, sink: RequestSink) -> None:
         """Send a request to the engine. Raises `UnavailableError` while there is none."""
@@ -122,7 +122,7 @@ class EngineClient:
             self._sinks[request.request_id] = sink
             self._outbox.append(frame)
             self.room.take()
-        self._wake()
+            self._wake()
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         """End requests; their sinks hear nothing more. Unknown and finished ids are ignored."""
@@ -131,8 +131,7 @@ class EngineClient:
             if known:
                 self._outbox.append(encode(CancelRequests(known)))
                 self.room.give_back(len(known))
-        if known:
-            self._wake()
+                self._wake()
 
     def close(self) -> None:
         """Say goodbye, end what is open, stop the thread. The client cannot be used afterwards."""
@@ -140,13 +139,17 @@ class EngineClient:
             if self._is_closing:
                 return
             self._is_closing = True
-        self._wake()
+            self._wake()
         self._thread.join()
         self._context.term()
-        os.close(self._wake_fd)
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        """The lock must be held: a thread that comes late must not write into a file that has got this number since."""
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
 
     # ---- I/O thread -------------------------------------------------------------------------------------------
 

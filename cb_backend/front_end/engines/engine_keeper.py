@@ -7,7 +7,6 @@ Where this front end is the owner, an engine that has ended is started again, wi
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import time
@@ -69,7 +68,7 @@ class EngineKeeper:
             _wait_for_end(watch, ENGINE_EXIT_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if watch.is_alive:
-                os.kill(life.pid, number)
+                watch.send_signal(number)
                 _wait_for_end(watch, 3.0)
         watch.close()
         if self._child is not None:
