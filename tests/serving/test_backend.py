@@ -48,6 +48,7 @@ def folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         patch.setenv("CB_TEST_STEP_S", "0.005")
+        patch.setenv("CB_TEST_GATE", str(folder / "gate"))  # while it exists, no engine comes to serve
         yield folder
     assert list((folder / f"cb_backend-{os.getuid()}").iterdir()) == []
     shutil.rmtree(folder)
@@ -233,10 +234,11 @@ def test_t1_metrics_that_fail_stop_neither_requests_nor_the_thread_that_publishe
     eventually(lambda: MetricFamily.exported[key].value > before, "it is published once more")
 
 
-def test_is_ready_and_killed_engine(model: Any) -> None:
+def test_is_ready_and_killed_engine(model: Any, folder: Path) -> None:
     assert model.is_ready()
     senders = [ask(model, "a", sampling=LONG).sender for _ in range(8)]
     eventually(lambda: all(sender.responses for sender in senders), "all run")
+    (folder / "gate").touch()
     os.kill(model._client.members[0].life.pid, signal.SIGKILL)
     for sender in senders:
         code, message = sender.wait().error or (None, "")
@@ -244,6 +246,7 @@ def test_is_ready_and_killed_engine(model: Any) -> None:
         assert "send the request again" in message
     assert not model.is_ready()
     assert (ask(model, "a").sender.wait().error or (None,))[0] == TritonError.UNAVAILABLE
+    (folder / "gate").unlink()
     eventually(model.is_ready, "the engine is back")
     assert ask(model, "a", sampling={"max_tokens": 2}).sender.wait().text == "bc"
 

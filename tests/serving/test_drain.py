@@ -10,7 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from cb_backend.serving import drain
 from cb_backend.serving.drain import DrainWatch, ask_over_http, exit_timeout_s, is_on, readiness_probe
+from tests.waiting import WAIT_S
 
 
 class Health:
@@ -49,7 +51,8 @@ class Health:
 
 
 @pytest.fixture
-def health() -> Iterator[Health]:
+def health(monkeypatch: pytest.MonkeyPatch) -> Iterator[Health]:
+    monkeypatch.setattr(drain, "PROBE_TIMEOUT_S", WAIT_S)
     health = Health()
     yield health
     health.close()
@@ -157,7 +160,8 @@ def test_what_the_command_line_says() -> None:
     assert readiness_probe({"allow-http": "false"}, "llm", "1") is not None
 
 
-def test_over_grpc_nobody_listening_is_not_ready() -> None:
+def test_over_grpc_nobody_listening_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "PROBE_TIMEOUT_S", WAIT_S)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, so that nobody else takes it, and not listening
         arguments = {"allow-http": "false", "grpc-port": str(unused.getsockname()[1])}
@@ -166,9 +170,15 @@ def test_over_grpc_nobody_listening_is_not_ready() -> None:
         assert probe() is False
 
 
-def test_nobody_listening_is_a_refusal_and_a_dead_host_is_unclear(health: Health) -> None:
+def test_nobody_listening_is_a_refusal_and_a_server_that_does_not_answer_is_unclear(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = health.port
     assert ask_over_http("127.0.0.1", port, "llm", "1") is False
     health.close()
     assert ask_over_http("127.0.0.1", port, "llm", "1") is False
-    assert ask_over_http("host.invalid", port, "llm", "1") is None
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        monkeypatch.setattr(drain, "PROBE_TIMEOUT_S", 0.1)
+        assert ask_over_http("127.0.0.1", mute.getsockname()[1], "llm", "1") is None
