@@ -73,7 +73,7 @@ def test_w1_bad_patterns_are_refused_with_the_reason_each_in_time(compiler: Gram
     wrongly_taken = []
     for structured in BAD:
         try:
-            compiler.compile(structured).result(timeout=20)
+            compiler.compile(structured).result(timeout=WAIT_S)
             wrongly_taken.append(structured.text[:40])
         except InvalidRequestError as error:
             text = str(error)

@@ -12,7 +12,7 @@ from cb_backend.engine.grammar.grammar_compiler import Grammar, GrammarCompiler
 from cb_backend.errors import CbError, InvalidRequestError
 from cb_backend.request import Request
 
-COMPILE_TIMEOUT_S = 5.0  # of waiting; the work itself ends by its own limits
+COMPILE_TIMEOUT_S = 30.0  # of waiting, on a machine that is busy; the work itself ends by its own limits
 TOO_SLOW = (
     f"structured output: the grammar was not compiled within {COMPILE_TIMEOUT_S:.0f} s; simplify it, or try later"
 )
