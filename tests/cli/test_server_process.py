@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from cb_backend.cli.server.model_repository import check_model_repository, copy_
 from cb_backend.cli.server.processes import ProcessId, descendants
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
 from cb_backend.cli.server.server_process import ServerOptions, check_ports, free_ports
+from tests.waiting import eventually
 
 LOAD_FAILURE = (
     "E1127 23:52:48.71 5985 model_lifecycle.cc:642] \"failed to load 'llm' version 1: Internal: TritonModelException:"
@@ -106,13 +106,13 @@ def test_taken_port_is_named_with_its_flag() -> None:
 
 
 def test_descendants_are_found_and_ended() -> None:
-    script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(60)"
+    script = (
+        "import subprocess, sys, time; subprocess.Popen(['sleep', '3600'], start_new_session=True); time.sleep(3600)"
+    )
     child = subprocess.Popen([sys.executable, "-c", script])
     try:
-        deadline = time.monotonic() + 10
-        while len(family := descendants(child.pid)) < 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        (grandchild,) = family
+        eventually(lambda: len(descendants(child.pid)) == 1, "there is a grandchild")
+        (grandchild,) = descendants(child.pid)
         assert grandchild.is_alive()
         # Its number with another start time is another process, and is left alone.
         other = ProcessId(grandchild.pid, grandchild.start_time + 1)
@@ -120,9 +120,7 @@ def test_descendants_are_found_and_ended() -> None:
         assert not other.is_alive()
         assert grandchild.is_alive()
         grandchild.kill()
-        while grandchild.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not grandchild.is_alive()
+        eventually(lambda: not grandchild.is_alive(), "it has ended")
     finally:
         child.kill()
         child.wait()

@@ -108,7 +108,7 @@ def compiled() -> dict[str, dict[str, Any]]:
         text=True,
         cwd=ROOT,
         env=environment,
-        timeout=280,
+        timeout=1200,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

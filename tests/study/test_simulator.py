@@ -35,7 +35,7 @@ def test_an_idle_engine_waits_for_the_next_arrival_without_taking_time() -> None
     assert result.seconds == pytest.approx(50 + STEP_S + 10 * TOKEN_S + STEP_S + ROW_S)
     assert result.idle_seconds == pytest.approx(50 - STEP_S - 10 * TOKEN_S - STEP_S - ROW_S)
     assert result.latencies.ttft[1] == pytest.approx(STEP_S + 10 * TOKEN_S)  # from its arrival
-    assert result.wall_seconds < 5
+    assert result.wall_seconds < result.seconds
 
 
 def test_a_static_batch_waits_for_its_longest_answer() -> None:
