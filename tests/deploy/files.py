@@ -33,6 +33,6 @@ def server_flags() -> dict[str, str]:
 def run_tool(name: str, *arguments: str) -> str:
     """Run a command of this environment; fails with what it printed."""
     command = [str(Path(sys.executable).with_name(name)), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -22,6 +22,7 @@ from cb_backend.cli.server.server_process import http_status
 from tests.deploy.files import BASE, DOCKER, deployment, documents, server_flags
 from tests.server.conftest import RunningServer, running_server
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.server
 
@@ -45,13 +46,13 @@ def smoke_test(running: RunningServer, **options: str) -> int:
     for name, address in addresses.items():
         command += [f"--{name}", options.get(name, f"http://{address}")]
     command += ["--wait", "1", "--model", options.get("model", "llm")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     print(done.stdout + done.stderr)
     return done.returncode
 
 
 def exported_names(running: RunningServer) -> set[str]:
-    with urllib.request.urlopen(f"http://{running.process.metrics_address}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{running.process.metrics_address}/metrics", timeout=WAIT_S) as response:
         return set(re.findall(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)", response.read().decode(), re.MULTILINE))
 
 

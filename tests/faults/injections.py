@@ -17,6 +17,7 @@ from typing import Any
 from tests.faults.checker import Window
 from tests.faults.stalled_reader import StalledReader
 from tests.faults.world import World
+from tests.waiting import WAIT_S
 
 RESTART = frozenset({"UNAVAILABLE"})
 INTERNAL = frozenset({"INTERNAL"})
@@ -113,7 +114,7 @@ def fail_row(world: World, number: int) -> None:
     count = lambda: sum(e.kind == "error" and e.code == "INTERNAL" for e in world.load.read())  # noqa: E731
     before, begin = count(), time.monotonic()
     world.faults.write(("nan row", "inf row", "-inf row")[number % 3])
-    world.wait(lambda: count() > before, 20, "the request with the broken row ends")
+    world.wait(lambda: count() > before, WAIT_S, "the request with the broken row ends")
     window(world, begin, codes=INTERNAL, recovery_limit_s=3.0)
     time.sleep(1.0)
     if count() != before + 1:
@@ -126,7 +127,7 @@ def fail_step(world: World, number: int) -> None:
     old, begin = world.engine(), time.monotonic()
     world.faults.write("raise" if number % 2 == 0 else "memory", 3 if is_restart else 1)
     failed = lambda: any(e.kind == "error" and e.time >= begin for e in world.load.read())  # noqa: E731
-    world.wait(failed, 20, "the failed step's requests end")
+    world.wait(failed, WAIT_S, "the failed step's requests end")
     if is_restart:
         world.wait(lambda: old not in world.server.engine_pids(), 30, "the engine gives up after three failed steps")
     restart_window(world, begin, INTERNAL | RESTART if is_restart else INTERNAL)

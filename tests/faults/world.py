@@ -20,6 +20,7 @@ from tests.faults.faulty_runner import ENVIRONMENT, FaultFile
 from tests.faults.history import Event, HistoryReader, Item, write_plan
 from tests.server.conftest import RunningServer, running_server
 from tests.server.tiny_checkpoint import Reference
+from tests.waiting import WAIT_S
 
 CANARY = Item("the quick brown fox", 8, "")
 PROMPTS = (
@@ -71,7 +72,7 @@ class Client:
         self._process.kill()
         self._process.wait()
 
-    def stop(self, timeout_s: float = 120.0) -> None:
+    def stop(self, timeout_s: float = 5 * WAIT_S) -> None:
         """Send nothing new, wait for what is open."""
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -113,7 +114,7 @@ class World:
             time.sleep(0.05)
         return time.monotonic() - begin
 
-    def wait_for_canary(self, after: float, timeout_s: float = 60.0) -> None:
+    def wait_for_canary(self, after: float, timeout_s: float = WAIT_S) -> None:
         """Until a canary that was sent after this time has ended well."""
 
         def has_come() -> bool:
