@@ -20,15 +20,15 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli.paths import load_client
-from tests.server.conftest import RunningServer, running_server, wait_until
+from tests.server.conftest import RunningServer, running_server
 from tests.server.test_metrics import Measured, Snapshot, about, ended, measure, settled
+from tests.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.server
 
 MODEL = "named"  # with vLLM's names as well
 NUM_SLOTS, NUM_WAITING = 2, 1
 ENDLESS = 16_000  # tokens; nobody waits for so many
-TIMEOUT_S = 60.0
 BLOCK_SIZE = 16
 
 
@@ -69,7 +69,7 @@ class Open:
     is_closed: threading.Event = field(default_factory=threading.Event)
 
     def read(self, server: RunningServer, prompt: str) -> None:
-        client = load_client().Client(server.url, MODEL, timeout=TIMEOUT_S)
+        client = load_client().Client(server.url, MODEL, timeout=WAIT_S)
         answer = client.responses(prompt, is_streaming=True, max_tokens=ENDLESS, temperature=0, ignore_eos=True)
         try:
             for response in answer:
@@ -147,11 +147,11 @@ def test_every_gauge_while_clients_hold_streams_open_and_after(server: RunningSe
                 running = now.value("cb_requests_running", model=MODEL)
                 return running == NUM_SLOTS and now.value("cb_requests_waiting", model=MODEL) == NUM_WAITING
 
-            wait_until(is_full, TIMEOUT_S, "two run and one waits")
-            wait_until(lambda: sum(one.num_output_tokens > 50 for one in streams) == NUM_SLOTS, TIMEOUT_S, "50 tokens")
+            eventually(is_full, "two run and one waits")
+            eventually(lambda: sum(one.num_output_tokens > 50 for one in streams) == NUM_SLOTS, "50 tokens")
             held = [one.num_prompt_tokens + one.num_output_tokens for one in streams if one.num_output_tokens]
             least_blocks = sum(-(-num_tokens // BLOCK_SIZE) for num_tokens in held)
-            wait_until(lambda: Reading(server).blocks("used") >= least_blocks, TIMEOUT_S, "these tokens have blocks")
+            eventually(lambda: Reading(server).blocks("used") >= least_blocks, "these tokens have blocks")
             busy = Reading(server)
             most = sum(one.num_prompt_tokens + ENDLESS for one in streams if one.num_output_tokens)
         finally:

@@ -69,8 +69,8 @@ def test_v1_v2_sigterm_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Pat
             stream.wait(num_texts=1)
         server.process.terminate()
         is_ready = lambda: http_status(server.process.http_address, "/v2/models/llm/ready") == 200  # noqa: E731
-        wait_until(lambda: not is_ready(), 60, "the server says that it is not ready")
-        late = RawStream(server.url, "late", SHORT).wait(timeout=60)
+        eventually(lambda: not is_ready(), "the server says that it is not ready")
+        late = RawStream(server.url, "late", SHORT).wait()
         late.close()
         assert len(late.errors) == 1
         for stream in short:

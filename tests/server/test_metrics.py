@@ -140,12 +140,15 @@ def settled(server: RunningServer, num_requests: float, model: str = "llm") -> S
         return ended(now, model) >= num_requests and active == 0
 
     eventually(is_settled, f"{num_requests} requests have ended and none is active")
-    last, now = {}, Snapshot(server)
-    while now.counters() != last or not is_told_whole(now, model):  # front ends publish by themselves, twice a second
-        last = now.counters()
-        time.sleep(1.2)
-        now = Snapshot(server)
-    return now
+    readings = [Snapshot(server)]
+
+    def is_quiet() -> bool:
+        time.sleep(1.2)  # front ends publish by themselves, twice a second
+        readings.append(Snapshot(server))
+        return readings[-1].counters() == readings[-2].counters() and is_told_whole(readings[-1], model)
+
+    eventually(is_quiet, "everything is told")
+    return readings[-1]
 
 
 def is_told_whole(snapshot: Snapshot, model: str) -> bool:
