@@ -16,7 +16,9 @@ from tokenizers import decoders, models
 from cb_backend.front_end.text.detokenizer import MAX_HELD_RUN_BYTES, IncrementalDetokenizer
 from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit, as_byte_level
 
-FEW_LONG_RUNS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW_LONG_RUNS = settings(
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def deltas(kit: Kit, ids: list[int], prompt_ids: list[int] | None = None) -> list[str]:

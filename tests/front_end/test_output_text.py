@@ -15,7 +15,7 @@ from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit
 
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def stream(kit: Kit, ids: list[int], finish_reason: FinishReason, **params: Any) -> tuple[list[str], int, bool]:
