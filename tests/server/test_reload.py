@@ -19,15 +19,15 @@ import torch
 from tritonclient.grpc import service_pb2
 
 from tests.faults.traffic import LONG_TOKENS, STREAM_METHOD, message
-from tests.server.conftest import RunningServer, marked_processes, running_server, wait_until
+from tests.server.conftest import RunningServer, marked_processes, running_server
 from tests.server.raw_stream import RawStream
 from tests.server.test_faults import _stubs
 from tests.server.tiny_checkpoint import Reference
+from tests.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.server
 
 PROMPT = "the quick brown fox jumps over the lazy dog while seven wizards make toxic brew for the evil queen " * 2
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def by_hand(own_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
         # The requests of the killed front end never end, and an orderly stop would wait for them all its time.
         os.kill(server.process.pid, signal.SIGKILL)
-        wait_until(lambda: marked_processes(server.mark) == [], PATIENCE_S, "front end and engine end by themselves")
+        eventually(lambda: marked_processes(server.mark) == [], "front end and engine end by themselves")
 
 
 def change(server: RunningServer, verb: str) -> None:
@@ -54,7 +54,7 @@ def change(server: RunningServer, verb: str) -> None:
 
 
 def answer(server: RunningServer) -> str:
-    stream = RawStream(server.url, PROMPT, {"max_tokens": 24, "temperature": 0}).wait(timeout=PATIENCE_S)
+    stream = RawStream(server.url, PROMPT, {"max_tokens": 24, "temperature": 0}).wait()
     stream.close()
     assert stream.errors == []
     return stream.text
@@ -66,14 +66,14 @@ def test_m3_a_model_replaced_under_its_name_reuses_nothing(
     """Case M3, of whole models: what runs ends on the old weights, and what comes later gets the new ones' answer."""
     expected = reference.greedy_text(PROMPT, 24)
     assert [answer(by_hand), answer(by_hand)] == [expected, expected]
-    wait_until(lambda: (by_hand.gauge("cb_cached_prompt_tokens_total", "llm") or 0) > 0, PATIENCE_S, "it was cached")
+    eventually(lambda: (by_hand.gauge("cb_cached_prompt_tokens_total", "llm") or 0) > 0, "it was cached")
     running = RawStream(by_hand.url, "fox", {"max_tokens": 80, "temperature": 0})
-    running.wait(num_texts=1, timeout=PATIENCE_S)
+    running.wait(num_texts=1)
     change(by_hand, "unload")
-    running.wait(timeout=PATIENCE_S).close()
+    running.wait().close()
     assert running.errors == []
     assert running.text == reference.greedy_text("fox", 80)
-    wait_until(lambda: by_hand.engine_pids() == [], PATIENCE_S, "the engine has ended with its model")
+    eventually(lambda: by_hand.engine_pids() == [], "the engine has ended with its model")
 
     other = Reference(own_checkpoint)
     torch.manual_seed(21)
@@ -82,7 +82,7 @@ def test_m3_a_model_replaced_under_its_name_reuses_nothing(
     change(by_hand, "load")
     assert other.greedy_text(PROMPT, 24) != expected
     assert answer(by_hand) == other.greedy_text(PROMPT, 24)
-    by_hand.wait_idle(PATIENCE_S)
+    by_hand.wait_idle()
     assert by_hand.gauge("cb_cached_prompt_tokens_total", "llm") == 0.0
 
 
@@ -109,9 +109,9 @@ def test_v4_a_killed_front_end_is_an_error_for_each_client_and_comes_back_by_rel
         outcomes = [pool.submit(outcome, call) for call in calls]
         os.kill(stub, signal.SIGKILL)
         for ended in outcomes:
-            told = ended.result(PATIENCE_S)
+            told = ended.result(WAIT_S)
             assert told == "DEADLINE_EXCEEDED" or "is not healthy" in told, told
-    late = RawStream(by_hand.url, "x", {"max_tokens": 1}).wait(timeout=PATIENCE_S)
+    late = RawStream(by_hand.url, "x", {"max_tokens": 1}).wait()
     late.close()
     assert len(late.errors) == 1
     assert "is not healthy" in late.errors[0]
@@ -119,4 +119,4 @@ def test_v4_a_killed_front_end_is_an_error_for_each_client_and_comes_back_by_rel
         change(by_hand, verb)
     assert answer(by_hand) == before
     assert not any(region.exists() for region in shared_memory)
-    by_hand.wait_idle(PATIENCE_S)
+    by_hand.wait_idle()
