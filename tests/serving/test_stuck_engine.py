@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cb_backend.serving import housekeeping
-from tests.front_end.engines import eventually
 from tests.serving.test_backend import ask, folder, make_repository, server_args
+from tests.waiting import eventually
 
 __all__ = ["folder"]  # a fixture
 
@@ -33,12 +33,12 @@ def test_v6_a_silent_engine_makes_the_model_not_ready(
         engine = model._client.members[0].life.pid
         os.kill(engine, signal.SIGSTOP)
         try:
-            eventually(lambda: not model.is_ready(), "the silence is noticed", 60)
+            eventually(lambda: not model.is_ready(), "the silence is noticed")
             assert sender.final_count == 0, "the request is not given up"
         finally:
             os.kill(engine, signal.SIGCONT)
-        eventually(model.is_ready, "the engine speaks again", 60)
-        eventually(lambda: sender.final_count == 1, "the request ends", 60)
+        eventually(model.is_ready, "the engine speaks again")
+        eventually(lambda: sender.final_count == 1, "the request ends")
         assert sender.error is None
         assert sum("has been silent for" in record.message for record in caplog.records) >= 1
     finally:
