@@ -10,7 +10,16 @@ ROOT = Path(__file__).parents[2]
 _WORLDS = ("tests/mutation/check_worlds.py",)
 _SCHEDULING = tuple(
     f"tests/scheduler/test_{name}.py"
-    for name in ("scheduler", "scheduler_cases", "priorities", "prompt_share", "swap", "reserved_share", "pressure")
+    for name in (
+        "scheduler",
+        "scheduler_cases",
+        "priorities",
+        "prompt_share",
+        "swap",
+        "reserved_share",
+        "pressure",
+        "block_waits",
+    )
 )
 _REUSE = "tests/scheduler/test_prefix_cache_use.py"
 _POINTS = "tests/scheduler/test_fault_points.py"
