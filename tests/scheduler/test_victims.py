@@ -8,6 +8,17 @@ from tests.fakes.engine import FakeEngine
 URGENT, LOW = SchedulingParams(priority=-1), SchedulingParams(priority=1)
 
 
+def test_the_last_block_on_its_way_is_waited_for() -> None:
+    """Three streams, six blocks; the first ends just in time, and gives back the one block that is short."""
+    engine = FakeEngine(num_blocks=6, block_size=2, run_ahead=4, enable_prefix_caching=False)
+    for number, (num_prompt, max_tokens) in enumerate([(2, 2), (1, 5), (3, 5)], 1):
+        engine.add(number, num_prompt, max_tokens=max_tokens)
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+    assert max(len(plan.slots) for plan in engine.plans) == 3, "they run together"
+    assert {number: len(tokens) for number, tokens in engine.tokens.items()} == {1: 2, 2: 5, 3: 5}
+
+
 def test_an_urgent_request_waits_for_blocks_that_just_suffice() -> None:
     engine = FakeEngine(num_blocks=5, block_size=4, run_ahead=1, enable_prefix_caching=False)
     engine.add(1, 11, max_tokens=1)  # is about to give back three
