@@ -19,6 +19,8 @@ from cb_backend.study.traffic import Traffic
 
 CALIBRATION_BATCHES = (1, 4, 16, 64, 256)
 CALIBRATION_TOKENS = 32  # in a short prompt, and in an answer beside those that are needed to fill a batch
+# Of the calibration's time, for requests that come one by one: there are few long prompts, and they make the p99.
+SINGLE_PROMPTS_SHARE = 0.2
 CALIBRATION_LOAD = 0.7  # of the requests/s of all at once
 
 
@@ -143,8 +145,9 @@ def _calibration(
         replays.append(bench.run(load.at_once(), Setting(size, max(budget, size))))
     last = replays[-1]
     setting = Setting(last.num_slots, max(budgets[len(budgets) // 2], last.num_slots))
-    load = _cut(first(traffic, 2 * last.num_requests), CALIBRATION_TOKENS)
-    replays.append(bench.run(load.at_rate(CALIBRATION_LOAD * last.num_requests / last.seconds), setting))
+    rate = CALIBRATION_LOAD * last.num_requests / last.seconds
+    count = max(2 * last.num_requests, int(SINGLE_PROMPTS_SHARE * limit_s * rate))
+    replays.append(bench.run(_cut(first(traffic, count), CALIBRATION_TOKENS).at_rate(rate), setting))
     load = _cut(first(traffic, last.num_slots), 2 * CALIBRATION_TOKENS)
     load = replace(load, prompts=[prompt[:CALIBRATION_TOKENS] for prompt in load.prompts])
     replays.append(bench.run(load.at_once(), setting))

@@ -26,9 +26,9 @@ MOST_PROMPTS = 8  # in a step that is one graph
 class DeviceRunner(SimulatedRunner):
     """Steps take what `H100` says, give or take the noise; launching them takes the host's time."""
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, seed: int) -> None:
         super().__init__(H100, clock)
-        self._rng = np.random.default_rng(0)
+        self._rng = np.random.default_rng(seed)
         self._seen: set[tuple[int, int]] = set()
 
     def execute_model(self, plan: SchedulerOutput) -> PendingStep:
@@ -45,7 +45,7 @@ class DeviceRunner(SimulatedRunner):
 class DeviceBench(RealBench):
     """A `RealBench` whose engine and clock are the device's."""
 
-    def __init__(self, num_blocks: int, largest: Setting) -> None:
+    def __init__(self, num_blocks: int, largest: Setting, seed: int = 0) -> None:
         self.num_runs = 0
         self._clock = VirtualClock()
         engine_config = config(
@@ -56,7 +56,7 @@ class DeviceBench(RealBench):
             run_ahead=H100.run_ahead,
         )
         info = simulated_engine(engine_config, H100, self._clock).info
-        self.engine = LLMEngine(engine_config, DeviceRunner(self._clock), info, self._clock)
+        self.engine = LLMEngine(engine_config, DeviceRunner(self._clock, seed), info, self._clock)
 
     def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
         self.num_runs += 1
