@@ -12,13 +12,14 @@ from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.queue_room import TOLD_BELOW, KnownRoom, QueueRoom
 from tests.fakes.engine import FakeEngine
 from tests.front_end.engines import counting_config, submit
-from tests.front_end.test_supervisor import LONG, Fleet, engine_pid, fleet
+from tests.front_end.test_supervisor import Fleet, engine_pid, fleet
 from tests.waiting import eventually
 
 __all__ = ["fleet"]  # a fixture
 
 PLACES = 3  # one slot, and two that wait
-TIGHT = counting_config(max_num_seqs=1, max_queue_size=PLACES - 1)
+ENDLESS = 15_000  # tokens: minutes, whatever a test has to wait for
+TIGHT = counting_config(max_num_seqs=1, max_queue_size=PLACES - 1, max_model_len=ENDLESS + 200)
 
 
 def is_full(supervisor: EngineSupervisor) -> bool:
@@ -80,7 +81,7 @@ def test_what_is_known_counts_down_and_is_forgotten() -> None:
 
 def test_front_ends_refuse_by_themselves_while_the_queue_is_full(fleet: Fleet) -> None:
     first, second = fleet.add(TIGHT), fleet.add(TIGHT)
-    running = [submit(first, [1], LONG)[0] for _ in range(PLACES)]
+    running = [submit(first, [1], ENDLESS)[0] for _ in range(PLACES)]
     for member in (first, second):
         eventually(lambda member=member: is_full(member), "the front end knows that the queue is full")
         with pytest.raises(UnavailableError, match=r"the queue is full .*; try again in about \d+ s"):
@@ -117,13 +118,15 @@ def test_what_fits_is_never_refused(fleet: Fleet) -> None:
 
 def test_requests_pass_by_an_engine_that_is_full(fleet: Fleet) -> None:
     """By its prefix and the loads the fourth request would go where the first two are, who take all places there."""
-    member = fleet.add(counting_config(data_parallel_size=2, max_num_seqs=1, max_queue_size=1))
+    member = fleet.add(
+        counting_config(data_parallel_size=2, max_num_seqs=1, max_queue_size=1, max_model_len=ENDLESS + 200)
+    )
     eventually(lambda: all(m.is_ready for m in member.client.members), "both engines are there")
     prefix = [9] * 64
-    submitted = [submit(member, prefix, LONG), submit(member, prefix, LONG)]
+    submitted = [submit(member, prefix, ENDLESS), submit(member, prefix, ENDLESS)]
     assert sorted(m.load for m in member.client.members) == [0, 2]
     eventually(lambda: any(m.room.is_full for m in member.client.members), "the first is full")
-    submitted += [submit(member, prefix, LONG), submit(member, prefix, LONG)]
+    submitted += [submit(member, prefix, ENDLESS), submit(member, prefix, ENDLESS)]
     assert [m.load for m in member.client.members] == [2, 2]
     eventually(lambda: is_full(member), "both are full")
     with pytest.raises(UnavailableError, match="the queue is full"):

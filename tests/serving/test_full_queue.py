@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from tests.serving.fake_server import TritonError
-from tests.serving.test_backend import LONG, ask, folder, make_repository, num_in_engine, server_args
+from tests.serving.test_backend import ask, folder, make_repository, num_in_engine, server_args
 from tests.waiting import eventually
 
 __all__ = ["folder"]  # a fixture
+
+ENDLESS = {"max_tokens": 15_000}  # minutes, whatever the test has to wait for
+TIGHT = {"max_num_seqs": 1, "max_queue_size": 1, "max_model_len": 15_200}
 
 
 def test_a_full_queue_refuses_before_a_request_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,9 +23,9 @@ def test_a_full_queue_refuses_before_a_request_is_read(folder: Path, monkeypatch
     from cb_backend.serving.backend import TritonPythonModel
 
     model: Any = TritonPythonModel()
-    model.initialize(server_args(make_repository(folder / "full", max_num_seqs=1, max_queue_size=1)))
+    model.initialize(server_args(make_repository(folder / "full", **TIGHT)))
     try:
-        accepted = [ask(model, "xa", sampling=LONG).sender for _ in range(2)]
+        accepted = [ask(model, "xa", sampling=ENDLESS).sender for _ in range(2)]
         eventually(lambda: num_in_engine(model) == 2, "both places are taken")
         eventually(lambda: model._client.members[0].room.is_full, "and the front end knows")
         read: list[object] = []
