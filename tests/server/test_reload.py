@@ -39,7 +39,7 @@ def own_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def by_hand(own_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server whose models are loaded and unloaded by its clients."""
-    options: dict[str, Any] = {"front_ends": 1, "exit_timeout_secs": 60}
+    options: dict[str, Any] = {"front_ends": 1, "exit_timeout_secs": 120}
     options["server_arguments"] = ("--model-control-mode=explicit", "--load-model=llm")
     with running_server(own_checkpoint, tmp_path_factory.mktemp("by_hand"), **options) as server:
         yield server
@@ -67,12 +67,12 @@ def test_m3_a_model_replaced_under_its_name_reuses_nothing(
     expected = reference.greedy_text(PROMPT, 24)
     assert [answer(by_hand), answer(by_hand)] == [expected, expected]
     eventually(lambda: (by_hand.gauge("cb_cached_prompt_tokens_total", "llm") or 0) > 0, "it was cached")
-    running = RawStream(by_hand.url, "fox", {"max_tokens": 80, "temperature": 0})
+    running = RawStream(by_hand.url, "fox", {"max_tokens": 24, "temperature": 0})
     running.wait(num_texts=1)
     change(by_hand, "unload")
     running.wait().close()
     assert running.errors == []
-    assert running.text == reference.greedy_text("fox", 80)
+    assert running.text == reference.greedy_text("fox", 24)
     eventually(lambda: by_hand.engine_pids() == [], "the engine has ended with its model")
 
     other = Reference(own_checkpoint)
