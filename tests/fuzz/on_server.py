@@ -23,8 +23,9 @@ from cb_backend.cli.server.processes import descendants
 from tests.fuzz.in_process import shown
 from tests.fuzz.mutations import FuzzedRequest, make_request
 from tests.server.cases.case import assert_clean
-from tests.server.cases.transports import TIMEOUT_S, Reply, Wire, add_response, service_pb2
+from tests.server.cases.transports import Reply, Wire, add_response, service_pb2
 from tests.server.conftest import RunningServer
+from tests.waiting import WAIT_S
 
 NUM_CLIENTS = 8
 DTYPES = {"bool": "BOOL", "object": "BYTES", "int32": "INT32", "int64": "INT64", "float32": "FP32", "float64": "FP64"}
@@ -86,7 +87,7 @@ def fuzz(server: RunningServer, wire: Wire, seed: int, start: int, count: int) -
             if draw.random() < 0.5:
                 return send_grpc(wire, request, draw)
             if not hasattr(clients, "http"):
-                clients.http = http.client.HTTPConnection(server.process.http_address, timeout=TIMEOUT_S)
+                clients.http = http.client.HTTPConnection(server.process.http_address, timeout=WAIT_S)
             return send_http(clients.http, request, draw)
         except Exception as error:
             raise AssertionError(f"seed {seed}, request {index}: {error!r}\n{shown(request)}") from error
@@ -111,7 +112,7 @@ def send_grpc(wire: Wire, request: FuzzedRequest, draw: random.Random) -> str:
         message.raw_input_contents.append(raw[: draw.randint(0, len(raw))] if draw.random() < 0.125 else raw)
     reply = Reply()
     try:
-        for part in wire.stub.ModelStreamInfer(iter([message]), timeout=TIMEOUT_S):
+        for part in wire.stub.ModelStreamInfer(iter([message]), timeout=WAIT_S):
             assert reply.num_finals == 0, "a response after the final one"
             add_response(reply, part)
     except grpc.RpcError as error:
