@@ -97,7 +97,8 @@ def ask_over_http(host: str, port: int, model_name: str, model_version: str) -> 
 
     Requests on connections of their own: the server waits for open connections when it stops.
 
-    Its listener closes first of all, so a refused connection means that it is stopping.
+    Its listener closes first of all, so a refused connection means that it is stopping. While HTTP streams are open
+    the listener stays until they have ended, and resets every new connection (24.10).
     """
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
@@ -111,7 +112,7 @@ def ask_over_http(host: str, port: int, model_name: str, model_version: str) -> 
         answer = connection.getresponse()
         is_loaded = answer.status == 200 and is_listed_ready(json.load(answer), model_name, model_version)
         return None if is_loaded else False
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):
         return False
     except (OSError, http.client.HTTPException, ValueError):
         return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +86,20 @@ def test_v1_v2_sigterm_drains_and_leaves_nothing(checkpoint: Path, tmp_path: Pat
             assert len(stream.errors) == 1
             assert stream.num_finals == 1
         assert server.process.wait(WAIT_S) is not None  # 0, if it was done before its limit
+        eventually(lambda: marked_processes(server.mark) == [], "every process of the server has ended")
+
+
+def test_v2_sigterm_is_noticed_also_while_http_streams_are_open(checkpoint: Path, tmp_path: Path) -> None:
+    """Then a stopping server (24.10) resets every new connection, that of our probe too, instead of answering it."""
+    with running_server(checkpoint, tmp_path, front_ends=1, exit_timeout_secs=300) as server:
+        body = json.dumps({"text_input": "long", "stream": True, **LONG}).encode()
+        url = f"http://{server.process.http_address}/v2/models/llm/generate_stream"
+        with urllib.request.urlopen(urllib.request.Request(url, data=body), timeout=WAIT_S) as stream:
+            assert b"text_output" in stream.readline()
+            server.process.terminate()
+            said = "the server is stopping this model"
+            eventually(lambda: any(said in line for line in server.process.lines), "the front end says that it drains")
+            assert b"error" not in stream.readline() + stream.readline() + stream.readline()  # it goes on meanwhile
         eventually(lambda: marked_processes(server.mark) == [], "every process of the server has ended")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,6 +109,22 @@ def test_a_closed_listener_is_a_stopping_server(health: Health) -> None:
     drain.check()
     drain.check()
     assert drain.is_draining
+
+
+def test_a_listener_that_resets_whoever_comes_is_a_stopping_server() -> None:
+    """So does the server's while it waits for the HTTP streams that are open: it takes no new connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reset_all() -> None:
+            with contextlib.suppress(OSError):  # of the listener's end
+                while True:
+                    connection, _ = listener.accept()
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.close()
+
+        threading.Thread(target=reset_all, daemon=True).start()
+        port = listener.getsockname()[1]
+        assert [ask_over_http("127.0.0.1", port, "llm", "1") for _ in range(5)] == [False] * 5
 
 
 def test_unclear_answers_say_nothing(health: Health) -> None:
