@@ -7,13 +7,14 @@ huggingface_hub, and only when there is something to convert or to fetch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cb_backend.errors import ConfigError
@@ -100,8 +101,9 @@ def _convert_gguf(path: Path, target: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # whatever transformers and gguf raise on a damaged file
         raise ConfigError(f"{path.name} cannot be converted: {_first_line(error)}") from None
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    with _saving(target):
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
     # A GPU runs it in bfloat16 unless told otherwise: the quantised values hold fewer bits than that.
     config = json.loads((target / "config.json").read_text())
     config.pop("quantization_config", None)
@@ -125,7 +127,8 @@ def _convert_tokenizer(folder: Path, target: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever transformers raises on a damaged file
         raise ConfigError(f"the checkpoint's tokenizer cannot be read: {_first_line(error)}") from None
-    tokenizer.save_pretrained(target)
+    with _saving(target):
+        tokenizer.save_pretrained(target)
     if not (target / "tokenizer.json").is_file():
         raise ConfigError(
             "the checkpoint's tokenizer has no fast form; set the engine argument tokenizer to one that has"
@@ -168,6 +171,19 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def _saving(target: Path) -> Iterator[None]:
+    """Around writers of other packages, whose errors for a full disk have no class in common."""
+    try:
+        yield
+    except Exception as error:
+        free = shutil.disk_usage(target).free >> 20
+        raise ConfigError(
+            f"the converted files cannot be written to {target.parent} ({_first_line(error)}; {free} MiB are free); "
+            "make room there, or set CB_BACKEND_CACHE to another folder"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

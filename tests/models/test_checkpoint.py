@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -170,3 +171,19 @@ def test_a_tokenizer_of_its_own_is_preferred(tmp_path: Path) -> None:
 def test_no_tokenizer_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tokenizer in the checkpoint's folder; set the engine argument tokenizer"):
         resolve_tokenizer(None, tmp_path)
+
+
+def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unsaved:
+        def save_pretrained(self, target: Path) -> None:
+            (target / "half").write_text("x")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    (tmp_path / "vocab.json").write_text("{}")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: Unsaved())
+    message = r"cannot be written to .*tokenizers \(.*No space left.*; \d+ MiB are free\).*CB_BACKEND_CACHE"
+    with pytest.raises(ConfigError, match=message):
+        resolve_tokenizer(None, tmp_path)
+    assert not any((cache / "tokenizers").iterdir())
