@@ -15,8 +15,12 @@ from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
 
 LONGEST = 200  # tokens of a prompt
 # Reached in few worlds, or after all requests have ended, so drawn more often.
-_FEW_TIMES = ("preemption.preempt", "swap.put_out", "swap.bring_in")  # points that few worlds come to, and seldom
-_RARE_POINTS = (*_FEW_TIMES * 2, "scheduler.cancel", "process.handle", "front_end.deliver", "scheduler.schedule")
+# Points that few worlds come to, and seldom: they fail at the latest at this time.
+_FEW_TIMES = {"preemption.preempt": 3, "swap.put_out": 2, "swap.bring_in": 2, "process.stats": 2, "scheduler.cancel": 3}
+_RARE_POINTS = (
+    *("preemption.preempt", "swap.put_out", "swap.bring_in") * 2,
+    *("scheduler.cancel", "process.handle", "front_end.deliver", "scheduler.schedule"),
+)
 _RARE_STATES = (*("prefilling",) * 5, "preempted", "swapped", "compiling")
 
 
@@ -60,7 +64,7 @@ def make_scenario(seed: int) -> Scenario:
 def _fault(rng: random.Random) -> Fault:
     point = rng.choice((*POINTS, *_RARE_POINTS))
     n = rng.choice((1, 2, rng.randint(1, 8), rng.randint(4, 20), rng.randint(1, 40)))
-    return Fault(point, min(n, 3) if point in _FEW_TIMES else n, rng.choice((1, 1, 1, 3)))
+    return Fault(point, min(n, _FEW_TIMES.get(point, n)), rng.choice((1, 1, 1, 3)))
 
 
 def _config(rng: random.Random, block_size: int, is_scarce: bool, has_urgent: bool) -> EngineConfig:
