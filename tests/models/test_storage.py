@@ -24,7 +24,7 @@ def size(**settings: object) -> int:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with 4 GiB free of 8."""
-    monkeypatch.setattr(storage, "_memory", lambda device: (4 << 30, 8 << 30))
+    monkeypatch.setattr(storage, "free_memory", lambda device: (4 << 30, 8 << 30))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,5 +102,5 @@ def test_what_steps_need_is_left_free() -> None:
 
 
 def test_the_system_says_what_is_free() -> None:
-    free, total = storage._memory(CPU)
+    free, total = storage.free_memory(CPU)
     assert 0 < free <= total
