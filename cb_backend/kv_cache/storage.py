@@ -6,7 +6,6 @@ place for the writes of padding tokens: it is counted in `num_blocks` and never 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.fp8 import FP8, fp8_needs, is_fp8_capable
+from cb_backend.kv_cache.host_memory import host_memory
 
 _DEFAULT_CPU_BYTES = 1 << 30
 _GIB = 1 << 30
@@ -118,14 +118,10 @@ def size_kv_cache(
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of the device; on a CPU what the system can give without swapping."""
+    """(free, total) bytes of the device; on a CPU what the host can give."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
-    kib: dict[str, int] = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        kib[name] = int(rest.split()[0])
-    return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+    return host_memory()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
