@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from load_generator.wire import METADATA, WireOptions, open_connections
+from load_generator.wire import WireOptions, open_connections
 
 WARM_UP_S = 2.0
 CONNECTIONS = 4  # of each client process
@@ -115,7 +115,7 @@ async def _client(url: str, model: str, streams: int, tokens: int, seconds: floa
 async def _stream(open_stream: Callable[..., Any], request: bytes, counter: list[int]) -> None:
     """One request after the other, for ever; counter: [responses with tokens, tokens]."""
     while True:
-        call = open_stream(metadata=METADATA)
+        call = open_stream()
         try:
             await call.write(request)
             await call.done_writing()
