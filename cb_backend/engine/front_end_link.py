@@ -56,9 +56,6 @@ class FrontEnd:
 class FrontEndLink:
     """The ROUTER socket and who is connected to it. Knows nothing of the engine's state."""
 
-    _room = QueueRoom(None)  # of the engine's queue, as last told
-    _has_heard = False  # something has come from a front end since
-
     def __init__(self, socket_path: str, server_pid: int) -> None:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -73,6 +70,8 @@ class FrontEndLink:
         self._watch(self._server)
         self.front_ends: dict[int, FrontEnd] = {}  # by front end id
         self._shares = Shares()
+        self._room = QueueRoom(None)  # of the engine's queue, as last told
+        self._has_heard = False  # something has come from a front end since
         self.has_had_front_end = False
 
     @property

@@ -16,6 +16,7 @@ from cb_backend.engine.front_end_link import FrontEndLink
 from cb_backend.engine.step_messages import Shares
 from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.messages import Hello, encode
+from cb_backend.queue_room import QueueRoom
 
 
 class Wires:
@@ -96,6 +97,7 @@ class SimulatedLink(FrontEndLink):
         self.front_ends = {}
         self.has_had_front_end = False
         self._shares = Shares()
+        self._room, self._has_heard = QueueRoom(None), False
 
     @property
     def is_server_alive(self) -> bool:
