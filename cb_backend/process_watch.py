@@ -19,12 +19,23 @@ def process_start_time(pid: int) -> int | None:
 
     With the pid it names a process for good.
     """
+    fields = process_stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def process_cpu_seconds(pid: int) -> float | None:
+    """What all threads of `pid` have computed until now, or None if there is no such process."""
+    fields = process_stat(pid)
+    return None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def process_stat(pid: int) -> list[str] | None:
+    """The fields of `/proc/PID/stat` from the state on (proc(5)'s number 3), or None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
+            return stat.read().rpartition(b")")[2].decode().split() or None  # a name may hold anything
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 class ProcessWatch:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -29,8 +28,8 @@ from cb_backend.cli.server.local_server import find_server  # noqa: E402
 from cb_backend.cli.server.model_repository import copy_with_model  # noqa: E402
 from cb_backend.cli.server.processes import descendants  # noqa: E402
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports  # noqa: E402
+from cb_backend.process_watch import process_cpu_seconds  # noqa: E402
 
-_TICKS = os.sysconf("SC_CLK_TCK")
 HEADER = (
     "front ends  streams  out tok/s  responses/s  tok/resp   TTFT p50/p99 ms   ITL p50/p99 ms  errors"
     "   cores: engine front ends server client"
@@ -60,11 +59,10 @@ def cpu_seconds(server_pid: int) -> dict[str, float]:
     for pid in [server_pid, *(process.pid for process in descendants(server_pid))]:
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         part = "engine" if b"engine_process" in command else "front ends" if b"backend_stub" in command else "server"
-        found[part] += (int(stat[11]) + int(stat[12])) / _TICKS
+        found[part] += process_cpu_seconds(pid) or 0.0
     return found
 
 

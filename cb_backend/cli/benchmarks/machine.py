@@ -17,6 +17,7 @@ from typing import Any
 from cb_backend import __version__
 from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape
 from cb_backend.models.model_config import ModelConfig
+from cb_backend.process_watch import process_start_time
 
 REPEATS = 5  # of each measurement; the best one counts, because a limit is what can be reached
 FP8_SPEED = 2.0  # of the tensor cores, beside 16-bit products (Hopper's and Ada's data sheets)
@@ -170,9 +171,8 @@ def peak_memory_bytes(device: str) -> int:
 
 def seconds_since_process_start() -> float | None:
     """Age of this process; None where the system does not tell (no Linux `/proc`)."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
+    started = process_start_time(os.getpid())
+    if started is None or not hasattr(time, "CLOCK_BOOTTIME"):
         return None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
     return age if 0 <= age < 3600 else None

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from cb_backend.process_watch import process_stat
+
 
 class _Stat(NamedTuple):
     state: str
@@ -62,8 +64,7 @@ def _all_processes() -> Iterator[tuple[ProcessId, _Stat]]:
 
 
 def _read_stat(pid: int) -> _Stat | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return _Stat(state=fields[0], parent=int(fields[1]), session=int(fields[3]), start_time=int(fields[19]))
-    except (OSError, IndexError, ValueError):
-        return None  # it has ended
+    fields = process_stat(pid)
+    if fields is None:
+        return None
+    return _Stat(state=fields[0], parent=int(fields[1]), session=int(fields[3]), start_time=int(fields[19]))

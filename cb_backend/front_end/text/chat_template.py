@@ -19,6 +19,7 @@ from typing import Any
 
 from cb_backend.errors import CbError, InvalidRequestError
 from cb_backend.front_end.interpreter import find_python
+from cb_backend.process_watch import process_cpu_seconds
 
 RENDER_TIMEOUT_S = 2.0  # of a core
 START_TIMEOUT_S = 20.0  # of a core
@@ -111,11 +112,11 @@ def _exchange(worker: subprocess.Popen[bytes] | None, line: bytes, timeout_s: fl
     assert worker.stdout is not None
     to_worker, from_worker = worker.stdin.fileno(), worker.stdout.fileno()
     os.set_blocking(to_worker, False)
-    limit, deadline = _cpu_seconds(worker.pid) + timeout_s, time.monotonic() + MAX_WAIT_S
+    limit, deadline = _computed_s(worker) + timeout_s, time.monotonic() + MAX_WAIT_S
     received = bytearray()
     while not received.endswith(b"\n"):
         readable, writable, _ = select.select([from_worker], [to_worker] if line else [], [], LOOK_S)
-        if _cpu_seconds(worker.pid) > limit or time.monotonic() > deadline:
+        if _computed_s(worker) > limit or time.monotonic() > deadline:
             raise _WorkerEndedError(f"took longer than {timeout_s:g} s on these messages")
         if writable:
             try:
@@ -135,10 +136,9 @@ def _exchange(worker: subprocess.Popen[bytes] | None, line: bytes, timeout_s: fl
     return answer
 
 
-def _cpu_seconds(pid: int) -> float:
-    """What a child of ours that has not been waited for has computed until now."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _computed_s(worker: subprocess.Popen[bytes]) -> float:
+    """Also of one that has ended: it has not been waited for."""
+    return process_cpu_seconds(worker.pid) or 0.0
 
 
 def _short(text: str) -> str:
