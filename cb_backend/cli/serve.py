@@ -149,7 +149,7 @@ def _ready_text(server: ServerProcess, models: list[str]) -> str:
     return f"""ready: {", ".join(models)}
   HTTP    http://{server.http_address}
   gRPC    {server.grpc_address}
-  metrics http://{server.metrics_address}/metrics
+  metrics {f"http://{server.metrics_address}/metrics" if server.has_metrics else "off"}
 try
   curl -s {url}/generate -d '{{{text}, "parameters": {{{sampling}}}}}'
   curl -sN {url}/generate_stream -d '{{{text}, "parameters": {{"stream": true, {sampling}}}}}'

@@ -17,10 +17,10 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-DEFAULT_EXIT_TIMEOUT_S = 30.0
+from cb_backend.serving.server_arguments import client_host, is_on
+
 # How long before the limit the last requests are ended. The server then takes the front ends down one after the
 # other (it sleeps 1 s for each), and an exit that is not complete at the limit was seen to end in a crash.
 MARGIN_S = 2.0
@@ -75,18 +75,13 @@ class DrainWatch:
             logger.info("the server is stopping this model: new requests are refused, open ones may go on for a while")
 
 
-def exit_timeout_s(arguments: dict[str, str]) -> float:
-    """How long the server waits for open requests when it stops."""
-    return float(arguments.get("exit-timeout-secs", DEFAULT_EXIT_TIMEOUT_S))
-
-
 def readiness_probe(arguments: dict[str, str], model_name: str, model_version: str) -> Probe | None:
     """How to ask the server with this command line: over HTTP, else gRPC; None if it has neither without TLS."""
     if is_on(arguments, "allow-http"):
-        host, port = _address(arguments, "http"), int(arguments.get("http-port", 8000))
+        host, port = client_host(arguments, "http"), int(arguments.get("http-port", 8000))
         return lambda: ask_over_http(host, port, model_name, model_version)
     if is_on(arguments, "allow-grpc") and not is_on(arguments, "grpc-use-ssl", "false"):
-        url = f"{_address(arguments, 'grpc')}:{arguments.get('grpc-port', '8001')}"
+        url = f"{client_host(arguments, 'grpc')}:{arguments.get('grpc-port', '8001')}"
         return _grpc_probe(url, model_name, model_version)
     logger.warning("the server has no HTTP port, and no gRPC port without TLS: its stopping will not be noticed")
     return None
@@ -146,27 +141,3 @@ def _grpc_probe(url: str, model_name: str, model_version: str) -> Probe:
             return False if str(error.status()).endswith("UNAVAILABLE") else None
 
     return ask
-
-
-def server_arguments(server_pid: int) -> dict[str, str]:
-    """The server's command line as a dict; empty where it cannot be read or the server is embedded."""
-    try:
-        words = Path(f"/proc/{server_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    arguments: dict[str, str] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, is_joined, value = word[2:].partition("=")
-            arguments[name] = value if is_joined else following
-    return arguments
-
-
-def is_on(arguments: dict[str, str], name: str, default: str = "true") -> bool:
-    """A yes-or-no argument of the server."""
-    return arguments.get(name, default).lower() in ("true", "1", "t", "")
-
-
-def _address(arguments: dict[str, str], protocol: str) -> str:
-    address = arguments.get(f"{protocol}-address", "0.0.0.0")
-    return "127.0.0.1" if address in ("0.0.0.0", "::", "") else address

@@ -9,7 +9,8 @@ from typing import Any
 
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
-from cb_backend.serving.drain import DrainWatch, exit_timeout_s, is_on, readiness_probe, server_arguments
+from cb_backend.serving import server_arguments
+from cb_backend.serving.drain import DrainWatch, readiness_probe
 from cb_backend.serving.metric_exporter import MetricExporter
 from cb_backend.serving.metrics import EngineReport, Metrics
 from cb_backend.serving.model_config import num_instances
@@ -17,6 +18,7 @@ from cb_backend.serving.model_parameters import reports_vllm_names
 from cb_backend.serving.publisher import INTERVAL_S as PUBLISH_INTERVAL_S
 from cb_backend.serving.publisher import Publisher
 from cb_backend.serving.responder import Responder
+from cb_backend.serving.server_arguments import exit_timeout_s, is_on
 
 INTERVAL_S = 0.25
 STARTING_INTERVAL_S = 0.05
@@ -36,7 +38,7 @@ class Housekeeping:
         model_name, model_version = supervisor.model_name, supervisor.model_version
         self._responder = responder
         self._supervisor = supervisor
-        arguments = server_arguments(server_pid)
+        arguments = server_arguments.of_process(server_pid)
         probe = readiness_probe(arguments, model_name, model_version)
         self._drain = DrainWatch(probe, exit_timeout_s(arguments), num_instances(model_config))
         # All fronts of an engine are one model to whoever reads the metrics.

@@ -18,11 +18,18 @@ from cb_backend.cli import main as cli_main
 from cb_backend.cli.demo_model import extract_gguf
 from cb_backend.cli.demo_view import Stream
 from cb_backend.cli.paths import CliError, checkout_path, load_client
+from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.server.processes import ProcessId, descendants
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
-from cb_backend.cli.server.server_process import ServerOptions, check_ports, free_ports
-from tests.waiting import eventually
+from cb_backend.cli.server.server_process import (
+    ServerOptions,
+    ServerProcess,
+    check_ports,
+    free_ports,
+    http_status,
+)
+from tests.waiting import WAIT_S, eventually
 
 LOAD_FAILURE = (
     "E1127 23:52:48.71 5985 model_lifecycle.cc:642] \"failed to load 'llm' version 1: Internal: TritonModelException:"
@@ -103,6 +110,75 @@ def test_taken_port_is_named_with_its_flag() -> None:
             check_ports(ServerOptions(Path(), "127.0.0.1", http, grpc, impossible))
     with pytest.raises(CliError, match="ports must differ"):
         check_ports(ServerOptions(Path(), "127.0.0.1", http, http, metrics))
+
+
+STAND_IN = """#!{python}
+import http.server, sys, threading
+ports = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+
+class Ok(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+def serve(port):
+    threading.Thread(target=http.server.ThreadingHTTPServer(("127.0.0.1", int(ports[port])), Ok).serve_forever).start()
+
+serve("http-port")
+print("ready", flush=True)
+open({gate!r}).read()  # until somebody opens the other end
+serve("metrics-port")
+"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """A pipe: who reads it waits until somebody opens it for writing."""
+    os.mkfifo(tmp_path / "gate")
+    return tmp_path / "gate"
+
+
+def stand_in(gate: Path, *extra_arguments: str) -> ServerProcess:
+    """A server that says over HTTP that it is ready, and opens the port of its metrics only when the gate opens."""
+    binary = gate.with_name("server")
+    binary.write_text(STAND_IN.format(python=sys.executable, gate=str(gate)))
+    binary.chmod(0o755)
+    options = ServerOptions(Path(), "127.0.0.1", *free_ports(3), extra_arguments=extra_arguments)
+    return ServerProcess(ServerInstallation(binary, Path(), dict(os.environ), "a stand-in"), options)
+
+
+def test_a_server_is_ready_when_its_metrics_answer_too(gate: Path) -> None:
+    server = stand_in(gate)
+    server.start()
+    try:
+        eventually(lambda: http_status(server.http_address, "/v2/health/ready") == 200, "it says that it is ready")
+        assert not server.is_ready(), "whoever comes for the metrics now is refused"
+        with pytest.raises(TimeoutError, match="not ready after 0 s"):
+            server.wait_ready(0.1)
+        gate.write_text("")
+        server.wait_ready(WAIT_S)
+        assert http_status(server.metrics_address, "/metrics") == 200
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("off", [("--allow-metrics=false",), ("--allow-metrics=0",)])
+def test_a_server_without_metrics_is_not_asked_for_them(gate: Path, off: tuple[str, ...]) -> None:
+    server = stand_in(gate, *off)
+    server.start()
+    try:
+        server.wait_ready(WAIT_S)
+        assert http_status(server.metrics_address, "/metrics") is None
+    finally:
+        server.kill()
+
+
+def test_addresses_are_those_that_the_server_is_told_last(gate: Path) -> None:
+    server = stand_in(gate, "--http-port", "7", "--metrics-address=10.0.0.7")
+    assert server.http_address == "127.0.0.1:7"
+    assert server.metrics_address == f"10.0.0.7:{server.options.metrics_port}"
+    with pytest.raises(CliError, match="leave --allow-http on"):
+        stand_in(gate, "--allow-http=false").start()
 
 
 def test_descendants_are_found_and_ended() -> None:

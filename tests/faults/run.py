@@ -82,7 +82,7 @@ def _run(fault: Fault, numbers: list[int], setting: Setting, folder: Path) -> Ve
 
 def _check_idle(made: World) -> None:
     try:
-        if made.server.has_metrics:
+        if made.server.process.has_metrics:
             made.server.wait_idle()
     except AssertionError as error:
         made.notes.append(f"not idle at the end: {error}")

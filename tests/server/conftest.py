@@ -48,7 +48,6 @@ class RunningServer:
     def __init__(self, process: ServerProcess, mark: str) -> None:
         self.process = process
         self.mark = mark
-        self.has_metrics = "--allow-metrics=false" not in process.options.extra_arguments
         self.url = process.grpc_address
         self.client = load_client().Client(self.url, "llm", timeout=WAIT_S)
 

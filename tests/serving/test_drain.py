@@ -13,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from cb_backend.serving import drain
-from cb_backend.serving.drain import DrainWatch, ask_over_http, exit_timeout_s, is_on, readiness_probe
+from cb_backend.serving.drain import DrainWatch, ask_over_http, readiness_probe
+from cb_backend.serving.server_arguments import exit_timeout_s
 from tests.waiting import WAIT_S
 
 
@@ -169,10 +170,7 @@ def test_many_front_ends_need_more_time_to_end(
     assert drain.is_time_up
 
 
-def test_what_the_command_line_says() -> None:
-    assert exit_timeout_s({}) == 30.0
-    assert is_on({}, "allow-http")
-    assert not is_on({"allow-metrics": "false"}, "allow-metrics")
+def test_what_can_be_asked() -> None:
     assert readiness_probe({"allow-http": "0", "allow-grpc": "false"}, "llm", "1") is None
     assert readiness_probe({"allow-http": "0", "grpc-use-ssl": "true"}, "llm", "1") is None
     assert readiness_probe({"allow-http": "false"}, "llm", "1") is not None

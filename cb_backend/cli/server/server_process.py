@@ -23,6 +23,8 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.processes import ProcessId, descendants, session_members
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
+from cb_backend.serving import server_arguments
+from cb_backend.serving.server_arguments import client_host, is_on
 
 READY_POLL_S = 0.1
 KILL_GRACE_S = 5.0  # for what the server leaves behind, after it has ended
@@ -56,6 +58,7 @@ class ServerProcess:
         self.options = options
         self.lines: deque[str] = deque(maxlen=4000)  # the newest output, for reasons and tests
         self._installation = installation
+        self._arguments = server_arguments.parse(self.command())
         self._on_line = on_line
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -67,19 +70,28 @@ class ServerProcess:
 
     @property
     def http_address(self) -> str:
-        return f"{_client_host(self.options.host)}:{self.options.http_port}"
+        return self._address("http")
 
     @property
     def grpc_address(self) -> str:
-        return f"{_client_host(self.options.host)}:{self.options.grpc_port}"
+        return self._address("grpc")
 
     @property
     def metrics_address(self) -> str:
-        return f"{_client_host(self.options.host)}:{self.options.metrics_port}"
+        return self._address("metrics")
+
+    @property
+    def has_metrics(self) -> bool:
+        return is_on(self._arguments, "allow-metrics")
+
+    def _address(self, protocol: str) -> str:
+        return f"{client_host(self._arguments, protocol)}:{self._arguments[f'{protocol}-port']}"
 
     def start(self) -> None:
-        """Start the server. Raises `CliError` if a port is taken. Call it from a thread that outlives the server:
-        the server is told to end when that thread ends."""
+        """Start the server. Raises `CliError` if a port is taken, or if nobody could ask whether it is ready. Call it
+        from a thread that outlives the server: the server is told to end when that thread ends."""
+        if not is_on(self._arguments, "allow-http"):
+            raise CliError("the server is asked over HTTP whether it is ready; leave --allow-http on")
         check_ports(self.options)
         self._process = subprocess.Popen(
             self.command(),
@@ -112,10 +124,14 @@ class ServerProcess:
         ]
 
     def is_ready(self) -> bool:
-        return http_status(self.http_address, "/v2/health/ready") == 200
+        """Whether every model is loaded and every port answers. The server opens them one after the other: gRPC, HTTP,
+        metrics; so one that says over HTTP that it is ready may still refuse who comes for the metrics."""
+        return http_status(self.http_address, "/v2/health/ready") == 200 and (
+            not self.has_metrics or http_status(self.metrics_address, "/metrics") == 200
+        )
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Wait until every model is loaded. Raises `CliError` with the reason if the server ends first, `TimeoutError`
+        """Wait until the server `is_ready`. Raises `CliError` with the reason if the server ends first, `TimeoutError`
         after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.is_ready():
@@ -248,7 +264,3 @@ def http_status(address: str, path: str, timeout: float = 5.0) -> int | None:
         return None
     finally:
         connection.close()
-
-
-def _client_host(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "") else host
