@@ -152,17 +152,16 @@ def test_every_gauge_while_clients_hold_streams_open_and_after(server: RunningSe
             held = [one.num_prompt_tokens + one.num_output_tokens for one in streams if one.num_output_tokens]
             least_blocks = sum(-(-num_tokens // BLOCK_SIZE) for num_tokens in held)
             eventually(lambda: Reading(server).blocks("used") >= least_blocks, "these tokens have blocks")
-            busy = Reading(server)
             most = sum(one.num_prompt_tokens + ENDLESS for one in streams if one.num_output_tokens)
+            bounds = (least_blocks, most // BLOCK_SIZE + NUM_SLOTS)
+            check_gauges(agreeing(server), NUM_SLOTS, NUM_WAITING, *bounds)
         finally:
             for one in streams:
                 one.is_closed.set()
         for job in jobs:
             job.result()
     settled(server, ended(before, MODEL) + len(streams), MODEL)
-    idle = Reading(server)
-    check_gauges(busy, NUM_SLOTS, NUM_WAITING, least_blocks, most // BLOCK_SIZE + NUM_SLOTS)
-    check_gauges(idle, 0, 0, 0, 0)
+    check_gauges(Reading(server), 0, 0, 0, 0)
 
 
 class Reading(Snapshot):
@@ -181,6 +180,21 @@ class Reading(Snapshot):
 
     def blocks(self, kind: str) -> float:
         return self.gauge("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", kind)
+
+
+def agreeing(server: RunningServer) -> Reading:
+    """A reading that was not taken while the gauges were being set, which is done one after the other: the first of
+    them and the last agree."""
+    readings: list[Reading] = []
+
+    def do_agree() -> bool:
+        now = Reading(server)
+        readings.append(now)
+        free, usage = now.blocks("free"), now.gauge("vllm:kv_cache_usage_perc")
+        return 1 - free / now.blocks("max") == pytest.approx(usage)
+
+    eventually(do_agree, "the gauges agree")
+    return readings[-1]
 
 
 def check_gauges(now: Reading, running: int, waiting: int, least_blocks: int, most_blocks: int) -> None:
