@@ -18,7 +18,7 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
 from cb_backend.cli.paths import checkout_path
-from tests.server.conftest import RunningServer, running_server
+from tests.server.conftest import MAX_NUM_SEQS, RunningServer, running_server
 from tests.server.tiny_checkpoint import EOS, Reference
 from tests.waiting import WAIT_S, eventually
 
@@ -210,13 +210,17 @@ def is_waiting(server: RunningServer, count: int) -> bool:
 
 
 def test_triage_lets_the_upset_overtake(server: RunningServer) -> None:
-    """With a full batch and a queue, what comes last and upset ends before what came earlier and calm."""
-    long = {"max_tokens": 6000, "temperature": 0, "ignore_eos": True, "priority": -10}
-    blockers = [
-        Call(server, "llm", text_input=f"fox {i}", sampling_parameters=json.dumps(long), stream=True) for i in range(16)
-    ]
-    for blocker in blockers:
-        blocker.next()
+    """With a full batch and a queue, what comes last and upset is answered, and what came earlier and calm waits on."""
+
+    def blocker(priority: int) -> Call:
+        long = {"max_tokens": 16_000, "temperature": 0, "ignore_eos": True, "priority": priority}
+        return Call(server, "llm", text_input="fox", sampling_parameters=json.dumps(long), stream=True)
+
+    blockers = [blocker(-10) for _ in range(MAX_NUM_SEQS)]
+    for each in blockers:
+        each.next()
+    blockers.append(blocker(-5))  # before the calm ones, so that they find no place when the upset one has left its own
+    eventually(partial(is_waiting, server, 1), "it waits")
     ends: list[str] = []
 
     def ask(text: str) -> None:
@@ -227,13 +231,16 @@ def test_triage_lets_the_upset_overtake(server: RunningServer) -> None:
     for text in ("thanks one", "thanks two", "thanks three", "terrible and useless"):
         threads.append(threading.Thread(target=ask, args=(text,)))
         threads[-1].start()
-        eventually(partial(is_waiting, server, len(threads)), "it waits")
+        eventually(partial(is_waiting, server, 1 + len(threads)), "it waits")
     blockers[0].close(cancel=True)  # one place
+    blockers[-1].next()
+    eventually(lambda: bool(ends), "an answer")
+    assert ends == ["terrible and useless"]
+    for each in blockers[1:]:
+        each.close(cancel=True)
     for thread in threads:
         thread.join(WAIT_S)
-    assert ends[0] == "terrible and useless"
-    for blocker in blockers[1:]:
-        blocker.close(cancel=True)
+    assert len(ends) == len(threads)
     server.wait_idle()
 
 

@@ -101,17 +101,17 @@ def test_o11_priorities_order_the_queue_and_take_running_slots(
     server: RunningServer, reference: Reference, full: list[RawStream]
 ) -> None:
     late = RawStream(server.url, "late", {**SHORT, "priority": 2})
-    normal = RawStream(server.url, "normal", {**SHORT, "priority": 1})
+    eventually(lambda: server.gauge("nv_trt_llm_request_metrics", "waiting") == 1, "it waits")
+    normal = RawStream(server.url, "normal", {**LONG, "priority": 1})
     urgent = RawStream(server.url, "urgent", {**SHORT, "priority": -1}).wait()
     assert urgent.text == reference.greedy_text("urgent", 8), "it took the slot of a running request"
-    assert (late.num_finals, normal.num_finals) == (0, 0), "these wait: every slot is taken"
+    assert (late.num_texts, normal.num_texts) == (0, 0), "these wait: every slot is taken"
     full[0].close(cancel=True)
-    normal.wait()
-    late.wait()
-    assert normal.events[-1][0] < late.events[-1][0]
-    for stream, prompt in ((normal, "normal"), (late, "late")):
-        assert stream.text == reference.greedy_text(prompt, 8)
-    for stream in (late, normal, urgent):
+    normal.wait(num_texts=1)
+    assert (late.num_texts, normal.errors) == (0, []), "the one slot is taken by the one that came later"
+    normal.close(cancel=True)
+    assert late.wait().text == reference.greedy_text("late", 8)
+    for stream in (late, urgent):
         stream.close()
     assert all(stream.errors == [] for stream in full[1:]), "the one that gave way goes on"
 
