@@ -185,9 +185,11 @@ def test_client_script(server: RunningServer, reference: Reference) -> None:
 
 
 def test_client_script_is_cancelled_by_ctrl_c(server: RunningServer) -> None:
+    server.wait_idle()
     long = generate(server, "fox", "--stream", "--max-tokens", str(MAX_MODEL_LEN - 100), "--ignore-eos")
     try:
-        eventually(lambda: (server.num_active_requests() or 0) > 0, "the request runs")
+        assert long.stdout is not None
+        assert long.stdout.read(1), "it prints what has come"
         long.send_signal(signal.SIGINT)
         _, errors = long.communicate(timeout=WAIT_S)
     finally:
