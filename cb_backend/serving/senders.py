@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from cb_backend.serving.latency import Latencies, ThreadLatencies
 from cb_backend.serving.live_request import LiveRequest
+from cb_backend.silence import SilenceClock
 
 HELD_UP_S = 0.25  # longer than a send takes on a busy machine; a false alarm costs the start of a thread
 TICK_S = 0.05
@@ -43,7 +44,7 @@ class _Turn:
 
     tally: Tally
     live: LiveRequest | None = None
-    since: float = 0.0  # time.monotonic() at which it began to serve it
+    since: float = 0.0  # seconds of the watch's clock at which it began to serve it
     is_owner: bool = True  # of its queue; False: when this request is done, the thread ends
     is_reported: bool = False
     thread: threading.Thread | None = None
@@ -68,6 +69,9 @@ class Senders:
         self._free_tallies: list[Tally] = []
         self.queues: list[queue.SimpleQueue[LiveRequest | None]] = [queue.SimpleQueue() for _ in range(num_threads)]
         self._is_closing = False
+        # NOTE: time counts while somebody looks. A process that was stopped finds turns that are old when it wakes, and
+        # would give up threads that are about to send: they would speak to a server that takes this process for closed.
+        self._clock = SilenceClock()
         self._own_counts = Tally(ThreadLatencies())  # the watch's
         self.tallies.append(self._own_counts)
         self._owners = [self._start(index) for index in range(num_threads)]
@@ -88,10 +92,10 @@ class Senders:
         self._is_closing = True
         for news in self.queues:
             news.put(None)
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        deadline = self._clock.look() + CLOSE_TIMEOUT_S
         self._look_safely()
         while not (all(map(self._is_served, self._owners)) and all(map(self._has_ended, self._held_up))):
-            if time.monotonic() > deadline and not all(turn.is_owner for turn in self._owners):
+            if self._clock.seconds > deadline and not all(turn.is_owner for turn in self._owners):
                 logger.error("a sender thread could not be started: requests that it should have served get no end")
                 return
             time.sleep(TICK_S / 5)
@@ -103,7 +107,7 @@ class Senders:
 
     def _has_ended(self, turn: _Turn) -> bool:
         """NOTE: one that waits for a client is given up: nothing can end it, and the server is about to."""
-        is_stuck = turn.live is not None and time.monotonic() - turn.since > CLOSE_TIMEOUT_S
+        is_stuck = turn.live is not None and self._clock.seconds - turn.since > CLOSE_TIMEOUT_S
         return is_stuck or turn.thread is None or not turn.thread.is_alive()
 
     # ---- threads ------------------------------------------------------------------------------------------------
@@ -126,7 +130,7 @@ class Senders:
         while turn.is_owner and (live := news.get()) is not None:
             if live.is_closed or not live.turn_lock.acquire(blocking=False):
                 continue  # another thread is held up with it, and will queue it again
-            turn.since = time.monotonic()
+            turn.since = self._clock.seconds
             turn.live = live
             try:
                 self._serve(live, turn.tally)
@@ -146,7 +150,7 @@ class Senders:
 
     def _look_safely(self) -> None:
         try:
-            self._look(time.monotonic())
+            self._look(self._clock.look())
         except Exception:
             logger.exception("looking at the sender threads failed")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cb_backend.request import FinishReason
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.live_request import LiveRequest
 from cb_backend.serving.senders import Senders, Tally
+from cb_backend.silence import SilenceClock
 from tests.serving.fake_server import ResponseSender, TritonError
 from tests.serving.response_bench import Bench
 from tests.waiting import WAIT_S, eventually
@@ -155,8 +157,8 @@ def test_closing_waits_for_the_thread_that_takes_over_a_queue(bench: Bench, monk
 
     monkeypatch.setattr("cb_backend.serving.senders.CLOSE_TIMEOUT_S", WAIT_S)
     stuck, other, queued = bench.open(), bench.open(), bench.open()  # the first and the last have one queue
-    stop_reading(stuck)
     monkeypatch.setattr(Senders, "_start", start_late)
+    stop_reading(stuck)
     assert is_starting.wait(WAIT_S)
     monkeypatch.setattr(senders, "_serve", serve_late)
     stuck[1].may_send.set()
@@ -171,6 +173,33 @@ def test_closing_waits_for_the_thread_that_takes_over_a_queue(bench: Bench, monk
     may_serve.set()
     closing.join()
     assert (stuck[1].final_count, queued[1].final_count) == (1, 1)
+
+
+def test_closing_gives_nobody_up_because_the_process_was_stopped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour is over when it wakes, and the thread that was sending has not run yet."""
+    serve, senders = bench.responder._senders._serve, bench.responder._senders
+    is_serving, may_serve, now = threading.Event(), threading.Event(), [0.0]
+
+    def serve_late(live: LiveRequest, tally: Tally) -> None:
+        is_serving.set()
+        may_serve.wait(WAIT_S)
+        serve(live, tally)
+
+    def sleep(_: float) -> None:  # the closing thread's: first of all it is stopped, then the other one runs
+        if now[0] == 0.0:
+            now[0] = 3600.0
+        else:
+            may_serve.set()
+            sender.wait()
+
+    senders._clock = SilenceClock(lambda: now[0])
+    monkeypatch.setattr(senders, "_serve", serve_late)
+    live, sender = bench.open()
+    live.answers[0].on_tokens((ord("a"),), LENGTH)
+    assert is_serving.wait(WAIT_S)
+    monkeypatch.setattr("cb_backend.serving.senders.time", SimpleNamespace(sleep=sleep))
+    senders.close()
+    assert sender.final_count == 1
 
 
 def test_a_thread_that_cannot_be_started_is_started_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
