@@ -44,6 +44,7 @@ from cb_backend.messages import (
     token_ids_from_bytes,
 )
 from cb_backend.queue_room import RefusedRequests
+from cb_backend.silence import SilenceClock
 from cb_backend.step_dump import DumpSteps
 
 EXIT_DONE, EXIT_START_FAILED, EXIT_CONFIG_ERROR, EXIT_GAVE_UP = range(4)
@@ -75,7 +76,7 @@ class EngineProcess:
         self._start_time = now
         self._next_watch = now
         self._next_stats = now
-        self._last_progress = now
+        self._silence = SilenceClock(clock)  # of steps while requests are open
         self._was_busy = False
         self._garbage = GarbageSchedule()
         self._num_failed_steps = 0  # in a row
@@ -107,7 +108,7 @@ class EngineProcess:
     def _take_messages(self) -> None:
         if not self.engine.has_unfinished():
             has_news = self.link.wait(IDLE_POLL_MS)
-            self._last_progress = self._clock()
+            self._silence.heard()
             if not has_news:
                 self._garbage.collect_if_due(is_idle=True)
         for _ in range(MAX_MESSAGES_PER_STEP):
@@ -190,7 +191,7 @@ class EngineProcess:
             output = error.output
             self._num_failed_steps += 1
         if output is not None:
-            self._last_progress = self._clock()
+            self._silence.heard()
             if not self.engine.has_requests():  # first, so that the last clients find their work in the metrics
                 self.link.send_to_all(self._stats())
                 self._was_busy = self.engine.has_unfinished()
@@ -205,8 +206,8 @@ class EngineProcess:
 
     def _wait_out_stall(self) -> None:
         if self.engine.is_compiling:  # ends by itself
-            self._last_progress = self._clock()
-        if self._clock() - self._last_progress > STALL_TIMEOUT_S:
+            self._silence.heard()
+        if self._silence.look() > STALL_TIMEOUT_S:
             raise GaveUpError(f"no progress for {STALL_TIMEOUT_S:.0f} s with open requests: {self.engine.stats()}")
         self.link.wait(1)
 

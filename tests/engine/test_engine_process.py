@@ -118,3 +118,22 @@ def test_no_progress_ends_the_engine_with_a_reason(folder: Path, monkeypatch: py
     assert "no progress" in message.message
     assert codes == [engine_process.EXIT_GAVE_UP]
     assert engine.num_steps < 1000, "a stalled engine must not spin"
+
+
+def test_an_engine_that_was_stopped_itself_does_not_give_up(folder: Path) -> None:
+    now = 0.0
+    engine, link = StuckEngine(), FrontEndLink(str(folder / "s"), os.getppid())
+    process = engine_process.EngineProcess(engine, link, lambda: now)  # type: ignore[arg-type]
+    engine.is_stuck = True
+    try:
+        process.turn()
+        now += 3600.0  # the process was stopped, or its machine slept
+        process.turn()
+        for _ in range(round(engine_process.STALL_TIMEOUT_S) - 1):
+            now += 1.0
+            process.turn()
+        now += 1.0
+        with pytest.raises(engine_process.GaveUpError, match="no progress"):
+            process.turn()
+    finally:
+        link.close()
