@@ -18,6 +18,7 @@ from cb_backend.cli import main as cli_main
 from cb_backend.cli.demo_model import extract_gguf
 from cb_backend.cli.demo_view import Stream
 from cb_backend.cli.paths import CliError, checkout_path, load_client
+from cb_backend.cli.server import server_process
 from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.server.processes import ProcessId, descendants
@@ -29,6 +30,7 @@ from cb_backend.cli.server.server_process import (
     free_ports,
     http_status,
 )
+from cb_backend.silence import SilenceClock
 from tests.waiting import WAIT_S, eventually
 
 LOAD_FAILURE = (
@@ -179,6 +181,33 @@ def test_addresses_are_those_that_the_server_is_told_last(gate: Path) -> None:
     assert server.metrics_address == f"10.0.0.7:{server.options.metrics_port}"
     with pytest.raises(CliError, match="leave --allow-http on"):
         stand_in(gate, "--allow-http=false").start()
+
+
+def test_lines_that_come_while_the_newest_are_chosen(gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = stand_in(gate)
+    server.lines.extend(["one", "two"])
+    monkeypatch.setattr(server_process, "is_worth_showing", lambda line: server.lines.append("late") is None)
+    assert server.last_lines(2) == ["one", "two"]
+
+
+def test_the_last_lines_are_waited_for_though_the_process_was_stopped(
+    gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, joins = 0.0, 0
+
+    class Reader:
+        def is_alive(self) -> bool:
+            return joins < 3
+
+        def join(self, timeout: float) -> None:
+            nonlocal now, joins
+            now, joins = now + (3600.0 if joins == 0 else 0.1), joins + 1
+
+    server = stand_in(gate)
+    monkeypatch.setattr(server_process, "SilenceClock", lambda: SilenceClock(lambda: now))
+    monkeypatch.setattr(server, "_reader", Reader())
+    server._join_reader()
+    assert joins == 3
 
 
 def test_descendants_are_found_and_ended() -> None:

@@ -25,9 +25,11 @@ from cb_backend.cli.server.processes import ProcessId, descendants, session_memb
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
 from cb_backend.serving import server_arguments
 from cb_backend.serving.server_arguments import client_host, is_on
+from cb_backend.silence import SilenceClock
 
 READY_POLL_S = 0.1
 KILL_GRACE_S = 5.0  # for what the server leaves behind, after it has ended
+LAST_LINES_S = 2.0  # for its output to be read to the end
 _PR_SET_PDEATHSIG = 1
 _FIRST_PORT = 10_000  # of those that free ports are taken from
 _LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -201,12 +203,15 @@ class ServerProcess:
                 self._on_line(line.rstrip("\n"))
 
     def _join_reader(self) -> None:
-        if self._reader is not None:
-            self._reader.join(timeout=2.0)
+        """Wait for the last lines, but not for a process that the server has left behind and that keeps the pipe."""
+        silence = SilenceClock()
+        while self._reader is not None and self._reader.is_alive() and silence.look() < LAST_LINES_S:
+            self._reader.join(timeout=0.1)
 
     def last_lines(self, count: int) -> list[str]:
         """The newest lines of output that are worth showing, oldest first."""
-        return [line for line in self.lines if is_worth_showing(line)][-count:]
+        lines = list(self.lines)  # in one go: more may come while they are looked at
+        return [line for line in lines if is_worth_showing(line)][-count:]
 
 
 def check_ports(options: ServerOptions) -> None:
