@@ -45,7 +45,7 @@ def smoke_test(running: RunningServer, **options: str) -> int:
     command = [sys.executable, str(DOCKER / "smoke_test.py")]
     for name, address in addresses.items():
         command += [f"--{name}", options.get(name, f"http://{address}")]
-    command += ["--wait", "1", "--model", options.get("model", "llm")]
+    command += ["--wait", options.get("wait", str(WAIT_S)), "--model", options.get("model", "llm")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     print(done.stdout + done.stderr)
     return done.returncode
@@ -82,7 +82,7 @@ def dashboard_expressions() -> list[str]:
 
 
 def test_smoke_test_notices_what_is_wrong(deployed: RunningServer) -> None:
-    assert smoke_test(deployed, model="no_such_model") == 1
+    assert smoke_test(deployed, model="no_such_model", wait="1") == 1
     assert smoke_test(deployed, metrics=f"http://{deployed.process.http_address}") == 1
 
 

@@ -18,7 +18,7 @@ from cb_backend.errors import UnavailableError
 from cb_backend.front_end.engines.engine_observer import ask_for_steps, reset_prefix_cache, running_engines
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.front_end.engines import answer, counting_config, is_running, make_supervisor, submit
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def test_steps_of_a_running_engine(
         supervisor.start()
         (life,) = running_engines(base)
         assert life == supervisor.client.members[0].life
-        assert from_dump(ask_for_steps(life.socket_path, 100)).steps == []
+        assert from_dump(ask_for_steps(life.socket_path, 100, WAIT_S)).steps == []
         answer(supervisor, [1, 2, 3], 5)
-        steps = from_dump(ask_for_steps(life.socket_path, 100)).steps
+        steps = from_dump(ask_for_steps(life.socket_path, 100, WAIT_S)).steps
         assert [[row.num_tokens for row in step.rows] for step in steps] == [[3], [1], [1], [1], [1]]
         _, sink = submit(supervisor, [4] * 10, 4000)
         sink.wait_for_token()
-        dump = ask_for_steps(life.socket_path, 3)
+        dump = ask_for_steps(life.socket_path, 3, WAIT_S)
         busy = from_dump(dump)
         assert [len(step.rows) for step in busy.steps] == [1, 1, 1]
         assert (busy.header.num_slots, busy.header.num_blocks, busy.header.block_size) == (4, 1024, 16)
