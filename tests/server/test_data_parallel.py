@@ -18,7 +18,7 @@ pytestmark = pytest.mark.server
 
 
 def test_two_engines_under_two_front_ends(checkpoint: Path, tmp_path: Path, reference: Reference) -> None:
-    with running_server(checkpoint, tmp_path, exit_timeout_secs=10, data_parallel_size=2) as server:
+    with running_server(checkpoint, tmp_path, exit_timeout_secs=300, data_parallel_size=2) as server:
         engines = server.engine_pids()
         assert len(engines) == 2
         eventually(lambda: server.gauge("cb_engine_up", "llm") == 2, "both engines are up in /metrics")
