@@ -11,6 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -48,6 +49,9 @@ class _Worker:
         self._spec = spec
         self._pipe = pipe
         self._take_index = take_index
+        # NOTE: one thread: messages leave one after the other and in their order, also where one takes long. The parent
+        # stops listening at the Done; a report that came after it would be lost with its records.
+        self._sender = ThreadPoolExecutor(max_workers=1)
         self._builder = PromptBuilder(spec.vocabulary, spec.seed)
         self._started: asyncio.Future[float] | None = None
         self._stopping = asyncio.Event()
@@ -83,6 +87,7 @@ class _Worker:
             await asyncio.gather(*watchers, return_exceptions=True)
             await self._send(Done(self._take_progress(), ClientHealth(self._spec.process, cpu_share, self._lags)))
         loop.remove_reader(self._pipe.fileno())
+        self._sender.shutdown()
 
     def _on_message(self) -> None:
         """("start", instant) or ("stop",); a closed pipe is a stop as well: the parent is gone."""
@@ -102,7 +107,7 @@ class _Worker:
     async def _send(self, message: Any) -> None:
         # In a thread: a parent that is busy writing must not stop this loop's clock.
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self._pipe.send, message)
+            await asyncio.get_running_loop().run_in_executor(self._sender, self._pipe.send, message)
         except OSError:
             self._stopping.set()
 
