@@ -170,7 +170,8 @@ def test_serve_command_from_start_to_sigterm(checkpoint: Path, tmp_path: Path) -
     with log.open("w") as file:
         serve = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
-        eventually(lambda: "client/generate.py" in log.read_text() or serve.poll() is not None, "serve is ready")
+        for said in ("starting", "started engine", "ready after", "client/generate.py"):  # each takes its time
+            eventually(lambda said=said: said in log.read_text() or serve.poll() is not None, said)
         assert "ready: llm" in log.read_text(), log.read_text()
         assert f"http://127.0.0.1:{http_port}/v2/models/llm/generate" in log.read_text()
         assert http_status(f"127.0.0.1:{http_port}", "/v2/models/llm/ready") == 200
@@ -180,4 +181,5 @@ def test_serve_command_from_start_to_sigterm(checkpoint: Path, tmp_path: Path) -
         assert "Traceback" not in log.read_text()
         eventually(lambda: marked_processes(mark) == [], "every process of the server has ended")
     finally:
+        print(log.read_text())  # shown by pytest where the test fails
         serve.kill()
