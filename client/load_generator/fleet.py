@@ -19,7 +19,7 @@ from .records import RequestRecord
 from .worker import run_process
 
 START_DELAY_S = 0.2  # between "all ready" and the common start
-STOP_TIMEOUT_S = 10.0  # for the processes to cancel their requests after Ctrl-C
+STOP_TIMEOUT_S = 30.0  # for the processes to cancel their requests after Ctrl-C
 READY_TIMEOUT_S = 600.0
 
 

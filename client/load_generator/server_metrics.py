@@ -12,7 +12,7 @@ _TYPE = re.compile(r"^# TYPE (\S+) (\S+)")
 MAX_COUNTERS = 40
 
 
-def fetch(url: str, timeout_s: float = 5.0) -> str:
+def fetch(url: str, timeout_s: float = 30.0) -> str:
     """The text at `url`. Raises OSError."""
     with urllib.request.urlopen(url, timeout=timeout_s) as response:
         return str(response.read().decode())
