@@ -74,7 +74,8 @@ class SlotRunner(RunnerBase):
         super().close()
 
     def new_buffers(self, shape: StepShape) -> StepBuffers:
-        return make_buffers(shape, self.padding_slot, self.device)
+        """Buffers that hold nothing but padding."""
+        return make_buffers(shape, padding(shape, self.padding_slot), self.device)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> PendingStep:
@@ -210,9 +211,7 @@ class SlotRunner(RunnerBase):
         deltas = self._apply_overflow(shape, deltas)
         host = padding(shape, self.padding_slot)
         fill(split(host, shape), shape, plan, deltas, self.batch, self.padding_slot)
-        buffers = self.new_buffers(shape)
-        buffers.host_copy.copy_(copy_to(host, self.device))
-        return buffers
+        return make_buffers(shape, host, self.device)
 
     def _fill(self, buffers: StepBuffers, plan: SchedulerOutput, deltas: NDArray[np.int32]) -> None:
         """Bring a plan into a graph's buffers with one copy, or none when nothing changed since its last replay."""

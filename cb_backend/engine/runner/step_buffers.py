@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kernels.step_rows import StepRows
@@ -83,9 +84,9 @@ class StepBuffers:
         return self.segments["deltas"].view(-1, 3)  # of (slot, index, block_id), slot -1 = none
 
 
-def make_buffers(shape: StepShape, padding_slot: int, device: torch.device) -> StepBuffers:
-    """Buffers that hold nothing but padding."""
-    host_copy = torch.from_numpy(padding(shape, padding_slot)).to(device)
+def make_buffers(shape: StepShape, host: NDArray[np.int32], device: torch.device) -> StepBuffers:
+    """Buffers that hold what the host array does. Does not wait for the device: steps before it may still run there."""
+    host_copy = copy_to(host, device)
     segments = {name: host_copy[where] for name, where in shape.layout()[0].items()}
 
     def ints(name: str) -> Tensor:
