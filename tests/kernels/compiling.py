@@ -21,8 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cb_backend.engine.runner.device_state import new_slot_state
+from cb_backend.engine.runner.step_buffers import StepShape, make_buffers, padding
 from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.kernels.launch import overriding
+from cb_backend.kernels.slot_state import JOIN_COLUMNS, SlotState
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -37,7 +40,9 @@ OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 # Ops that do not name their module.
 MODULES = {
     "linear_silu_mul": "linear", "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
-    "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask",
+    "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask", "join_slots": "slot_state",
+    "apply_deltas": "slot_state", "prepare_rows": "step_rows", "commit_tokens": "step_rows",
+    "mask_stop_ids": "step_rows",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -209,6 +214,34 @@ def _quantize_rows(module: Any, size: int) -> None:
     module.quantize_rows(torch.zeros(2, size, dtype=torch.bfloat16))
 
 
+def _slots(max_blocks: int = 256) -> SlotState:
+    return new_slot_state(2, max_blocks, torch.device("cpu"))
+
+
+def _join_slots(module: Any) -> None:
+    state = _slots()
+    module.join_slots(torch.zeros(2, len(JOIN_COLUMNS) + state.stop_ids.shape[1], dtype=torch.int32), state)
+
+
+def _apply_deltas(module: Any, max_blocks: int) -> None:
+    module.apply_deltas(_slots(max_blocks).block_tables, torch.zeros(16, 3, dtype=torch.int32))
+
+
+def _prepare_rows(module: Any, max_blocks: int, block_size: int) -> None:
+    buffers = make_buffers(StepShape(2), padding(StepShape(2), 2), torch.device("cpu"))
+    module.prepare_rows(buffers.slots, 2, _slots(max_blocks), block_size, buffers.rows)
+
+
+def _commit_tokens(module: Any) -> None:
+    state, (ints, *result) = _slots(), torch.zeros(3, 2, dtype=torch.int32)
+    module.commit_tokens(ints, ints, ints.bool(), ints.long(), state.last_token, state.num_tokens, torch.stack(result))
+
+
+def _mask_stop_ids(module: Any, vocab_size: int) -> None:
+    state, slots, logits = _slots(), torch.zeros(2).int(), torch.zeros(2, vocab_size, dtype=torch.bfloat16)
+    module.mask_stop_ids(logits, slots, slots.long(), state.min_positions, state.stop_ids)
+
+
 LAUNCHES = {
     "decode_attention": _decode,
     "prefill_attention": _prefill,
@@ -224,6 +257,11 @@ LAUNCHES = {
     "linear_fp8": _linear_fp8,
     "add_rms_norm_fp8": _add_rms_norm_fp8,
     "quantize_rows": _quantize_rows,
+    "join_slots": _join_slots,
+    "apply_deltas": _apply_deltas,
+    "prepare_rows": _prepare_rows,
+    "commit_tokens": _commit_tokens,
+    "mask_stop_ids": _mask_stop_ids,
 }
 
 

@@ -5,14 +5,18 @@ Launches are recorded and compiled by `compiling.py`, in a process without the i
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import cb_backend.kernels
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +83,11 @@ CASES = {
     "top_logprobs, rows": case("top_logprobs", "_merge_logprobs_kernel", 90, {"vocab_size": 151936}),
     "apply_token_bitmask": case("apply_token_bitmask", "_apply_token_bitmask_kernel", 90, {"vocab_size": 151936}),
     "apply_marks": case("apply_marks", "_apply_marks_kernel", 90, {"vocab_size": 151936}),
+    "join_slots": case("join_slots", "_join_slots_kernel", 90, {}),
+    "apply_deltas": case("apply_deltas", "_apply_deltas_kernel", 90, {"max_blocks": 256}),
+    "prepare_rows": case("prepare_rows", "_prepare_rows_kernel", 90, {"max_blocks": 256, "block_size": 16}),
+    "commit_tokens": case("commit_tokens", "_commit_tokens_kernel", 90, {}),
+    "mask_stop_ids": case("mask_stop_ids", "_mask_stop_ids_kernel", 90, {"vocab_size": 151936}),
     "linear, 3 stages": tiled(8, block_k=128, num_stages=3),
     "linear, 4 stages": tiled(8, block_k=128, num_stages=4),
     "linear, 64 rows": tiled(64, num_stages=4),
@@ -114,6 +123,16 @@ def compiled() -> dict[str, dict[str, Any]]:
     assert result.returncode == 0, result.stderr[-3000:]
     reports = [json.loads(line) for line in result.stdout.splitlines()]
     return dict(zip(CASES, reports, strict=True))
+
+
+def test_every_kernel_is_compiled() -> None:
+    kernels = {
+        name
+        for module in pkgutil.iter_modules(cb_backend.kernels.__path__)
+        for name, value in vars(importlib.import_module(f"cb_backend.kernels.{module.name}")).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    }
+    assert {given["kernel"] for given in CASES.values()} == kernels
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -176,7 +195,8 @@ def test_attention_uses_tensor_cores(name: str, compiled: dict[str, dict[str, An
     assert compiled[name]["has_tensor_core"]
 
 
-PLAIN = ("top_logprobs", "apply_marks", "apply_token_bitmask")  # launched the plain way, after a step
+# Launched the plain way: after a step, or before its first dependent launch.
+PLAIN = ("top_logprobs", "apply_marks", "apply_token_bitmask", "join_slots", "apply_deltas")
 
 
 @pytest.mark.parametrize(
