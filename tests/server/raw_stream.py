@@ -17,9 +17,17 @@ class RawStream:
     """Opens the stream and sends the request at once."""
 
     def __init__(
-        self, url: str, prompt: bytes | str, sampling: dict[str, Any] | str | None, stream: bool = True
+        self,
+        url: str,
+        prompt: bytes | str,
+        sampling: dict[str, Any] | str | None,
+        stream: bool = True,
+        num_to_read: int | None = None,
     ) -> None:
+        """`num_to_read`: after so many responses it takes nothing more from the connection, until `read_on`: its
+        windows fill up, and the rest stays at the server."""
         self.events: list[tuple[float, Any, Any]] = []  # (time.monotonic(), result, error)
+        self._num_to_read = num_to_read
         self._arrived = threading.Condition()
         self._may_read = threading.Event()
         self._may_read.set()
@@ -32,10 +40,6 @@ class RawStream:
             body = sampling if isinstance(sampling, str) else json.dumps(sampling)
             inputs.append(_tensor("sampling_parameters", "BYTES", body.encode()))
         self._connection.async_stream_infer("llm", inputs, enable_empty_final_response=True)
-
-    def stop_reading(self) -> None:
-        """Take nothing more from the connection: its windows fill up, and the rest stays at the server."""
-        self._may_read.clear()
 
     def read_on(self) -> None:
         self._may_read.set()
@@ -88,6 +92,8 @@ class RawStream:
         self._may_read.wait()
         with self._arrived:
             self.events.append((time.monotonic(), result, error))
+            if len(self.events) == self._num_to_read:
+                self._may_read.clear()
             self._arrived.notify_all()
 
 

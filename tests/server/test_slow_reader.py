@@ -28,10 +28,9 @@ def memory_bytes(pid: int) -> int:
 
 
 def test_v7_ten_good_clients_beside_three_that_do_not_read(server: RunningServer, reference: Reference) -> None:
-    stuck = [RawStream(server.url, f"stuck {i}", GREEDY) for i in range(3)]
+    stuck = [RawStream(server.url, f"stuck {i}", GREEDY, num_to_read=1) for i in range(3)]
     for stream in stuck:
-        stream.wait(num_texts=2)
-        stream.stop_reading()
+        stream.wait(num_texts=1)
     before = memory_bytes(server.process.pid)
     good = [RawStream(server.url, f"fox {i}", {**GREEDY, "max_tokens": 60}) for i in range(10)]
     for i, stream in enumerate(good):
@@ -52,9 +51,8 @@ def test_v7_ten_good_clients_beside_three_that_do_not_read(server: RunningServer
 
 def test_v7_a_client_that_does_not_read_can_be_cancelled(server: RunningServer) -> None:
     """Its blocks are free soon after it has gone, though what it was sent has never been read."""
-    stuck = RawStream(server.url, "stuck", {**GREEDY, "max_tokens": 10000})
-    stuck.wait(num_texts=2)
-    stuck.stop_reading()
+    stuck = RawStream(server.url, "stuck", {**GREEDY, "max_tokens": 10000}, num_to_read=1)
+    stuck.wait(num_texts=1)
     eventually(lambda: server.num_active_requests() == 1, "the request runs")
     stuck.close(cancel=True)
     server.wait_idle()
