@@ -125,13 +125,27 @@ def test_pictures_to_be_compared_have_one_scale() -> None:
 
 
 def test_256_slots_fit_a_page() -> None:
-    svg = draw(known_log(num_slots=256))
+    log = known_log(num_slots=256)
+    log.steps.append(step(8, [Row(slot, 10 + slot, 1, False) for slot in range(256)]))
+    svg = draw(log)
     root = ElementTree.fromstring(svg)
     assert float(root.get("height", "")) < 1100
     labels = [float(e.get("y", "")) for e in elements(svg, "lane")]
     assert min(b - a for a, b in itertools.pairwise(labels)) >= 15, "labels of lanes must not overlap"
     assert elements(svg, "chunk") == [], "no room for figures"
     assert len(elements(svg, "prefill")) == 4
+
+
+def test_slots_that_nobody_held_get_no_lane() -> None:
+    """A default engine has 256 slots; a handful of requests in it must be as legible as in one of 8."""
+    log = known_log(num_slots=256)
+    svg = draw(log)
+    assert [e.text for e in elements(svg, "lane")] == [f"slot {i}" for i in range(8)]
+    assert len(elements(svg, "name")) == len(elements(draw(known_log(num_slots=8)), "name")) > 0
+    assert "the other 248 of 256 slots were idle" in svg
+    assert "slots were idle" not in draw(known_log(num_slots=3))
+    log.steps.append(step(8, [Row(20, 11, 1, False)]))
+    assert len(elements(draw(log), "lane")) == 21
 
 
 def test_file_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

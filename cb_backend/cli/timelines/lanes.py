@@ -11,6 +11,8 @@ from enum import Enum
 from cb_backend.cli.timelines.steps import Step
 from cb_backend.request import FinishReason
 
+MIN_LANES = 8  # or as many as there are slots
+
 
 class Leave(Enum):
     """Why a stay ended."""
@@ -104,6 +106,14 @@ def _find_leaves(stays: list[Stay], ends: dict[int, tuple[int, int]]) -> None:
         elif stay.request_id in ends:
             stay.leave = _LEAVE_OF_REASON[FinishReason(ends[stay.request_id][1])]
         later[stay.request_id] = taken[stay.slot] = stay
+
+
+def lanes_of(stays: list[Stay], num_slots: int) -> int:
+    """How many lanes are drawn: without those above the highest slot that was held, which are empty throughout.
+
+    Slots are taken from below, so a picture of few requests in an engine of 256 slots is not one of empty lanes.
+    """
+    return min(max(max((stay.slot for stay in stays), default=0) + 1, MIN_LANES), num_slots)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, summarise
+from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, lanes_of, summarise
 from cb_backend.cli.timelines.steps import Step, StepLogFile
 from cb_backend.request import split_request_id
 
@@ -85,48 +85,51 @@ def request_name(request_id: int) -> str:
 def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, most_waiting: int | None = None) -> str:
     """The picture as `<svg>`. `span` as for `TimeAxis`; `most_waiting`: top of the panel of waiting requests, so that
     pictures can be compared; None: the log's own most."""
-    steps, num_slots = log.steps, log.header.num_slots
+    steps = log.steps
     stays = find_stays(steps)
+    num_lanes = lanes_of(stays, log.header.num_slots)
     axis = TimeAxis(steps, is_by_time, span)
-    lane = min(max(LANES_HEIGHT / num_slots, MIN_LANE), MAX_LANE)
-    panels_top = TOP + lane * num_slots + AXIS_HEIGHT
+    lane = min(max(LANES_HEIGHT / num_lanes, MIN_LANE), MAX_LANE)
+    panels_top = TOP + lane * num_lanes + AXIS_HEIGHT
     height = panels_top + 3 * (PANEL_HEIGHT + PANEL_GAP) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="12">',
-        _heading(log.header.title, summarise(steps, stays, num_slots), is_by_time),
-        *_lanes_background(num_slots, lane),
+        _heading(log, summarise(steps, stays, log.header.num_slots), num_lanes, is_by_time),
+        *_lanes_background(num_lanes, lane),
         *(part for stay in stays for part in _stay(stay, axis, lane)),
-        *_step_lines(axis, len(steps), lane * num_slots),
+        *_step_lines(axis, len(steps), lane * num_lanes),
         *(part for stay in stays for part in _labels(stay, axis, lane)),  # over the lines, which would cut the figures
-        *_ticks(axis, TOP + lane * num_slots, height - 8, is_by_time),
+        *_ticks(axis, TOP + lane * num_lanes, height - 8, is_by_time),
         *_panels(log, axis, panels_top, most_waiting_of(log) if most_waiting is None else most_waiting),
         "</svg>",
     ]
     return "\n".join(parts)
 
 
-def _heading(title: str, summary: Summary, is_by_time: bool) -> str:
+def _heading(log: StepLogFile, summary: Summary, num_lanes: int, is_by_time: bool) -> str:
+    num_slots = log.header.num_slots
     seconds = f" and {summary.seconds:.2f} s" if is_by_time else ""
     text = (
         f"{summary.num_requests} requests, {summary.num_decode_tokens:,} tokens decoded, "
         f"{summary.num_prefill_tokens:,} computed of prompts, in {summary.num_steps:,} steps{seconds}; "
         f"slots in use {summary.utilisation:.0%}; "
         f"{summary.num_preemptions} preemptions"
+        + (f"; the other {num_slots - num_lanes} of {num_slots} slots were idle" if num_lanes < num_slots else "")
     )
     return (
-        f'<text x="{LEFT}" y="24" font-size="17" font-weight="600">{escape(title)}</text>'
+        f'<text x="{LEFT}" y="24" font-size="17" font-weight="600">{escape(log.header.title)}</text>'
         f'<text x="{LEFT}" y="46" fill="#444">{escape(text)}</text>'
     )
 
 
-def _lanes_background(num_slots: int, lane: float) -> list[str]:
+def _lanes_background(num_lanes: int, lane: float) -> list[str]:
     width = WIDTH - LEFT - RIGHT
     parts = [
-        f'<rect class="idle" x="{LEFT}" y="{TOP}" width="{width}" height="{lane * num_slots:.1f}" fill="#ececec"/>'
+        f'<rect class="idle" x="{LEFT}" y="{TOP}" width="{width}" height="{lane * num_lanes:.1f}" fill="#ececec"/>'
     ]
     every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if step * lane >= 15)
-    for slot in range(0, num_slots, every):
+    for slot in range(0, num_lanes, every):
         y = TOP + slot * lane
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#fff"/>')
         parts.append(
