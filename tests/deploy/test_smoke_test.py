@@ -19,7 +19,8 @@ def smoke_test(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "smoke_test", module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "IDLE_WAIT_S", 0.1)
+    monkeypatch.setattr(module, "IDLE_WAIT_S", 0.3)
+    monkeypatch.setattr(module, "OTHERS_WAIT_S", 0.1)
     return module
 
 
