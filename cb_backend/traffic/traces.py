@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from cb_backend.errors import CbError
 
@@ -21,6 +22,8 @@ MOONCAKE_BLOCK_TOKENS = 512  # tokens that one of Mooncake's hash_ids stands for
 _INPUT_COLUMNS = ("input_length", "input_len", "input_tokens", "prompt_len", "prompt_tokens", "num_prompt_tokens")
 _OUTPUT_COLUMNS = ("output_length", "output_len", "output_tokens", "completion_tokens", "num_output_tokens")
 _TIME_COLUMNS = ("arrival_s", "timestamp_s")
+_AZURE_TIME = "a time like 2023-11-16 18:17:03.9799600"
+T = TypeVar("T")
 
 
 class TraceError(CbError):
@@ -98,14 +101,27 @@ def _csv(path: Path, input_column: str, output_column: str) -> Iterator[TraceRow
             )
             time_name = next((name for name in _TIME_COLUMNS if name in header), "")
         for number, row in enumerate(reader, start=2):
-            try:
-                arrival_s = _azure_time(row[time_name]) if is_azure else float(row[time_name]) if time_name else None
-                yield TraceRow(arrival_s, int(row[input_name]), int(row[output_name]))
-            except (ValueError, TypeError) as error:
-                raise TraceError(f"{path.name}, line {number}: {error}") from None
+            where = f"{path.name}, line {number}"
+            read_time, expected = (_azure_time, _AZURE_TIME) if is_azure else (float, "a number of seconds")
+            arrival_s = _value(row, time_name, read_time, expected, where) if time_name else None
+            num_prompt_tokens = _value(row, input_name, int, "a whole number", where)
+            yield TraceRow(arrival_s, num_prompt_tokens, _value(row, output_name, int, "a whole number", where))
+
+
+def _value(row: Mapping[str, str | None], name: str, read: Callable[[str], T], expected: str, where: str) -> T:
+    """One cell. Raises `TraceError` that names it, and what it should be; a short row has None for what it lacks."""
+    text = row[name]
+    if text is None:
+        raise TraceError(f"{where}: the row ends before column {name}")
+    try:
+        return read(text)
+    except ValueError:
+        raise TraceError(f"{where}: {name} is {text[:80]!r}, not {expected}") from None
 
 
 def _column(path: Path, header: Sequence[str], names: tuple[str, ...], option: str) -> str:
+    if not header:
+        raise TraceError(f"the trace {path} is empty")
     found = next((name for name in names if name in header), None)
     if found is None:
         raise TraceError(f"{path.name} has no column {' or '.join(names)}, only {', '.join(header)}; use {option} NAME")

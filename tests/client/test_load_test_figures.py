@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from array import array
@@ -123,8 +124,25 @@ def test_csv_with_length_columns(tmp_path: Path) -> None:
         read_trace(path, input_column="tokens")
     with pytest.raises(WorkloadError, match="has no times"):
         scaled_trace_times(read_trace(path), time_scale=1.0, rate=None)
-    with pytest.raises(TraceError, match="line 2"):
-        read_trace(_write(tmp_path / "bad.csv", "input_len,output_len\nten,3\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("input_len,output_len\nten,3\n", "bad.csv, line 2: input_len is 'ten', not a whole number"),
+        ("input_len,output_len\n10,3\n10\n", "bad.csv, line 3: the row ends before column output_len"),
+        (
+            "input_len,output_len,arrival_s\n10,3,soon\n",
+            "bad.csv, line 2: arrival_s is 'soon', not a number of seconds",
+        ),
+        (AZURE + "yesterday,1,2\n", "bad.csv, line 4: TIMESTAMP is 'yesterday', not a time like 2023-11-16 18:17:03"),
+        (AZURE + "2023-11-16 18:15:51.0\n", "bad.csv, line 4: the row ends before column ContextTokens"),
+        ("", "bad.csv is empty"),
+    ],
+)
+def test_a_bad_line_of_a_csv_is_named_with_its_column(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(TraceError, match=re.escape(complaint)):
+        read_trace(_write(tmp_path / "bad.csv", text))
 
 
 def test_options_make_a_trace_workload(tmp_path: Path) -> None:
