@@ -20,7 +20,8 @@ from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import check_model_repository
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+PROGRESS_EVERY_S = 10.0
 STREAM_TIMEOUT_S = 60.0
 STAGGER_S = 0.4
 ONLY_LLM = ("--model-control-mode=explicit", "--load-model=llm")  # its neighbours would double the start's time
@@ -86,10 +87,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait_ready(server: ServerProcess) -> None:
-    try:
-        server.wait_ready(START_TIMEOUT_S)
-    except TimeoutError as error:
-        raise CliError(str(error)) from None
+    started = time.monotonic()
+    while True:
+        try:
+            return server.wait_ready(PROGRESS_EVERY_S)
+        except TimeoutError:
+            waited = time.monotonic() - started
+        if waited > START_TIMEOUT_S:
+            raise CliError(f"the server was not ready after {waited:.0f} s; its last line: {server.last_lines(1)}")
+        _say(f"still loading after {waited:.0f} s")
 
 
 def stream_all(client: Any, view: View) -> list[Stream]:

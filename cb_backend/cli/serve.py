@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -153,7 +154,14 @@ def _ready_text(server: ServerProcess, models: list[str]) -> str:
 try
   curl -s {url}/generate -d '{{{text}, "parameters": {{{sampling}}}}}'
   curl -sN {url}/generate_stream -d '{{{text}, "parameters": {{"stream": true, {sampling}}}}}'
-  python client/generate.py --url {server.grpc_address} --stream 'The capital of France is'"""
+  {_python()} client/generate.py --url {server.grpc_address} --stream 'The capital of France is'"""
+
+
+def _python() -> str:
+    """This interpreter, as short as it can be said from here: it has what the client needs, `python` may not."""
+    # Not resolve(): in a virtual environment the link is the environment.
+    here, python = Path.cwd(), Path(sys.executable)
+    return shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))
 
 
 def _say(text: str) -> None:

@@ -88,6 +88,11 @@ def test_failure_reason_for_an_argument_that_the_server_does_not_take(said: list
         ('I1127 23:52:48.493251 5985 model.py:4] "engine ready"', True),
         ('I1127 23:52:48.319738 5985 python_be.cc:2249] "TRITONBACKEND_ModelInstanceInitialize"', False),
         ('E1127 23:52:46.707137 5985 server.cc:241] "CudaDriverHelper has not been initialized."', False),
+        (
+            'E1128 10:03:07.749847 12526 ensemble_scheduler.cc:1468] "unable to create stream for chat: CUDA driver '
+            'version is insufficient for CUDA runtime version"',
+            False,
+        ),
         ("| python  | /opt/backends |", False),
         ("", False),
         ("Traceback (most recent call last):", True),
@@ -265,6 +270,8 @@ def test_bad_engine_arguments_are_found_before_the_start(tmp_path: Path, model_j
 def test_missing_and_empty_repositories(tmp_path: Path) -> None:
     with pytest.raises(CliError, match=r"does not exist; name one with --model-repository"):
         check_model_repository(tmp_path / "nowhere")
+    with pytest.raises(CliError, match="llm is a model, not a folder of models; name the folder around it"):
+        check_model_repository(make_repository(tmp_path / "models", None) / "llm")
     with pytest.raises(CliError, match="holds no model"):
         check_model_repository(tmp_path)
     (tmp_path / "llm").mkdir()

@@ -23,6 +23,8 @@ def check_model_repository(repository: Path, our_backends: Collection[str] = ())
     if not repository.is_dir():
         raise CliError(f"model repository {repository} does not exist; name one with --model-repository")
     models = sorted(path for path in repository.iterdir() if (path / "config.pbtxt").is_file())
+    if not models and (repository / "config.pbtxt").is_file():
+        raise CliError(f"{repository} is a model, not a folder of models; name the folder around it")
     if not models:
         raise CliError(f"{repository} holds no model (a folder with a config.pbtxt); copy model_repository/llm into it")
     for model in models:

@@ -13,7 +13,14 @@ _USAGE = ("Usage: tritonserver", "  --", "\t")  # the list of all options, after
 # Errors whose text is a sentence for the user; other classes' names say something.
 _OWN_ERROR = re.compile(r"^(TritonModelException|ConfigError): ")
 # What every machine without a GPU is told at each start; true, and of no use to the reader.
-_NOISE = ("pinned system memory", "CudaDriverHelper", "NVML", "DCGM", "in-flight inferences")
+_NOISE = (
+    "pinned system memory",
+    "CudaDriverHelper",
+    "NVML",
+    "DCGM",
+    "in-flight inferences",
+    "unable to create stream for ",  # said of each ensemble
+)
 
 
 def is_worth_showing(line: str) -> bool:
