@@ -6,7 +6,8 @@
     python client/load_test.py --compare before.json after.json --html compare.html
 
 An open loop measures from the scheduled send time, so a server that falls behind cannot hide it by slowing the
-client. Exit code 0: the run is complete; 1: no request succeeded; 2: it could not start; 130: ended by Ctrl-C.
+client. Exit code 0: the run is complete; 1: no request succeeded; 2: it could not start, or a file not
+be written; 130: ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from load_generator.wire import count_input_tokens
 
 from cb_backend.traffic.traces import TraceError
 from cb_backend.traffic.workload import Lengths, WorkloadError
+
+SHOWN_ERRORS = 3  # kinds of them a run, on the terminal
 
 
 class StartError(Exception):
@@ -74,21 +77,34 @@ def _measure(args: argparse.Namespace, argv: list[str] | None) -> int:
     if args.history:
         args.history.write_text("", encoding="utf-8")
     result = _new_result(args, argv, vocabulary)
+    unwritten: OSError | None = None
     for index, load in enumerate(loads):
         run, was_interrupted = _run(args, load, source, vocabulary, args.seed + index * options.RUN_SEED_STEP)
         run["warnings"] = warnings + run["warnings"]
         result["runs"].append(run)
         result["was_interrupted"] = was_interrupted
-        _write(args, result)  # after every run: a sweep that is ended early keeps what it has
+        try:
+            _write(args, result)  # after every run: a sweep that is ended early keeps what it has
+        except OSError as error:  # a full disk: what was measured is told all the same
+            unwritten = error
         if was_interrupted:
             break
     print(report.text_table([result]))
     for run in result["runs"]:
-        for text in run["warnings"]:
+        for text in [*_failures(run["summary"]["errors"]), *run["warnings"]]:
             print(f"warning: {run['load']['label']}: {text}", file=sys.stderr)
+    if unwritten is not None:
+        raise unwritten
     if result["was_interrupted"]:
         return 130
     return 0 if any(run["summary"]["num_ok"] for run in result["runs"]) else 1
+
+
+def _failures(errors: dict[str, int]) -> list[str]:
+    """The commonest reasons for which requests failed, as the server gave them; the result file has more."""
+    texts = [f"{count} failed: {text}" for text, count in list(errors.items())[:SHOWN_ERRORS]]
+    num_more = len(errors) - len(texts)
+    return texts + ([f"{num_more} further kinds of errors (--json and --html have them)"] if num_more else [])
 
 
 def _vocabulary(args: argparse.Namespace) -> tuple[Vocabulary, list[str]]:

@@ -93,7 +93,7 @@ class _Fleet:
         self._processes: list[Any] = []
         self._process_of: dict[Connection, int] = {}  # open pipes only
         self._progress: dict[int, Progress] = {}
-        self._origin = 0.0
+        self._origin = float("inf")  # until the common start
 
     def start(self, context: Any, spec: WorkerSpec, next_index: Any) -> None:
         here, there = context.Pipe()
@@ -152,7 +152,7 @@ class _Fleet:
             if isinstance(message, Progress):
                 self.result.records += message.records
                 self._progress[process] = replace(message, records=[])
-        self._on_progress(time.perf_counter() - self._origin, total(self._progress))
+        self._on_progress(max(time.perf_counter() - self._origin, 0.0), total(self._progress))
 
     def _receive(self, pipe: Any) -> Any:
         try:

@@ -13,6 +13,7 @@ from .contracts import Progress
 
 PLAIN_INTERVAL_S = 5.0
 RATE_WINDOW_S = 3.0
+STARTING = "starting, warming up"  # nothing is counted before it is over
 
 
 class Display(Protocol):
@@ -49,6 +50,7 @@ def show_progress(label: str, num_requests: int | None) -> Iterator[Display]:
     line = _Line(label, num_requests)
     if not sys.stderr.isatty():
         last = -PLAIN_INTERVAL_S
+        print(f"{label}: {STARTING}", file=sys.stderr, flush=True)
 
         def plain(elapsed_s: float, totals: Progress) -> None:
             nonlocal last
@@ -61,5 +63,5 @@ def show_progress(label: str, num_requests: int | None) -> Iterator[Display]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(f"{label}: starting, warming up") as status:
+    with Console(stderr=True).status(f"{label}: {STARTING}") as status:
         yield lambda elapsed_s, totals: status.update(line.text(elapsed_s, totals))

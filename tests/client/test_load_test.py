@@ -402,6 +402,53 @@ def test_ctrl_c_reports_what_was_done(server: tuple[ScriptedServer, str], tmp_pa
     assert summary["num_ok"] <= 5
 
 
+def test_the_terminal_says_why_requests_failed(
+    server: tuple[ScriptedServer, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it a trace of prompts that are too long ends in a bare count of errors."""
+    servicer, address = server
+    reasons = ["the prompt is too long"] * 4 + ["the queue is full"] * 3 + ["a", "b", "c"]
+    servicer.script = lambda index, request: Script([], error=(grpc.StatusCode.INTERNAL, reasons[index]))
+    options = ["--rate", "inf", "--num-requests", "10", "--warm-up", "0", "--tokens-per-word", "1"]
+    assert load_test.main(["--url", address, *options]) == 1
+    said = capsys.readouterr().err
+    assert "inf requests/s: 4 failed: INTERNAL: the prompt is too long" in said
+    assert "inf requests/s: 3 failed: INTERNAL: the queue is full" in said
+    assert said.count("1 failed: INTERNAL: ") == 1
+    assert "2 further kinds of errors" in said
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--history"])
+def test_a_file_that_cannot_be_written_is_said_before_the_run(
+    option: str, server: tuple[ScriptedServer, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, address = server
+    arguments = ["--url", address, "--rate", "1", option]
+    assert load_test.main([*arguments, str(tmp_path / "nowhere" / "out")]) == 2
+    assert f"{option} {tmp_path}/nowhere/out: there is no folder {tmp_path}/nowhere" in capsys.readouterr().err
+    assert load_test.main([*arguments, str(tmp_path)]) == 2
+    assert "it is a folder; name a file" in capsys.readouterr().err
+    assert servicer.requests == []
+
+
+def test_figures_are_told_where_the_report_cannot_be_written(
+    server: tuple[ScriptedServer, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, address = server
+    options = ["--rate", "inf", "--num-requests", "2", "--warm-up", "0", "--tokens-per-word", "1"]
+    assert load_test.main(["--url", address, *options, "--json", "/dev/full"]) == 2
+    told = capsys.readouterr()
+    assert "No space left on device" in told.err
+    assert "TTFT p99 [ms]" in told.out
+
+
+def test_options_that_are_no_json_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, complaint in (("{a", "not valid JSON: "), ("[1]", "must be a JSON object, got [1]")):
+        with pytest.raises(SystemExit):
+            load_test.main(["--rate", "1", "--sampling", text])
+        assert f"argument --sampling: {complaint}" in capsys.readouterr().err
+
+
 def test_no_server_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_test.main(["--url", "127.0.0.1:1", "--rate", "1"]) == 2
     assert "no server takes requests at 127.0.0.1:1" in capsys.readouterr().err
