@@ -111,10 +111,10 @@ def run(args: argparse.Namespace) -> int:
         conditions=machine.conditions,
     )
     study = session.run()
+    study.command = shlex.join(["cb-backend", *sys.argv[1:]]) if sys.argv[1:2] == ["study"] else ""
+    print(text_report(study), flush=True)  # before any file: a full disk must not cost the figures
     if args.save_times is not None and session.times is not None:
         session.times.save(args.save_times)
-    study.command = shlex.join(["cb-backend", *sys.argv[1:]]) if sys.argv[1:2] == ["study"] else ""
-    print(text_report(study))
     if args.html is not None:
         args.html.write_text(html_report(study), encoding="utf-8")
     if args.json is not None:

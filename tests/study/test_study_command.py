@@ -90,6 +90,18 @@ def test_lengths_from_distributions_and_a_rate_that_is_found(tmp_path: Path) -> 
     assert any("nearly the same length" in text for text in result["warnings"])
 
 
+@pytest.mark.parametrize("option", ["--json", "--html", "--save-times"])
+def test_a_full_disk_does_not_cost_the_figures(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = tmp_path / "times.json"
+    step_times().save(times)
+    flags = ["--input-len", "10", "--output-len", "5", "--num-requests", "4", "--rate", "9", option, "/dev/full"]
+    how = ["--simulate", "--no-confirm", "--times", str(times)]
+    assert main(["study", *flags, *how, "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]) == 1
+    told = capsys.readouterr()
+    assert "No space left on device" in told.err
+    assert "4 seqs, 64 tokens" in told.out
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
