@@ -7,8 +7,9 @@ driver takes for a launch, a copy and an event.
     python -m tests.engine.bench_host --rows 256 --front-ends 4
     python -m tests.engine.bench_host --against /path/to/another/checkout     # by turns with this one, 50 steps each
 
-On a machine that others use as well only the ratio of two checkouts in one run means something, and the counts: what
-Python executes in a step is the same on any machine.
+Times are CPU time of the loop's thread: what other processes take of the machine is not in them, but they slow it down
+all the same. So on a machine that others use as well only the ratio of two checkouts in one run means something, and
+the counts: what Python executes in a step is the same on any machine.
 
 `steady`: every row decodes, a sixteenth of them crosses a block border in each step. `turnover`: requests of 128 to 384
 tokens, each followed by a new one, so that nearly every step has one that joins and one that ends.
@@ -153,11 +154,11 @@ class Phases:
 
         def timed(*args: Any) -> Any:
             self._inner.append(0.0)
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 return call(*args)
             finally:
-                took = time.perf_counter() - start
+                took = time.thread_time() - start
                 self.seconds[name] = self.seconds.get(name, 0.0) + took - self._inner.pop()
                 self._inner[-1] += took
 
@@ -215,9 +216,9 @@ class Loop:
         """Seconds of each."""
         times = []
         for _ in range(number):
-            began = time.perf_counter()
+            began = time.thread_time()
             self.process.turn()
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
             self.clients.read()
         return times
 
@@ -275,6 +276,9 @@ def compare(checkouts: list[str], arguments: list[str], num_turns: int) -> None:
     for _ in range(0, num_turns, TURNS_AT_ONCE):
         for checkout, process in processes.items():
             times[checkout] += process.ask("turns", TURNS_AT_ONCE)
+    if len(checkouts) == 2:
+        base, here = (np.percentile(times[checkout], [10, 50]) for checkout in checkouts)
+        print("  this checkout's share of the other's time: 10th percentile {:.3f}, median {:.3f}".format(*here / base))
     for checkout, process in processes.items():
         tenth, median = 1e6 * np.percentile(times[checkout], [10, 50])
         instructions, c_calls = process.ask("count", 50)
