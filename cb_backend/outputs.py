@@ -2,14 +2,16 @@
 
 A *row* is one request in one step. A *slot* is a request's fixed place in the device state for as long as it runs;
 rows name slots. A step's plan carries only what changed (joins, new blocks) beside three arrays over the rows, so a
-steady decode step costs the same host time whatever the batch size.
+steady decode step costs the same host time whatever the batch size. What is made anew in every step is a `msgspec`
+struct, made in a tenth of the time that a frozen dataclass takes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,8 +38,7 @@ NO_BLOCKS: NDArray[np.int32] = np.empty((0, 3), np.int32)
 NO_BLOCKS.flags.writeable = False
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, frozen=True):
     """The whole plan of one step. Row i runs tokens [computed[i], computed[i] + scheduled[i]) of its request.
 
     A row's input tokens are known to the runner: from `JoinedRow.token_ids`, or sampled by it in an earlier step.
@@ -52,7 +53,7 @@ class SchedulerOutput:
     num_decode_rows: int
     joined: tuple[JoinedRow, ...] = ()
     # [n, 3] of (slot, index in its block table, block_id): blocks of slots that have joined before, one a slot.
-    new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)
+    new_blocks: NDArray[np.int32] = NO_BLOCKS
     # (device block, host block) to copy before the step: first those that leave the device, then those that return.
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
@@ -104,16 +105,15 @@ def rows_after(keep: NDArray[np.bool_], first: int = 0) -> NDArray[np.intp]:
     return np.where(keep, np.cumsum(keep) - 1 + first, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRunnerOutput:
+class ModelRunnerOutput(msgspec.Struct, frozen=True):
     """What a step produced, in the plan's row order. Filled by the model runner."""
 
     step_id: int
     sampled_token_ids: NDArray[np.int32]  # [num_rows], NO_TOKEN where the row did not sample
     is_failed: NDArray[np.bool_]  # [num_rows] no token: numbers not finite, or its rules left none; its request ends
     logprobs: TokenLogprobs | None = None  # None: no row asks
-    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # of the step's chunks, by row
-    failures: dict[int, str] = field(default_factory=dict)  # row -> why it failed, where there is more to say than that
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the step's chunks, by row
+    failures: dict[int, str] = {}  # row -> why it failed, where there is more to say than that
 
 
 class PendingOutput(Protocol):
@@ -141,14 +141,13 @@ class ModelRunner(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
+class EngineOutput(msgspec.Struct, frozen=True):
     """What one engine step tells the world: parallel arrays, one entry a token (or an end without a token)."""
 
     request_ids: NDArray[np.int64]  # [num_entries]
     token_ids: NDArray[np.int32]  # [num_entries], NO_TOKEN where a request ends without a new token
     finish_reasons: NDArray[np.uint8]  # [num_entries] FinishReason; 0 = goes on
-    num_cached_tokens: dict[int, int] = field(default_factory=dict)  # request_id -> prompt tokens from the prefix cache
+    num_cached_tokens: dict[int, int] = {}  # request_id -> prompt tokens from the prefix cache
     logprobs: TokenLogprobs | None = None  # of the entries whose requests ask
-    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by request_id; it may have no entry
-    failures: dict[int, str] = field(default_factory=dict)  # request_id -> why it ends with ERROR, for the client
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # by request_id; it may have no entry
+    failures: dict[int, str] = {}  # request_id -> why it ends with ERROR, for the client

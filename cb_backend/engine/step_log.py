@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,8 +33,7 @@ _STEP_SECONDS = (
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
-@dataclass(slots=True, eq=False)
-class StepRecord:
+class StepRecord(msgspec.Struct, eq=False):
     """One step. Row arrays are the plan's own; `ended` alone grows after the step."""
 
     step_id: int

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +31,7 @@ class _Cut:
             return output
         sampled = np.where(is_stray, 0, sampled)
         sampled[self.is_end] = self.stop_id
-        return dataclasses.replace(output, sampled_token_ids=sampled.astype(np.int32))
+        return msgspec.structs.replace(output, sampled_token_ids=sampled.astype(np.int32))
 
 
 class AnswerLengths:

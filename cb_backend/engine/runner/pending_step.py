@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,8 +14,7 @@ from cb_backend.engine.runner.token_masks import GuidedRows
 from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(msgspec.Struct, frozen=True, eq=False):
     """A `PendingOutput`: the step's sampled tokens are on their way to `host_result`."""
 
     plan: SchedulerOutput

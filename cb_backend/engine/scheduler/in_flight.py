@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.engine.scheduler.slot_table import Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaunchedStep:
+class LaunchedStep(msgspec.Struct, frozen=True, eq=False):
     """What the scheduler must remember of a plan until its result comes. Arrays are [num_rows]."""
 
     step_id: int

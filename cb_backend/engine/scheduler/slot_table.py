@@ -11,8 +11,7 @@ the last of them perhaps sampled by a step whose result has not been read yet; b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +21,7 @@ from cb_backend.request import NO_SLOT, FinishReason, Request
 _NO_STOP_ID = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class Rows(msgspec.Struct, frozen=True, eq=False):
     """What of some slots stays as it is for as long as their requests run. Arrays over the rows."""
 
     slots: NDArray[np.intp]
