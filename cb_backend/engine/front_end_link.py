@@ -37,7 +37,9 @@ FAILED_START_FIRST_S = 60.0
 FAILED_START_LINGER_S = 2.0
 
 # As numbers: with the enum's members each call would build new ones.
-_NO_WAIT, _IS_READABLE = int(zmq.NOBLOCK), int(zmq.POLLIN)
+_NO_WAIT, _MORE_NO_WAIT, _EVENTS, _IS_READABLE = map(
+    int, (zmq.NOBLOCK, zmq.SNDMORE | zmq.NOBLOCK, zmq.EVENTS, zmq.POLLIN)
+)
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -84,7 +86,7 @@ class FrontEndLink:
 
     def receive(self) -> tuple[bytes, FrontEndMessage] | None:
         """The next message with its sender's identity, or None when there is none now. Malformed ones are skipped."""
-        while int(self._socket.get(zmq.EVENTS)) & _IS_READABLE:
+        while int(self._socket.get(_EVENTS)) & _IS_READABLE:
             frames = self._socket.recv_multipart(_NO_WAIT)
             try:
                 if len(frames) != 2:
@@ -95,7 +97,10 @@ class FrontEndLink:
         return None
 
     def send(self, identity: bytes, message: EngineMessage) -> None:
-        self._socket.send_multipart((identity, encode(message)), _NO_WAIT)
+        frame = encode(message)
+        # `send_multipart` does the same, but looks at every frame first and builds the flags anew.
+        self._socket.send(identity, _MORE_NO_WAIT)
+        self._socket.send(frame, _NO_WAIT)
 
     def send_to_all(self, message: EngineMessage) -> None:
         for front_end in self.front_ends.values():

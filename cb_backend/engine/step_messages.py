@@ -14,6 +14,8 @@ from cb_backend.request import REQUEST_ID_BITS
 
 T = TypeVar("T")
 
+_INT32 = np.dtype("<i4")
+
 
 class Share(NamedTuple):
     """The entries of a step's output that are one front end's."""
@@ -60,7 +62,7 @@ def step_output(step_id: int, share: Share, output: EngineOutput, scheduled_at: 
     return StepOutput(
         step_id=step_id,
         request_ids=share.request_ids,
-        token_ids=output.token_ids[entries].astype("<i4", copy=False).tobytes(),
+        token_ids=output.token_ids[entries].astype(_INT32, copy=False).tobytes(),
         finish_reasons=output.finish_reasons[entries].astype(np.uint8, copy=False).tobytes(),
         num_cached_tokens=_of(front_end_id, output.num_cached_tokens),
         scheduled_at=_of(front_end_id, scheduled_at),
@@ -72,6 +74,8 @@ def step_output(step_id: int, share: Share, output: EngineOutput, scheduled_at: 
 
 
 def _of(front_end_id: int, by_request_id: dict[int, T]) -> dict[int, T]:
+    if not by_request_id:  # in nearly every step
+        return {}
     return {rid: value for rid, value in by_request_id.items() if rid >> REQUEST_ID_BITS == front_end_id}
 
 

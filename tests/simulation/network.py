@@ -30,6 +30,7 @@ class Wires:
 class _RouterEnd:
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
+        self._receiver: bytes | None = None  # of the message whose first frame has been given
 
     def get(self, option: int) -> int:
         assert option == zmq.EVENTS
@@ -38,10 +39,15 @@ class _RouterEnd:
     def recv_multipart(self, _flags: int) -> tuple[bytes, bytes]:
         return self._wires.to_engine.popleft()
 
-    def send_multipart(self, frames: tuple[bytes, bytes], _flags: int) -> None:
-        identity, frame = frames
-        if identity in self._wires.to_front_end:
-            self._wires.to_front_end[identity].append(frame)
+    def send(self, frame: bytes, flags: int) -> None:
+        if flags & zmq.SNDMORE:
+            assert self._receiver is None
+            self._receiver = frame
+            return
+        receiver, self._receiver = self._receiver, None
+        assert receiver is not None
+        if receiver in self._wires.to_front_end:
+            self._wires.to_front_end[receiver].append(frame)
 
 
 class DealerEnd:
