@@ -10,8 +10,10 @@ import random
 import numpy as np
 import pytest
 
+from cb_backend.engine.scheduler.admission_policy import FcfsAdmission
 from cb_backend.engine.scheduler.output_lengths import MAX_SAMPLES, OutputLengths, most_growth
 from cb_backend.errors import ConfigError
+from cb_backend.request import Request
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
@@ -99,3 +101,39 @@ def test_nobody_grows_where_nobody_runs() -> None:
 def test_a_reserve_out_of_range_is_refused(reserve: float) -> None:
     with pytest.raises(ConfigError, match="admission_reserve"):
         FakeEngine(admission_reserve=reserve)
+
+
+def starts(num_blocks: int, **arguments: object) -> tuple[list[list[int]], int]:
+    """Who started in each step of a traffic of two classes, and how many were preempted."""
+    rng = random.Random(num_blocks)
+    lengths = [min(60, int(rng.lognormvariate(2.8, 0.9)) + 1) for _ in range(60)]
+    engine = FakeEngine(
+        num_blocks=num_blocks, max_num_seqs=16, max_num_batched_tokens=64, **arguments,
+        script=lambda number, index: STOP if index + 1 == lengths[number] else 1,
+    )  # fmt: skip
+    for number in range(60):
+        scheduling = SchedulingParams(priority=rng.choice([-1, 0]))
+        engine.add(number, rng.randint(1, 20), max_tokens=60, stop_ids=(STOP,), scheduling=scheduling)
+        engine.step()
+    engine.run()
+    return [[row.request_id for row in plan.joined] for plan in engine.plans], engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("num_blocks", [40, 100, 400])
+@pytest.mark.parametrize(
+    "arguments", [{"admission_reserve": 0.5}, {"admission_reserve": 3.0, "reserved_share": 0.4}, {"run_ahead": 3}]
+)
+def test_looking_first_whether_memory_is_enough_for_all_decides_nothing(
+    num_blocks: int, arguments: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_it_is = starts(num_blocks, **arguments)
+    most, tried = FcfsAdmission.most_reserved_blocks, []
+
+    def checked(policy: FcfsAdmission, request: Request) -> int:
+        tried.append(most(policy, request))
+        assert tried[-1] >= policy.num_reserved_blocks(request)
+        return 1_000_000  # so that it is always worked out
+
+    monkeypatch.setattr(FcfsAdmission, "most_reserved_blocks", checked)
+    assert starts(num_blocks, **arguments) == as_it_is
+    assert len(tried) >= 60

@@ -173,8 +173,10 @@ class Admission:
         computed_blocks, num_computed = self._kv.get_computed_blocks(request)
         if not self._is_chunking and plan.num_rows and len(request.token_ids) - num_computed > plan.budget:
             return False
-        num_reserved = self._policy.num_reserved_blocks(request)
-        if self._kv.allocate_slots(request, _num_tokens_to_hold(request), computed_blocks, num_reserved) is None:
+        num_tokens, num_reserved = _num_tokens_to_hold(request), self._policy.most_reserved_blocks(request)
+        if self._kv.num_blocks_for(num_tokens) + num_reserved > self._kv.num_free_blocks:
+            num_reserved = self._policy.num_reserved_blocks(request)
+        if self._kv.allocate_slots(request, num_tokens, computed_blocks, num_reserved) is None:
             self._is_memory_short = True
             return False
         self._queue.start(request)

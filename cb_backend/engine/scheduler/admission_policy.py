@@ -32,6 +32,10 @@ class AdmissionPolicy(Protocol):
         """Blocks that must stay free when this request starts."""
         ...
 
+    def most_reserved_blocks(self, request: Request) -> int:
+        """No fewer than `num_reserved_blocks`, and found in a tenth of the time: often memory is not that short."""
+        ...
+
 
 class FcfsAdmission:
     """In-flight batching: whoever fits joins the running batch in the next step, in the queue's order."""
@@ -73,6 +77,15 @@ class FcfsAdmission:
         held = int(table.num_block_tokens[order[table.priority[order] <= reserved]].sum()) // self._block_size
         return max(num_blocks, self._reserved_blocks - held)
 
+    def most_reserved_blocks(self, request: Request) -> int:
+        """As if every request would run to its limit, and nobody in the reserved class held anything."""
+        table, order = self._table, self._table.order
+        if not len(order):
+            return 0
+        held = np.maximum(table.num_computed_tokens[order], table.num_prompt_tokens[order])
+        growth = int((table.max_total_tokens[order] - held).sum()) + request.max_total_tokens - len(request.token_ids)
+        return max(len(order) + growth // self._block_size, self._reserved_blocks)
+
     def _growth_in_blocks(self, request: Request) -> int:
         """What running requests and this one are to grow together, in whole blocks."""
         if self._admission_reserve <= NO_RESERVE:
@@ -111,6 +124,9 @@ class StaticAdmission:
         return head.request_id in self._members
 
     def num_reserved_blocks(self, request: Request) -> int:
+        return 0
+
+    def most_reserved_blocks(self, request: Request) -> int:
         return 0
 
     def _choose(self, waiting: Iterable[Request]) -> set[int]:

@@ -104,7 +104,7 @@ class SlotTable:
         place = len(self.order)
         while place and self.request_at(int(self.order[place - 1])).queue_key > key:
             place -= 1
-        self.order = np.insert(self.order, place, slot)
+        self.order = np.concatenate([self.order[:place], [slot], self.order[place:]])
         self._note_change()
         return slot
 
