@@ -22,6 +22,9 @@ class QueueRoom(msgspec.Struct, tag=True, frozen=True):
     refusal: str = ""  # what to tell the others
 
 
+MUCH_ROOM = QueueRoom(None)
+
+
 class RefusedRequests(msgspec.Struct, tag=True, frozen=True):
     """Front end to engine: so many were refused since the last such message, for the statistics."""
 

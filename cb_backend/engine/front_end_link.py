@@ -111,6 +111,8 @@ class FrontEndLink:
 
         They count what they send, so after anything of theirs has come they are told again.
         """
+        if room is self._room and not self._has_heard:
+            return
         is_news = room.num_requests != self._room.num_requests or self._has_heard
         if is_news and (room.num_requests, self._room.num_requests) != (None, None):
             self.send_to_all(room)

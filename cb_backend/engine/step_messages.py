@@ -52,7 +52,7 @@ def _divide(request_ids: NDArray[np.int64]) -> list[Share]:
     front_end_ids = set(owners.tolist())
     if len(front_end_ids) == 1:
         return [Share(front_end_ids.pop(), slice(None), packed.tobytes())]
-    parts = {front_end_id: np.flatnonzero(owners == front_end_id) for front_end_id in front_end_ids}
+    parts = {front_end_id: (owners == front_end_id).nonzero()[0] for front_end_id in front_end_ids}
     return [Share(front_end_id, entries, packed[entries].tobytes()) for front_end_id, entries in parts.items()]
 
 

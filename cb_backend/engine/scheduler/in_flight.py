@@ -67,7 +67,7 @@ class InFlightSteps:
     def free_when_safe(self, block_ids: list[int], slot: int, epoch: int) -> None:
         """Free blocks of the request that had `slot` in `epoch`: now, or after the last launched step with it."""
         for step in reversed(self._steps):
-            rows = np.flatnonzero(step.rows.slots == slot)
+            (rows,) = (step.rows.slots == slot).nonzero()
             if len(rows) and step.rows.epochs[rows[0]] == epoch:
                 self._deferred.append((step.step_id, block_ids))
                 return

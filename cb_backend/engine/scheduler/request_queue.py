@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from cb_backend.engine.scheduler.fair_share import FairShare, Flow, fair_order
 from cb_backend.errors import UnavailableError
-from cb_backend.queue_room import TOLD_BELOW, QueueRoom
+from cb_backend.queue_room import MUCH_ROOM, TOLD_BELOW, QueueRoom
 from cb_backend.request import QueueKey, Request
 
 _LONGEST_HINT_S = 60
@@ -169,16 +169,21 @@ class RequestQueue:
         assert len(self._by_id) == len(self._sorted) + len(self._held), "a request waits twice, or nowhere"
         assert self.num_tokens == sum(len(request.token_ids) for request in self._by_id.values()), "queued tokens"
 
+    @property
+    def has_much_room(self) -> bool:
+        """Whether that can be said whatever slots and tokens are free."""
+        return len(self._by_id) + TOLD_BELOW <= self._max_size and self.num_tokens < self._max_tokens
+
     def room(self, num_free_slots: int, num_free_tokens: int) -> QueueRoom:
         """How many more requests would be taken now, told as long as they are few; prompts of one token, that is."""
-        if len(self._by_id) + TOLD_BELOW <= self._max_size and self.num_tokens < self._max_tokens:
-            return QueueRoom(None)  # whatever is free: the usual answer, asked for several times a step
+        if self.has_much_room:
+            return MUCH_ROOM
         refusal = self._refusal(1, num_free_slots, num_free_tokens)
         if refusal is not None:
             return QueueRoom(0, refusal)
         num_requests = self._max_size + num_free_slots - len(self._by_id)
         if num_requests >= TOLD_BELOW:
-            return QueueRoom(None)
+            return MUCH_ROOM
         return QueueRoom(num_requests, self._full(f"max_queue_size is {self._max_size}"))
 
     def _refusal(self, num_tokens: int, num_free_slots: int, num_free_tokens: int) -> str | None:

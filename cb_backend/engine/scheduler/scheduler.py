@@ -31,7 +31,7 @@ from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
 from cb_backend.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
-from cb_backend.queue_room import QueueRoom
+from cb_backend.queue_room import MUCH_ROOM, QueueRoom
 from cb_backend.request import Request, RequestStatus
 
 
@@ -144,8 +144,8 @@ class Scheduler:
 
     @property
     def queue_room(self) -> QueueRoom:
-        """How many more requests would be taken now."""
-        return self._queue.room(*self._free)
+        """How many more requests would be taken now. Asked for several times a step."""
+        return MUCH_ROOM if self._queue.has_much_room else self._queue.room(*self._free)
 
     def release(self, request_id: int) -> None:
         """A held request may start now, if it has not ended meanwhile."""

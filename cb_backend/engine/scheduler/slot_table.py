@@ -11,6 +11,8 @@ the last of them perhaps sampled by a step whose result has not been read yet; b
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -132,7 +134,9 @@ class SlotTable:
         return request
 
     def requests_at(self, slots: NDArray[np.intp]) -> list[Request]:
-        return [self.request_at(slot) for slot in slots.tolist()]
+        found = [self.requests[slot] for slot in slots.tolist()]
+        assert None not in found
+        return cast("list[Request]", found)
 
     def rows(self, slots: NDArray[np.intp]) -> Rows:
         return Rows(slots, self.epoch[slots], self.request_ids[slots], self.stop_ids[slots])

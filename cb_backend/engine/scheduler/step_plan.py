@@ -39,7 +39,7 @@ class DecodeBatch:
         self.slots = order if is_whole else order[is_decode]
         self.computed = computed if is_whole else computed[is_decode]  # before this step
         self.room = table.num_block_tokens[self.slots]
-        self.out_of_room = np.flatnonzero(self.computed >= self.room)  # rows that need a block in this step
+        (self.out_of_room,) = (self.computed >= self.room).nonzero()  # rows that need a block in this step
         # Steps until a row reaches its limit; 0: the batch cannot go on as it is.
         self.num_steps_left = int(num_left.min()) if is_whole and len(order) else 0
         self._table = table
@@ -60,11 +60,12 @@ class DecodeBatch:
     def grow(self, slots: NDArray[np.intp], kv: KVCacheManager) -> NDArray[np.int32]:
         """One more block for each of these slots, as `SchedulerOutput.new_blocks`; so many are free: check before."""
         table = self._table
+        room = table.num_block_tokens[slots]
         new_blocks = np.empty((len(slots), 3), np.int32)
         new_blocks[:, 0] = slots
-        new_blocks[:, 1] = table.num_block_tokens[slots] // kv.block_size
+        new_blocks[:, 1] = room // kv.block_size
         new_blocks[:, 2] = kv.append_blocks(table.requests_at(slots))
-        table.num_block_tokens[slots] += kv.block_size
+        table.num_block_tokens[slots] = room + kv.block_size
         self.room = table.num_block_tokens[self.slots]
         return _frozen(new_blocks)
 
@@ -79,7 +80,7 @@ class DecodeBatch:
     def advance(self, computed_after: NDArray[np.int32]) -> None:
         """The step was planned: one more token is computed in every row."""
         self.computed = computed_after
-        self.out_of_room = np.flatnonzero(computed_after >= self.room)
+        (self.out_of_room,) = (computed_after >= self.room).nonzero()
         self.num_steps_left -= 1
 
 
@@ -141,7 +142,7 @@ def launch(step_id: int, plan: StepPlan, table: SlotTable) -> tuple[SchedulerOut
         is_sampling = np.concatenate([all_true, is_sampling])
         plan.decode.num_steps_left = 0
     after = computed + scheduled
-    filled = np.flatnonzero(after // table.block_size > computed // table.block_size)
+    (filled,) = (after // table.block_size > computed // table.block_size).nonzero()
     rows = table.rows(slots.astype(np.intp))
     table.num_computed_tokens[rows.slots] = after
     output = SchedulerOutput(
