@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 NULL_BLOCK = 0
 
 
-@dataclass(slots=True, eq=False)
-class CachedBlock:
+class CachedBlock(msgspec.Struct, eq=False):
     """The content of one full block, as a link of a chain that goes back to the first token.
 
     Links are compared by identity: two links with the same parent link and the same tokens stand for the same prefix,

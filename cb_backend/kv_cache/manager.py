@@ -156,14 +156,15 @@ class KVCacheManager:
         chain = self._chains[request.request_id]
         if chain.is_closed:
             return
-        if isinstance(chain.end, CachedBlock) and not chain.end.is_live:
+        pool, end = self.pool, chain.end
+        if isinstance(end, CachedBlock) and not end.is_live:
             # The link came from another request's block, which was evicted: our own blocks take its place.
-            chain.end, chain.num_blocks = request.cache_salt, 0
+            end, chain.num_blocks = request.cache_salt, 0
         for index in range(chain.num_blocks, num_computed_tokens // self.block_size):
             token_bytes = self._token_bytes(token_ids, index)
             digest = self._digest(request, index, token_bytes)
-            link = self.pool.find(digest, token_bytes, chain.end)
-            chain.end = link or self.pool.cache(request.block_table[index], digest, token_bytes, chain.end)
+            link = pool.find(digest, token_bytes, end)
+            chain.end = end = link or pool.cache(request.block_table[index], digest, token_bytes, end)
             chain.num_blocks = index + 1
             if self._coming:
                 self._coming.pop(digest, None)
