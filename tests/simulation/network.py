@@ -58,11 +58,12 @@ class DealerEnd:
     def send(self, frame: bytes, _flags: int) -> None:
         self._wires.to_engine.append((self._identity, frame))
 
+    def get(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLIN if self._wires.to_front_end[self._identity] else 0
+
     def recv(self, _flags: int) -> bytes:
-        inbox = self._wires.to_front_end[self._identity]
-        if not inbox:
-            raise zmq.Again
-        return inbox.popleft()
+        return self._wires.to_front_end[self._identity].popleft()
 
     def close(self, linger: int = 0) -> None:
         self._wires.to_front_end.pop(self._identity, None)

@@ -48,6 +48,8 @@ POLL_MS = 500
 ALIVE_INTERVAL_S = 0.5
 RETRY_S = 0.5  # before the line is set up again
 LAST_WORDS_MS = 100  # after the engine's end its last messages may still be on their way through the socket
+# As numbers: with the enum's members each call would build new ones.
+_NO_WAIT, _EVENTS, _IS_READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 
 logger = logging.getLogger("cb_backend.front_end")
 
@@ -88,6 +90,7 @@ class EngineClient:
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket | None = None
         self._watch: ProcessWatch | None = None
+        self._poller: zmq.Poller | None = None  # of socket and watch; None: to be made
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
 
@@ -166,7 +169,7 @@ class EngineClient:
             self._fail_open_requests("the model is being stopped; send the request again later")
             if self._socket is not None:
                 self._flush()
-                self._socket.send(encode(Goodbye(self.front_end_id)), zmq.NOBLOCK)
+                self._socket.send(encode(Goodbye(self.front_end_id)), _NO_WAIT)
             self._disconnect()
 
     def _turn(self) -> None:
@@ -194,7 +197,7 @@ class EngineClient:
             self._next_alive = now + ALIVE_INTERVAL_S
             sign = self.room.take_refused() or (Alive(self.front_end_id) if self._sinks else None)
             if sign is not None:
-                self._socket.send(encode(sign), zmq.NOBLOCK)
+                self._socket.send(encode(sign), _NO_WAIT)
         if not self._sinks or self._watch is None or self._socket is None:
             self._silence.heard()
             return
@@ -205,13 +208,12 @@ class EngineClient:
             self._watch.kill()
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
-        if self._socket is not None:
-            poller.register(self._socket, zmq.POLLIN)
-        if self._watch is not None and self._watch.fd is not None:
-            poller.register(self._watch.fd, zmq.POLLIN)
-        if (self._wake_fd, zmq.POLLIN) in poller.poll(POLL_MS):
+        if self._poller is None:
+            self._poller = zmq.Poller()
+            for end in (self._wake_fd, self._socket, self._watch and self._watch.fd):
+                if end is not None:
+                    self._poller.register(end, zmq.POLLIN)
+        if (self._wake_fd, zmq.POLLIN) in self._poller.poll(POLL_MS):
             os.eventfd_read(self._wake_fd)
 
     def _start_next_life(self) -> None:
@@ -223,27 +225,24 @@ class EngineClient:
         self.failure = None
         self._end_reason = ENGINE_GONE
         self.life = life
-        self._watch = ProcessWatch(life.pid, life.start_time)
+        self._watch, self._poller = ProcessWatch(life.pid, life.start_time), None
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"front-end-%d" % self.front_end_id)
         self._socket.set_hwm(0)  # both ways: nothing is dropped
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(f"ipc://{life.socket_path}")
-        self._socket.send(encode(Hello(self.front_end_id, os.getpid())), zmq.NOBLOCK)
+        self._socket.send(encode(Hello(self.front_end_id, os.getpid())), _NO_WAIT)
         if self._abandoned:
-            self._socket.send(encode(CancelRequests(self._abandoned)), zmq.NOBLOCK)
+            self._socket.send(encode(CancelRequests(self._abandoned)), _NO_WAIT)
             self._abandoned = []
 
     def _flush(self) -> None:
         while self._socket is not None and self._outbox:
-            self._socket.send(self._outbox.popleft(), zmq.NOBLOCK)
+            self._socket.send(self._outbox.popleft(), _NO_WAIT)
 
     def _receive(self) -> None:
-        while self._socket is not None:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while self._socket is not None and int(self._socket.get(_EVENTS)) & _IS_READABLE:
+            frame = self._socket.recv(_NO_WAIT)
             self._silence.heard()
             try:
                 self._handle(decode_engine_message(frame))
@@ -285,6 +284,7 @@ class EngineClient:
 
     def _disconnect(self) -> None:
         self._fail_open_requests(self._end_reason)
+        self._poller = None
         if self._socket is not None:
             self._socket.close(linger=1000 if self._is_closing else 0)
             self._socket = None
