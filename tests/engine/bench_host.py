@@ -1,8 +1,8 @@
 """Host time of an engine step without a device: `python -m tests.engine.bench_host`. Prints, asserts nothing.
 
 The real loop of the engine process, scheduler, slot runner and socket to its front ends, on a CPU; only the captured
-graphs are left out, whose replays do nothing here. So what is measured is the host's part of a step, but for what the
-driver takes for a launch, a copy and an event.
+graphs and the kernel that joins slots are left out: launching them does nothing here. So what is measured is the host's
+part of a step, but for what the driver takes for a launch, a copy and an event.
 
     python -m tests.engine.bench_host --rows 256 --front-ends 4
     python -m tests.engine.bench_host --against /path/to/another/checkout     # by turns with this one, 50 steps each
@@ -18,6 +18,7 @@ tokens, each followed by a new one, so that nearly every step has one that joins
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -78,7 +79,8 @@ def make_engine(folder: Path, num_rows: int) -> LLMEngine:
     engine = create_engine(config)
     plain = engine.runner
     assert isinstance(plain, ModelRunner)
-    runner = SlotRunner(plain.model, plain.ops, plain.rotary, plain.storage, num_rows, engine.info.max_model_len)
+    ops = dataclasses.replace(plain.ops, join_slots=lambda *_: None)
+    runner = SlotRunner(plain.model, ops, plain.rotary, plain.storage, num_rows, engine.info.max_model_len)
     for shape in step_shapes(num_rows, config.max_num_batched_tokens):
         runner.graphs.add(shape, NoGraph(), runner.new_buffers(shape))
     return LLMEngine(config, runner, engine.info)
