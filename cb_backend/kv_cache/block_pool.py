@@ -166,21 +166,22 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every block is in exactly one place and the cache's two maps agree."""
-        held = self.held_blocks()
-        free = [*self._free_plain, *self._free_cached]
-        assert len(free) == len(set(free)), "a block is free twice"
+        ref_cnt, link_of_block = self._ref_cnt, self._link_of_block
+        free = {*self._free_plain, *self._free_cached}
+        assert len(free) == self.num_free_blocks, "a block is free twice"
         assert NULL_BLOCK not in free, "the null block is free"
-        assert NULL_BLOCK not in held, "the null block is held"
-        assert min(self._ref_cnt) >= 0, "a reference count is negative"
-        assert held.keys().isdisjoint(free), f"blocks {held.keys() & set(free)} are held and free"
-        assert len(held) + len(free) == self.num_usable_blocks, "a block is lost"
-        cached = {block_id for block_id, link in enumerate(self._link_of_block) if link is not None}
-        assert NULL_BLOCK not in cached, "the null block is cached"
-        assert cached.isdisjoint(self._free_plain), "a block without content is cached"
-        assert cached.issuperset(self._free_cached), "a block is kept for content it does not have"
-        links = [link for link in self._link_of_block if link is not None]
-        assert len(links) == len(self._link_of_digest), "the cache's maps differ in size"
-        for link in links:
-            assert self._link_of_digest[link.digest] is link, f"digest of block {link.block_id} leads elsewhere"
-            assert self._link_of_block[link.block_id] is link, f"block {link.block_id} holds another link"
-            assert len(link.token_bytes) == 4 * self.block_size, f"block {link.block_id} is cached but not full"
+        assert not ref_cnt[NULL_BLOCK], "the null block is held"
+        assert min(ref_cnt) >= 0, "a reference count is negative"
+        assert not any(map(ref_cnt.__getitem__, free)), f"blocks {self.held_blocks().keys() & free} are held and free"
+        assert ref_cnt.count(0) == len(free) + 1, "a block is lost"
+        # Each digest leads to a link that says so and has a block of its own: as many blocks are all that have links.
+        num_content_bytes = 4 * self.block_size
+        for digest, link in self._link_of_digest.items():
+            assert link.digest == digest, f"digest of block {link.block_id} leads elsewhere"
+            assert link_of_block[link.block_id] is link, f"block {link.block_id} holds another link"
+            assert len(link.token_bytes) == num_content_bytes, f"block {link.block_id} is cached but not full"
+        num_links = self.num_blocks - link_of_block.count(None)
+        assert num_links == len(self._link_of_digest), "the cache's maps differ in size"
+        assert link_of_block[NULL_BLOCK] is None, "the null block is cached"
+        assert not any(map(link_of_block.__getitem__, self._free_plain)), "a block without content is cached"
+        assert all(map(link_of_block.__getitem__, self._free_cached)), "a block is kept for content it does not have"

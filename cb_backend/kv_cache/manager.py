@@ -6,6 +6,7 @@ does not know steps, devices or tensors. A request's `block_table` and `block_ha
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -235,7 +236,7 @@ class KVCacheManager:
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
         """Raise `AssertionError` unless `holders` (every block list in existence) explain all reference counts."""
         self.pool.check_integrity()
-        counts = Counter(block_id for block_ids in holders for block_id in block_ids)
+        counts = Counter(itertools.chain.from_iterable(holders))
         held = self.pool.held_blocks()
         assert held == counts, f"references {held} differ from holders {dict(counts)}"
 

@@ -289,7 +289,8 @@ class Scheduler:
         self._queue.check_integrity()
         self._swap.check_integrity({request.request_id for request in self._queue})
         running = [request for request in self._table.requests if request is not None]
+        waiting = self._queue.everyone
         assert {request.request_id: request for request in running} == self._results.running, "running sets differ"
-        assert all(not request.block_table for request in self._queue.everyone), "a waiting request holds blocks"
-        self._share.check_integrity(self._queue.everyone, running)
+        assert not any(request.block_table for request in waiting), "a waiting request holds blocks"
+        self._share.check_integrity(waiting, running)
         self._kv.check_integrity([*(request.block_table for request in running), *self._in_flight.deferred_blocks])

@@ -168,20 +168,23 @@ class SlotTable:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless slots, order and figures agree."""
+        order = self.order.tolist()
         taken = [slot for slot, request in enumerate(self.requests) if request is not None]
-        assert sorted(self.order.tolist()) == taken, "order and taken slots differ"
-        keys = [self.request_at(slot).queue_key for slot in self.order.tolist()]
-        assert keys == sorted(keys), "the running requests are out of order"
+        assert sorted(order) == taken, "order and taken slots differ"
         assert sorted([*taken, *self._free_slots]) == list(range(len(self.requests))), "a slot is lost or free twice"
-        guided = [slot for slot in taken if self.request_at(slot).guide is not None]
-        assert self.num_guided == len(guided), "the count of guided requests is off"
-        for slot in taken:
-            request = self.request_at(slot)
-            computed, known = int(self.num_computed_tokens[slot]), int(self.num_known_tokens[slot])
-            prefill = int(self.num_prefill_tokens[slot])
+        requests = [self.request_at(slot) for slot in order]
+        keys = [request.queue_key for request in requests]
+        assert keys == sorted(keys), "the running requests are out of order"
+        num_guided = sum(request.guide is not None for request in requests)
+        assert self.num_guided == num_guided, "the count of guided requests is off"
+        for slot, request in zip(order, requests, strict=True):
+            computed, known = self.num_computed_tokens.item(slot), self.num_known_tokens.item(slot)
+            prefill = self.num_prefill_tokens.item(slot)
             assert request.slot == slot, f"slot {slot} holds a request that thinks it is in {request.slot}"
             assert request.num_prompt_tokens <= prefill <= known <= request.max_total_tokens, f"slot {slot}: lengths"
             assert known <= max(prefill, computed + 1), f"slot {slot} knows a token that was never sampled"
-            assert computed <= self.max_computed_tokens[slot], f"slot {slot} is computed past its limit"
+            assert computed <= self.max_computed_tokens.item(slot), f"slot {slot} is computed past its limit"
             room = len(request.block_table) * self.block_size
-            assert computed <= room == self.num_block_tokens[slot], f"slot {slot}: computed {computed}, room {room}"
+            assert computed <= room == self.num_block_tokens.item(slot), (
+                f"slot {slot}: computed {computed}, room {room}"
+            )

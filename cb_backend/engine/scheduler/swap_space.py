@@ -120,6 +120,8 @@ class SwapSpace:
     def check_integrity(self, waiting: set[int]) -> None:
         """Raise `AssertionError` unless every block is free or kept for one of the requests `waiting`."""
         kept = [block for copy in self._copies.values() for block in copy.host_blocks]
-        assert sorted([*kept, *self._free]) == list(range(self.num_blocks)), "a host block is lost or free twice"
+        blocks = {*kept, *self._free}
+        assert len(blocks) == self.num_blocks == len(kept) + len(self._free), "a host block is lost or free twice"
+        assert blocks.issuperset(range(self.num_blocks)), "a host block that does not exist"
         assert self._copies.keys() <= waiting, "host blocks are kept for a request that does not wait"
         assert len({host for _, host in self._outgoing}) == len(self._outgoing), "two copies go to one host block"
