@@ -9,8 +9,10 @@ Both keep a request's tokens from `JoinedRow` and their own sampling only, as th
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +20,11 @@ from numpy.typing import NDArray
 from cb_backend.outputs import NO_TOKEN, JoinedRow, ModelRunnerOutput, SchedulerOutput
 from cb_backend.sampling_params import SamplingParams
 
-EMPTY_CELL = (-1, -1, -1)
+_CELL = struct.Struct("=3q")  # (token, position, salt)
+_EMPTY_CELL = _CELL.pack(-1, -1, -1)
 
 
+@cache
 def salt_number(salt: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(salt, digest_size=4).digest(), "little")
 
@@ -32,11 +36,14 @@ class HashModel:
     vocab_size: int
     stop_chance: float = 0.0
 
-    def next_token(
-        self, cells: NDArray[np.int64], num_out: int, params: SamplingParams, stop_ids: Sequence[int]
-    ) -> int:
-        """`cells` [num_tokens, 3] as read from the cache; `num_out` tokens have been generated before this one."""
-        value = int.from_bytes(hashlib.blake2b(cells.tobytes(), digest_size=8).digest(), "little")
+    @staticmethod
+    def new_hash() -> hashlib.blake2b:
+        """Feed it the cells as read from the cache."""
+        return hashlib.blake2b(digest_size=8)
+
+    def next_token(self, read: hashlib.blake2b, num_out: int, params: SamplingParams, stop_ids: Sequence[int]) -> int:
+        """`read` is the hash of everything read; `num_out` tokens have been generated before this one."""
+        value = int.from_bytes(read.digest(), "little")
         is_masked = num_out < params.min_tokens
         if stop_ids and not is_masked and (value >> 32) % 10_000 < self.stop_chance * 10_000:
             return stop_ids[0]
@@ -49,15 +56,17 @@ class HashModel:
         self, prompt: Sequence[int], salt: bytes, params: SamplingParams, stop_ids: Sequence[int], max_total: int
     ) -> list[int]:
         """What the request must produce whatever runs beside it: the token ids of its whole output."""
-        cells = np.empty((max_total, 3), np.int64)
-        cells[:, 1], cells[:, 2] = np.arange(max_total), salt_number(salt)
-        cells[: len(prompt), 0] = prompt
-        for n in range(len(prompt), max_total):
-            token = self.next_token(cells[:n], n - len(prompt), params, stop_ids)
-            cells[n, 0] = token
-            if token in stop_ids and n + 1 - len(prompt) >= params.min_tokens:
-                return cells[len(prompt) : n + 1, 0].tolist()
-        return cells[len(prompt) :, 0].tolist()
+        number, read = salt_number(salt), self.new_hash()
+        for position, token in enumerate(prompt):
+            read.update(_CELL.pack(token, position, number))
+        output: list[int] = []
+        for position in range(len(prompt), max_total):
+            token = self.next_token(read, len(output), params, stop_ids)
+            output.append(token)
+            if token in stop_ids and len(output) >= params.min_tokens:
+                break
+            read.update(_CELL.pack(token, position, number))
+        return output
 
 
 @dataclass
@@ -121,10 +130,11 @@ class _FakeRunner:
         slots = plan.slots.tolist()
         assert len(set(slots)) == len(slots), "a slot has two rows"
         assert joined <= set(slots), "a request joined without a row"
-        assert plan.num_scheduled_tokens[: plan.num_decode_rows].tolist() == [1] * plan.num_decode_rows
-        assert plan.is_sampling[: plan.num_decode_rows].all(), "a decode row must sample"
-        columns = (plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist(), plan.is_sampling.tolist())
-        return [(self.slots[slot], *rest) for slot, *rest in zip(slots, *columns, strict=True)]
+        computed, scheduled = plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist()
+        is_sampling, num_decode_rows = plan.is_sampling.tolist(), plan.num_decode_rows
+        assert scheduled[:num_decode_rows] == [1] * num_decode_rows, "a decode row computes one token"
+        assert all(is_sampling[:num_decode_rows]), "a decode row must sample"
+        return list(zip(map(self.slots.__getitem__, slots), computed, scheduled, is_sampling, strict=True))
 
     def _written_blocks(self, work: list[tuple[_Slot, int, int, bool]]) -> set[int]:
         written = set()
@@ -138,24 +148,25 @@ class _FakeRunner:
         return written
 
     def _run(self, plan: SchedulerOutput, work: list[tuple[_Slot, int, int, bool]]) -> ModelRunnerOutput:
-        sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
-        is_failed = np.zeros(plan.num_rows, np.bool_)
+        sampled: list[int] = []
+        is_failed: list[bool] = []
         self._swap(plan)
-        for index, (slot, computed, scheduled, is_sampling) in enumerate(work):
+        for slot, computed, scheduled, is_sampling in work:
             end = computed + scheduled
             if slot.is_broken:
-                sampled[index] = 0
+                sampled.append(0)
+                is_failed.append(False)
                 continue
             assert end <= len(slot.tokens), "the plan runs past the known tokens"
             assert is_sampling == (end == len(slot.tokens)), "is_sampling is wrong"
             request_id = slot.row.request_id
             self.num_computed[request_id] = self.num_computed.get(request_id, 0) + scheduled
             token, failed = self._compute(slot, computed, end)
-            is_failed[index] = failed
+            is_failed.append(failed)
+            sampled.append(token if is_sampling else NO_TOKEN)
             if is_sampling:
-                sampled[index] = token
                 slot.tokens.append(token)
-        return ModelRunnerOutput(plan.step_id, sampled, is_failed)
+        return ModelRunnerOutput(plan.step_id, np.array(sampled, np.int32), np.array(is_failed, np.bool_))
 
     def _compute(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
         raise NotImplementedError
@@ -190,34 +201,39 @@ class HashRunner(_FakeRunner):
     ) -> None:
         super().__init__(block_size, is_delayed)
         self.model = model
-        self.host_cells = np.full((num_host_blocks, block_size, 3), EMPTY_CELL, np.int64)
-        self.cells = np.full((num_blocks, block_size, 3), EMPTY_CELL, np.int64)
+        self._empty_block = _EMPTY_CELL * block_size
+        # Bytes, block by block: rows write and read a few cells at a time, for which arrays are slow.
+        self._blocks = [bytearray(self._empty_block) for _ in range(num_blocks)]
+        self._host_blocks = [self._empty_block] * num_host_blocks
         self.salts = salts or {}
         self.fails_at = fails_at or {}
 
     def _swap(self, plan: SchedulerOutput) -> None:
         for device, host in plan.swap_out:
-            self.host_cells[host] = self.cells[device]
+            self._host_blocks[host] = bytes(self._blocks[device])
         for device, host in plan.swap_in:
-            self.cells[device] = self.host_cells[host]
-            self.host_cells[host] = EMPTY_CELL
+            self._blocks[device][:] = self._host_blocks[host]
+            self._host_blocks[host] = self._empty_block
+
+    def cells(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
+        """What is in these blocks: [num_blocks, block_size, 3] of (token, position, salt)."""
+        content = b"".join([self._blocks[block_id] for block_id in block_ids])
+        return np.frombuffer(content, np.int64).reshape(-1, self.block_size, 3)
 
     def _compute(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
-        row = slot.row
-        positions = np.arange(end)
-        block_ids = np.array(slot.block_table)[positions // self.block_size]
-        offsets = positions % self.block_size
+        row, size = slot.row, self.block_size
+        blocks = [self._blocks[block_id] for block_id in slot.block_table]
         failed = end >= self.fails_at.get(row.request_id, end + 1)
-        written = slice(computed, end)
-        tokens = np.array(slot.tokens[written])
-        self.cells[block_ids[written], offsets[written], 0] = -7 if failed else tokens
-        self.cells[block_ids[written], offsets[written], 1] = positions[written]
-        self.cells[block_ids[written], offsets[written], 2] = salt_number(self.salts.get(row.request_id, b""))
+        salt = salt_number(self.salts.get(row.request_id, b""))
+        for position in range(computed, end):
+            token = -7 if failed else slot.tokens[position]
+            _CELL.pack_into(blocks[position // size], position % size * _CELL.size, token, position, salt)
         if end < len(slot.tokens):
             return NO_TOKEN, failed
-        cells = self.cells[block_ids, offsets]
+        read = self.model.new_hash()
+        read.update(b"".join(blocks)[: end * _CELL.size])
         num_out = len(slot.tokens) - row.num_prompt_tokens
-        return self.model.next_token(cells, num_out, row.params, row.stop_token_ids), failed
+        return self.model.next_token(read, num_out, row.params, row.stop_token_ids), failed
 
 
 class ScriptedRunner(_FakeRunner):

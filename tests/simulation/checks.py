@@ -50,7 +50,7 @@ class CheckedEngine:
         self.slot_owner: dict[int, int] = {}
         self.overtaken: Counter[int] = Counter()
         self.arrived_at: dict[int, float] = {}
-        self.number: dict[int, int] = {}
+        self.places: dict[int, tuple[float, ...]] = {}  # in the queue, by request id
         self.in_flight: list[FakePending] = []
         self.planned: SchedulerOutput | None = None  # and not handed to the runner
         self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
@@ -67,10 +67,9 @@ class CheckedEngine:
         self.scheduler.schedule = self.schedule  # type: ignore[method-assign]
         engine.runner = self  # type: ignore[assignment]
 
-    @property
-    def held(self) -> set[int]:
-        """Ids of the requests whose grammars are being compiled."""
-        return set(self.engine._held._waiting)
+    def is_held(self, request_id: int) -> bool:
+        """Whether the request's grammar is being compiled."""
+        return request_id in self.engine._held._waiting
 
     # ---- the engine's calls go through here ---------------------------------------------------------------------
 
@@ -87,8 +86,9 @@ class CheckedEngine:
         self._expect((refusal and type(refusal)) == expected, f"I18: {refusal!r}, expected {expected}")
         if refusal is None:
             self.requests[request.request_id] = request
-            self.arrived_at[request.request_id] = self.scheduler._now
-            self.number[request.request_id] = len(self.number)
+            now, priority = self.scheduler._now, request.scheduling.priority
+            self.arrived_at[request.request_id] = now
+            self.places[request.request_id] = queue_place(self.config, priority, now, len(self.places))
             return
         self.counters["refused: too long" if is_too_long else "refused: queue full"] += 1
         figure = request.num_prompt_tokens if is_too_long else figure
@@ -166,11 +166,14 @@ class CheckedEngine:
 
     def _check_plan(self, plan: SchedulerOutput, pending: FakePending) -> None:
         config, counters = self.config, self.counters
-        is_lone_prompt = not config.enable_chunked_prefill and plan.num_rows == 1
-        assert plan.num_tokens <= config.max_num_batched_tokens or is_lone_prompt, "I12: over the budget"
-        assert plan.num_rows <= config.max_num_seqs, "I12: more rows than max_num_seqs"
-        assert (plan.num_scheduled_tokens >= 1).all(), "I12: an empty row"
-        waiting = [self._place(request.request_id) for request in self.scheduler._queue]
+        slots, computed_tokens = plan.slots.tolist(), plan.num_computed_tokens.tolist()
+        scheduled_tokens = plan.num_scheduled_tokens.tolist()
+        num_rows, num_tokens = len(slots), sum(scheduled_tokens)
+        is_lone_prompt = not config.enable_chunked_prefill and num_rows == 1
+        assert num_tokens <= config.max_num_batched_tokens or is_lone_prompt, "I12: over the budget"
+        assert num_rows <= config.max_num_seqs, "I12: more rows than max_num_seqs"
+        assert min(scheduled_tokens) >= 1, "I12: an empty row"
+        waiting = [self.places[request.request_id] for request in self.scheduler._queue]
         assert waiting == sorted(waiting), "I10: the queue is out of order"
         for row in plan.joined:
             is_back = row.request_id in self.computed
@@ -184,8 +187,7 @@ class CheckedEngine:
             known = row.token_ids.tolist()
             assert len(known) >= len(arrival.prompt), "the prompt of a joining row is cut"
             assert known == expected[: len(known)], "the tokens of a joining row are wrong"
-        columns = (plan.slots, plan.num_computed_tokens, plan.num_scheduled_tokens)
-        for slot, computed, scheduled in zip(*(column.tolist() for column in columns), strict=True):
+        for slot, computed, scheduled in zip(slots, computed_tokens, scheduled_tokens, strict=True):
             request_id = self.slot_owner[slot]
             assert self.answers[request_id].is_open, "I13: computes for a request that has ended"
             assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
@@ -198,21 +200,16 @@ class CheckedEngine:
         counters["guided steps"] += self.scheduler.num_guided > 0
         counters["swapped out blocks"] += len(plan.swap_out)
         counters["swapped in blocks"] += len(plan.swap_in)
-        counters["tokens"] += plan.num_tokens
+        counters["tokens"] += num_tokens
         counters["steps"] += 1
-        counters["whole prompts beyond the budget"] += plan.num_tokens > config.max_num_batched_tokens
-        counters["chunks"] += int((~plan.is_sampling).sum())
-
-    def _place(self, request_id: int) -> tuple[float, ...]:
-        priority = self.requests[request_id].scheduling.priority
-        return queue_place(self.config, priority, self.arrived_at[request_id], self.number[request_id])
+        counters["whole prompts beyond the budget"] += num_tokens > config.max_num_batched_tokens
+        counters["chunks"] += plan.is_sampling.tolist().count(False)
 
     def _check_overtaking(self, request_id: int, is_back: bool) -> None:
         """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
-        request, place = self.requests[request_id], self._place(request_id)
-        own = request.scheduling
+        own, place = self.requests[request_id].scheduling, self.places[request_id]
         for passed in self.scheduler._queue:
-            if self._place(passed.request_id) > place:
+            if self.places[passed.request_id] > place:
                 continue
             other, config = passed.scheduling, self.config
             has_share = config.reserved_share and own.priority <= config.reserved_priority < other.priority

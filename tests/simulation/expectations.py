@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,19 +59,37 @@ def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival, salt: by
 
 def check_cached_content(kv: KVCacheManager, runner: HashRunner) -> None:
     """I3: the cells of every findable block are the tokens its link names, at its place, under its salt."""
-    size = kv.block_size
-    for block_id in kv.pool.cached_blocks():
+    size, block_ids = kv.block_size, kv.pool.cached_blocks()
+    if not block_ids:
+        return
+    places: dict[CachedBlock, tuple[int, int]] = {}
+    expected = []
+    for block_id in block_ids:
         link = kv.pool.link_of(block_id)
         assert link is not None
-        cells = runner.cells[block_id]
-        depth, root = 0, link.parent
-        while isinstance(root, CachedBlock):
-            depth, root = depth + 1, root.parent
-        assert cells[:, 0].tolist() == np.frombuffer(link.token_bytes, np.int32).tolist(), "I3: tokens"
-        assert cells[:, 1].tolist() == list(range(depth * size, (depth + 1) * size)), "I3: positions"
-        assert (cells[:, 2] == salt_number(root)).all(), "I3: salt"
+        expected.append((link.token_bytes, *_place(link, size, places)))
+    token_bytes, first, salts = zip(*expected, strict=True)
+    token_ids, positions, salted = np.moveaxis(runner.cells(block_ids), 2, 0)  # [num_blocks, block_size] each
+    assert (token_ids == np.frombuffer(b"".join(token_bytes), np.int32).reshape(-1, size)).all(), "I3: tokens"
+    assert (positions == np.array(first)[:, None] + np.arange(size)).all(), "I3: positions"
+    assert (salted == np.array(salts)[:, None]).all(), "I3: salt"
+
+
+def _place(link: CachedBlock, size: int, known: dict[CachedBlock, tuple[int, int]]) -> tuple[int, int]:
+    """(first position, number of the salt) of a block, by its chain. Chains have beginnings in common: see `known`."""
+    chain: list[CachedBlock] = []
+    end: CachedBlock | bytes = link
+    while isinstance(end, CachedBlock) and end not in known:
+        chain.append(end)
+        end = end.parent
+    first, salt = (-size, salt_number(end)) if isinstance(end, bytes) else known[end]
+    for member in reversed(chain):
+        first += size
+        known[member] = first, salt
+    return first, salt
 
 
 def check_counters(before: Sequence[int], after: Sequence[int]) -> None:
     """I15: counts since the start never fall."""
-    assert all(new >= old for old, new in zip(before, after, strict=True)), f"I15: {before} became {after}"
+    assert len(before) == len(after)
+    assert not any(map(operator.lt, after, before)), f"I15: {before} became {after}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from contextlib import nullcontext
 
 from cb_backend import fault_points
 from cb_backend.engine.engine_process import EngineProcess, GaveUpError
@@ -25,7 +26,7 @@ from tests.simulation.clients import FAILED, INTERNAL, REFUSED, UNAVAILABLE, Ans
 from tests.simulation.expectations import check_cached_content, check_counters, is_due, lone_output
 from tests.simulation.grammars import SimulatedCompiler, may_be_refused
 from tests.simulation.network import NoGarbage, SimulatedClient, SimulatedLink, Wires
-from tests.simulation.scenario import Arrival, Scenario
+from tests.simulation.scenario import Arrival, Fault, Scenario
 
 MAX_IDLE_TURNS = 3
 # Points whose failure costs one request or one step; any other ends the engine process, which is started again.
@@ -50,17 +51,23 @@ class World:
         self.model = HashModel(scenario.vocab_size, scenario.stop_chance)
         self.turn = 0
         self.now = 0.0
-        self.reached: Counter[str] = Counter()
+        self.reached: Counter[str] = Counter()  # points that fail at some time
         self.fired: Counter[str] = Counter()
         self.clients = [SimulatedClient(front_end_id) for front_end_id in range(3)]
         self.answers: dict[int, Answer] = {}
+        self.to_cancel: list[Answer] = []  # in their time, or in a state that they have not been in
+        self.faults: dict[str, list[Fault]] = {}
+        for fault in scenario.faults:
+            self.faults.setdefault(fault.point, []).append(fault)
+        limits = (scenario.config, *(arrival.scheduling for arrival in scenario.arrivals))
+        self.has_deadlines = any(limit.timeout_ms or limit.queue_timeout_ms for limit in limits)
         self.salts = {a.request_id: _salt_bytes(a.scheduling.cache_salt) for a in scenario.arrivals}
         self.num_lives = 0
         self.start_life()
 
     def run(self) -> Counter[str]:
         try:
-            with fault_points.armed(self._reach):
+            with fault_points.armed(self._reach) if self.faults else nullcontext():
                 self._run()
             self._check_end()
         finally:
@@ -104,7 +111,7 @@ class World:
         scenario, arrivals = self.scenario, deque(self.scenario.arrivals)
         idle_turns = 0
         self._engine_turn()  # hello
-        while arrivals or any(answer.is_open for answer in self.answers.values()):
+        while arrivals or self._open_answers():
             turn = self.turn
             self.now = turn * scenario.step_s
             if turn == scenario.front_end_dies_at:
@@ -120,8 +127,7 @@ class World:
                 self._end_life()
             else:
                 self._engine_turn()
-            is_owed = any(self._state(answer) not in ("ended", "compiling") for answer in self.answers.values())
-            is_idle = self._progress() == before and is_owed
+            is_idle = self._progress() == before and self._is_owed()
             idle_turns = idle_turns + 1 if is_idle else 0
             # Results of rows that were cancelled or preempted meanwhile may have to come back first.
             assert idle_turns <= MAX_IDLE_TURNS + scenario.run_ahead, "I9: no progress"
@@ -131,15 +137,25 @@ class World:
 
     def _progress(self) -> int:
         """Grows when a token is computed, or a request ends."""
-        num_ended = sum(not answer.is_open for answer in self.answers.values())
+        num_ended = len(self.answers) - len(self._open_answers())
         return sum(self.runner.num_computed.values()) + num_ended + self.num_lives
 
+    def _is_owed(self) -> bool:
+        """Whether somebody waits for an answer, and not for a grammar."""
+        return any(not self.engine.is_held(answer.arrival.request_id) for answer in self._open_answers())
+
+    def _open_answers(self) -> list[Answer]:
+        return [answer for answer in self.answers.values() if answer.end is None]
+
     def _reach(self, point: str) -> None:
+        faults = self.faults.get(point)
+        if faults is None:
+            return
         self.reached[point] += 1
-        for fault in self.scenario.faults:
-            if fault.point == point and fault.nth <= self.reached[point] < fault.nth + fault.times:
+        for fault in faults:
+            if fault.nth <= self.reached[point] < fault.nth + fault.times:
                 self.fired[point] += 1
-                if any(answer.is_open for answer in self.answers.values()):  # otherwise nobody could have been harmed
+                if self._open_answers():  # otherwise nobody could have been harmed
                     self.counters[f"fault: {point}"] = 1
                 raise InjectedError(point)
 
@@ -176,8 +192,7 @@ class World:
         self.counters["engine deaths"] += 1
         for client in self.clients:
             client.end_life()
-        left = [answer for answer in self.answers.values() if answer.is_open]
-        assert not left, "P10: an open request was not told of the engine's end"
+        assert not self._open_answers(), "P10: an open request was not told of the engine's end"
         for answer in self.answers.values():
             answer.has_timed_out |= answer.end == UNAVAILABLE and "timed out after" in answer.message
         if self.engine.violation is not None:
@@ -195,6 +210,8 @@ class World:
         client = self.clients[split_request_id(arrival.request_id)[0]]
         expected = lone_output(self.scenario, self.model, arrival, self.salts[arrival.request_id])
         answer = self.answers[arrival.request_id] = Answer(arrival, client, expected, self.now)
+        if arrival.cancel_at is not None or arrival.cancel_in is not None:
+            self.to_cancel.append(answer)
         prompt = token_ids_to_bytes(list(arrival.prompt))
         try:
             client.submit(AddRequest(arrival.request_id, prompt, arrival.params, arrival.scheduling), answer)
@@ -219,22 +236,21 @@ class World:
             client.attach(self.wires)
 
     def _cancel_some(self, turn: int) -> None:
-        for answer in list(self.answers.values()):
-            arrival = answer.arrival
-            if arrival.cancel_at is None and arrival.cancel_in is None:
-                continue
-            state = self._state(answer)
+        for answer in tuple(self.to_cancel):
+            arrival, state = answer.arrival, self._state(answer)
             if turn == arrival.cancel_at or (state == arrival.cancel_in and not answer.was_cancelled):
                 self.counters[f"cancelled: {state}"] += not answer.was_cancelled
                 answer.was_cancelled = True
                 answer.cancel()
                 answer.cancel()  # the second does nothing
+            if (arrival.cancel_at or 0) <= turn and (arrival.cancel_in is None or answer.was_cancelled):
+                self.to_cancel.remove(answer)
 
     def _state(self, answer: Answer) -> str:
         request = self.engine.requests.get(answer.arrival.request_id)
         if not answer.is_open:
             return "ended"
-        if answer.arrival.request_id in self.engine.held:
+        if self.engine.is_held(answer.arrival.request_id):
             return "compiling"
         if request is None or request.status is RequestStatus.WAITING:
             return "waiting"
@@ -248,13 +264,13 @@ class World:
 
     def _due(self) -> set[int]:
         """Requests whose timeout has passed, and that the engine must end in its next turn."""
-        if not self.process.engine.has_unfinished():
+        if not self.has_deadlines or not self.process.engine.has_unfinished():
             return set()
-        engine = self.engine
+        engine, config, now = self.engine, self.scenario.config, self.now
+        known = [rid for rid, answer in self.answers.items() if answer.end is None and rid in engine.requests]
         return {
-            rid for rid, request in engine.requests.items()
-            if self.answers[rid].is_open
-            and is_due(self.scenario.config, request, engine.arrived_at[rid], self.now, rid in engine.last_row)
+            rid for rid in known
+            if is_due(config, engine.requests[rid], engine.arrived_at[rid], now, rid in engine.last_row)
         }  # fmt: skip
 
     def _check_turn(self, due: set[int]) -> None:
@@ -277,7 +293,7 @@ class World:
                 has_started = request_id in engine.last_row
                 self.counters["timed out: running" if has_started else "timed out: waiting"] += 1
         for request_id, answer in self.answers.items():
-            if answer.end == UNAVAILABLE and "timed out after" in answer.message and not answer.has_timed_out:
+            if answer.end == UNAVAILABLE and not answer.has_timed_out and "timed out after" in answer.message:
                 assert request_id in due, "timed out too early"
                 answer.has_timed_out = True
 
@@ -291,7 +307,7 @@ class World:
         assert stats.num_free_host_blocks == self.scenario.num_host_blocks, "I4: host blocks are lost"
         assert not any(front_end.open_request_ids for front_end in self.link.front_ends.values()), "I4: ids are left"
         assert not any(client._sinks for client in self.clients), "I4: sinks are left"
-        assert not self.engine.held, "I4: grammars are waited for"
+        assert not self.engine.engine.is_compiling, "I4: grammars are waited for"
         scheduler.check_integrity()
         check_cached_content(self.engine.kv, self.runner)
         has_step_failed = bool(self.fired["engine.execute"] + self.fired["engine.result"])
