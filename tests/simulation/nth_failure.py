@@ -16,11 +16,11 @@ from tests.simulation.world import World
 
 
 def rich_scenario(index: int) -> Scenario:
-    """World number `index`: without and with run-ahead, prefix cache, chunks."""
+    """World number `index` of twelve: without and with run-ahead, prefix cache, chunks."""
     config = EngineConfig(
         model="fake", block_size=4, max_num_seqs=4, max_num_batched_tokens=16, run_ahead=(0, 2, 4)[index % 3],
         enable_prefix_caching=index % 2 == 0, admission_reserve=-10.0, watchdog_timeout_s=0.0, swap_space=1.0,
-        enable_chunked_prefill=index % 4 != 3,
+        enable_chunked_prefill=index // 6 % 2 == 0,
     )  # fmt: skip
     arrivals = []
     for number in range(8):
