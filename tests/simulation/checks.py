@@ -193,7 +193,7 @@ class CheckedEngine:
             assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
             self.computed[request_id] = computed + scheduled
             self.last_row[request_id] = plan.step_id
-        for block_id in pending.written_blocks:
+        for block_id in (*pending.written_blocks, *(device for device, _ in plan.swap_in)):
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
         self._check_decode_share(plan)

@@ -21,6 +21,8 @@ from tests.simulation.scenario import Arrival
 
 STOP, LENGTH, FAILED = "stop", "length", "failed"
 CANCELLED, UNAVAILABLE, REFUSED, INTERNAL = "cancelled", "unavailable", "refused", "internal"
+GONE = "gone"  # with the front end
+ENDS = (STOP, LENGTH, FAILED, CANCELLED, UNAVAILABLE, REFUSED, INTERNAL, GONE)
 _OF_REASON = {FinishReason.STOP: STOP, FinishReason.LENGTH: LENGTH, FinishReason.ERROR: FAILED}
 _OF_CODE = {
     ErrorCode.UNAVAILABLE: UNAVAILABLE,
@@ -90,6 +92,7 @@ class Answer:
     def check(self, may_fail: bool) -> None:
         """The whole history, once it has ended. `may_fail`: a step with it has failed, or its text has."""
         assert self.violation is None, self.violation
+        assert self.end in ENDS, f"I5: ended with {self.end}"
         expected_ids, end = self.expected_ids, _expected_end(self.arrival, self.expected_ids)
         if self.arrival.fails_at is not None:
             num_before = max(0, self.arrival.fails_at - len(self.arrival.prompt))

@@ -57,9 +57,16 @@ def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival, salt: by
     return model.lone_output(arrival.prompt, salt, arrival.params, arrival.params.stop_token_ids, total)
 
 
-def check_cached_content(kv: KVCacheManager, runner: HashRunner) -> None:
-    """I3: the cells of every findable block are the tokens its link names, at its place, under its salt."""
+def check_cached_content(kv: KVCacheManager, runner: HashRunner, looked_at: set[CachedBlock] | None = None) -> None:
+    """I3: the cells of every findable block are the tokens its link names, at its place, under its salt.
+
+    Only of blocks that are not in `looked_at`, if it is given; they are in it afterwards.
+    """
     size, block_ids = kv.block_size, kv.pool.cached_blocks()
+    if looked_at is not None:
+        links = {link for block_id in block_ids if (link := kv.pool.link_of(block_id)) is not None} - looked_at
+        looked_at |= links
+        block_ids = [link.block_id for link in links]
     if not block_ids:
         return
     places: dict[CachedBlock, tuple[int, int]] = {}

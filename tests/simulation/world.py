@@ -17,14 +17,16 @@ from cb_backend.engine.engine_process import EngineProcess, GaveUpError
 from cb_backend.engine.grammar.held_requests import HeldRequests
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
 from cb_backend.errors import UnavailableError
+from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import HashBlock
 from cb_backend.messages import AddRequest, CancelRequests, EngineFailed, Goodbye, ModelInfo, encode, token_ids_to_bytes
 from cb_backend.request import RequestStatus, split_request_id
 from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.checks import CheckedEngine
-from tests.simulation.clients import FAILED, INTERNAL, REFUSED, UNAVAILABLE, Answer
+from tests.simulation.clients import FAILED, GONE, INTERNAL, REFUSED, UNAVAILABLE, Answer
 from tests.simulation.expectations import check_cached_content, check_counters, is_due, lone_output
 from tests.simulation.grammars import SimulatedCompiler, may_be_refused
+from tests.simulation.idle import check_figures, check_nothing_left
 from tests.simulation.network import NoGarbage, SimulatedClient, SimulatedLink, Wires
 from tests.simulation.scenario import Arrival, Fault, Scenario
 
@@ -102,6 +104,7 @@ class World:
         self.process = EngineProcess(engine, self.link, lambda: self.now)
         self.process._garbage = NoGarbage()  # type: ignore[assignment]
         self.counts: tuple[int, ...] = ()
+        self.looked_at: set[CachedBlock] = set()  # cached blocks whose content was right; no plan writes such a block
         for client in self.clients:
             client.attach(self.wires)
 
@@ -131,8 +134,7 @@ class World:
             idle_turns = idle_turns + 1 if is_idle else 0
             # Results of rows that were cancelled or preempted meanwhile may have to come back first.
             assert idle_turns <= MAX_IDLE_TURNS + scenario.run_ahead, "I9: no progress"
-            if turn % 16 == 0:
-                check_cached_content(self.engine.kv, self.runner)
+            check_cached_content(self.engine.kv, self.runner, self.looked_at if turn % 16 else None)
             self.turn += 1
 
     def _progress(self) -> int:
@@ -224,7 +226,7 @@ class World:
         self.link.kill(client.front_end_id)
         for answer in self.answers.values():
             if answer.client is client and answer.is_open:
-                answer.end = "gone"
+                answer.end = GONE
         client._sinks.clear()
         client._outbox.clear()
         self.process._next_watch = self.now
@@ -280,6 +282,7 @@ class World:
         counts = (
             stats.num_preemptions, stats.num_prompt_tokens, stats.num_cached_prompt_tokens, stats.num_output_tokens,
             stats.num_cancelled, stats.num_evicted_blocks, stats.num_refused, stats.num_timed_out,
+            stats.num_reset_blocks, stats.num_swapped_out, stats.num_swapped_in,
         )  # fmt: skip
         check_counters(self.counts or counts, counts)
         self.counts = counts
@@ -300,15 +303,10 @@ class World:
     def _check_end(self) -> None:
         for _ in range(2 + self.scenario.run_ahead):  # cancels are still on their way, and launched steps
             self._engine_turn()
-        scheduler, stats = self.engine.scheduler, self.engine.scheduler.stats()
-        assert not self.process.engine.has_unfinished(), "I4: something is left"
-        assert stats.num_free_blocks == stats.num_blocks == self.scenario.num_blocks - 1, "I4: blocks are lost"
-        assert (stats.num_running, stats.num_waiting) == (0, 0), "I4: requests are left"
-        assert stats.num_free_host_blocks == self.scenario.num_host_blocks, "I4: host blocks are lost"
-        assert not any(front_end.open_request_ids for front_end in self.link.front_ends.values()), "I4: ids are left"
-        assert not any(client._sinks for client in self.clients), "I4: sinks are left"
-        assert not self.engine.engine.is_compiling, "I4: grammars are waited for"
-        scheduler.check_integrity()
+        check_nothing_left(self.scenario, self.engine, self.link, self.clients)
+        if self.num_lives == 1 and not self.fired:
+            check_figures(self.engine, self.answers)
+        self.engine.scheduler.check_integrity()
         check_cached_content(self.engine.kv, self.runner)
         has_step_failed = bool(self.fired["engine.execute"] + self.fired["engine.result"])
         for answer in self.answers.values():
