@@ -139,8 +139,11 @@ class FakeCuda(TorchFunctionMode):
             if name in ("tensor", "as_tensor"):
                 self._wait(name)
         value = func(*args, **kwargs)
-        if args and _is_pinned(args[0]) and isinstance(value, Tensor):
-            is_pinned = value.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()  # a view
+        if args and _is_pinned(args[0]):
+            memory = args[0].untyped_storage().data_ptr()
+            for view in _tensors_in((value,)):
+                if view.untyped_storage().data_ptr() == memory:
+                    _pinned(view)
         return _mark(value) if is_device else _pinned(value) if is_pinned else value
 
     def _on_device(

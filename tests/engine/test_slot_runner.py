@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.runner import slot_runner, step_buffers
 from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape
@@ -53,6 +56,7 @@ def slot_engine(engine: LLMEngine, has_graphs: bool) -> tuple[LLMEngine, list[Ea
     for shape in SHAPES if has_graphs else ():
         replays.append(EagerReplay(runner, runner.new_buffers(shape)))
         runner.graphs.add(shape, replays[-1], replays[-1].buffers)
+    runner.pin_host_memory()
     return LLMEngine(engine.config, runner, engine.info), replays
 
 
@@ -89,6 +93,24 @@ def test_same_tokens_as_the_reference_runner(name: str, has_graphs: bool, run_ah
     if has_graphs:
         used = {replay.buffers.shape.num_prefill for replay in replays if replay.num_replays}
         assert used == {0, 6, 12}, "decode and mixed steps must both have been replayed"
+
+
+def test_no_host_memory_is_made_while_graphs_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint("llama-tied", tmp_path)
+    settings = {"block_size": 4, "max_num_batched_tokens": 12, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
+    reference = create_engine(config(str(folder), **settings, run_ahead=4))
+    engine, replays = slot_engine(reference, has_graphs=True)
+    made: list[StepShape] = []
+
+    def padding(shape: StepShape, padding_slot: int) -> NDArray[np.int32]:
+        made.append(shape)
+        return step_buffers.padding(shape, padding_slot)
+
+    monkeypatch.setattr(slot_runner, "padding", padding)
+    run(engine, prompts_for(reference.info.vocab_size), PARAMS, arrivals=[0, 1, 1, 4, 4, 6, 12])
+    used = {replay.buffers.shape for replay in replays if replay.num_replays}
+    assert len(used) > 3
+    assert not made
 
 
 def test_every_batch_size_has_a_shape_that_holds_it() -> None:

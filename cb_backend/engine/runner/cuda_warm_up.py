@@ -72,6 +72,7 @@ def create_cuda_runner(
     if not config.enforce_eager and rotary.is_static:
         shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
+        runner.pin_host_memory()
     return runner
 
 

@@ -36,6 +36,8 @@ from cb_backend.outputs import SchedulerOutput
 # More than the deepest run-ahead, so that host memory is never written again before it is read.
 RING = 2 * MAX_RUN_AHEAD
 
+HostSteps = list[tuple[Tensor, dict[str, NDArray[np.int32]]]]  # of one shape: the ring, and its views by segment
+
 
 class SlotRunner(RunnerBase):
     """Implements `outputs.ModelRunner` with run-ahead."""
@@ -66,7 +68,7 @@ class SlotRunner(RunnerBase):
         ]
         self._result_views: dict[tuple[int, int], tuple[Tensor, NDArray[np.int32]]] = {}  # by index and rows
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._is_cuda else None
-        self._host_steps: dict[StepShape, list[tuple[Tensor, dict[str, NDArray[np.int32]]]]] = {}
+        self._host_steps: dict[StepShape, HostSteps] = {}
         self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
 
     def close(self) -> None:
@@ -234,16 +236,21 @@ class SlotRunner(RunnerBase):
         self.ops.apply_deltas(self.state.block_tables, copy_to(deltas, self.device))
         return deltas[:0]
 
+    def pin_host_memory(self) -> None:
+        """Make what the host brings to steps of every captured shape: pinning memory while serving stops the device."""
+        for shape in self.graphs.shapes:
+            self._host_steps[shape] = self._new_host_steps(shape)
+
+    def _new_host_steps(self, shape: StepShape) -> HostSteps:
+        hosts = torch.from_numpy(np.tile(padding(shape, self.padding_slot), (RING, 1)))
+        hosts = hosts.pin_memory() if self._is_cuda else hosts
+        return [(host, split(host.numpy(), shape)) for host in hosts.unbind()]
+
     def _host_step(self, shape: StepShape, step_id: int) -> tuple[Tensor, dict[str, NDArray[np.int32]]]:
         """Pinned memory for what the host brings to a step of this shape; the ring's next."""
         ring = self._host_steps.get(shape)
         if ring is None:
-            ring = []
-            for _ in range(RING):
-                host = torch.from_numpy(padding(shape, self.padding_slot))
-                host = host.pin_memory() if self._is_cuda else host
-                ring.append((host, split(host.numpy(), shape)))
-            self._host_steps[shape] = ring
+            ring = self._host_steps[shape] = self._new_host_steps(shape)
         return ring[step_id % RING]
 
     def _host_result(self, step_id: int, num_rows: int) -> tuple[Tensor, NDArray[np.int32]]:

@@ -83,6 +83,10 @@ class StepGraphs:
         self._num_prompts[shape.num_prefill] = shape.num_prompts
         self._prefill_sizes = sorted(self._num_prompts)
 
+    @property
+    def shapes(self) -> list[StepShape]:
+        return list(self._graphs)
+
     def find(self, num_decode: int, num_prefill: int, num_prompts: int) -> tuple[Replayable, StepBuffers] | None:
         """The smallest graph that holds a step; None if there is none."""
         for size in self._prefill_sizes[bisect_left(self._prefill_sizes, num_prefill) :]:
