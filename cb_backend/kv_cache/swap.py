@@ -16,6 +16,7 @@ from cb_backend.kv_cache.storage import KVCacheStorage, free_memory, show_bytes
 from cb_backend.outputs import SchedulerOutput
 
 _GIB = 1 << 30
+PIECE_BYTES = _GIB  # of host memory at a time, at most (or one block): little is lost where sizes are rounded up
 
 
 class BlockSwapper:
@@ -27,8 +28,8 @@ class BlockSwapper:
         self._cache = storage.data.view(torch.uint8)
         self.num_blocks = num_blocks
         layers, _, *block = self._cache.shape
-        # One block of all layers is one piece, so that it is one transfer.
-        self._host = _host_memory((num_blocks, layers, *block), is_pinned=self._cache.device.type == "cuda")
+        # One block of all layers lies in one place, so that it is one transfer.
+        self._host = _HostBlocks(num_blocks, (layers, *block), is_pinned=self._cache.device.type == "cuda")
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Make the plan's copies: first out, then in. Call before anything of the step itself."""
@@ -39,7 +40,7 @@ class BlockSwapper:
                 self._host[host].copy_(block, non_blocking=True)
         if plan.swap_in:
             devices, hosts = zip(*plan.swap_in, strict=True)
-            blocks = self._cache.new_empty((len(hosts), *self._host.shape[1:]))
+            blocks = self._cache.new_empty((len(hosts), *self._host.block_shape))
             for block, host in zip(blocks, hosts, strict=True):
                 block.copy_(self._host[host], non_blocking=True)
             self._cache.index_copy_(1, self._to_device(devices), blocks.transpose(0, 1))
@@ -51,20 +52,43 @@ class BlockSwapper:
         return ids.pin_memory().to(self._cache.device, non_blocking=True)
 
 
-def _host_memory(shape: tuple[int, ...], *, is_pinned: bool) -> Tensor:
-    """uint8 of this shape. The system would promise more than it has, and end the process when it is used."""
-    free_bytes, _ = free_memory(torch.device("cpu"))
-    num_bytes = math.prod(shape)
-    reason = ""
-    if num_bytes <= free_bytes:
-        try:
-            return torch.empty(shape, dtype=torch.uint8, pin_memory=is_pinned)
-        except RuntimeError as error:  # memory that may not be pinned, or not so much of it
-            reason = f" ({str(error).splitlines()[0]})"
-    raise ConfigError(
-        f"not enough host memory for swapped blocks: swap_space asks for {show_bytes(num_bytes)}, "
-        f"{show_bytes(free_bytes)} are free{reason}; lower swap_space"
-    )
+class _HostBlocks:
+    """uint8 [*block_shape] of host memory for each of `num_blocks` blocks, in pieces of many blocks."""
+
+    def __init__(self, num_blocks: int, block_shape: tuple[int, ...], *, is_pinned: bool) -> None:
+        """Raises `ConfigError` where there is not so much: the system would promise more than it has, and end the
+        process when it is used."""
+        self.block_shape = block_shape
+        block_bytes = math.prod(block_shape)
+        self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
+        asked_bytes = num_blocks * block_bytes
+        num_whole, rest = divmod(num_blocks, self._piece_blocks)
+        sizes = [self._piece_blocks] * num_whole + [rest] * (rest > 0)
+        needed_bytes = sum(pinned_bytes(size * block_bytes) if is_pinned else size * block_bytes for size in sizes)
+        free_bytes, _ = free_memory(torch.device("cpu"))
+        reason = f" (pinned, it takes {show_bytes(needed_bytes)})" if needed_bytes > asked_bytes else ""
+        if needed_bytes <= free_bytes:
+            try:
+                self._pieces = [
+                    torch.empty((size, *block_shape), dtype=torch.uint8, pin_memory=is_pinned) for size in sizes
+                ]
+                return
+            except RuntimeError as error:  # memory that may not be pinned, or not so much of it
+                reason = f" ({str(error).splitlines()[0]})"
+        raise ConfigError(
+            f"not enough host memory for swapped blocks: swap_space asks for {show_bytes(asked_bytes)}, "
+            f"{show_bytes(free_bytes)} are free{reason}; lower swap_space"
+        )
+
+    def __getitem__(self, block_id: int) -> Tensor:
+        piece, index = divmod(block_id, self._piece_blocks)
+        return self._pieces[piece][index]
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What pinned memory of this size takes: PyTorch rounds each allocation up to a power of two
+    (aten/src/ATen/core/CachingHostAllocator.h). One of 20 GiB would take 32."""
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def num_swap_blocks(swap_space_gib: float, block_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import ConfigError
+from cb_backend.kv_cache import swap
 from cb_backend.kv_cache.storage import KVCacheStorage
-from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
+from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks, pinned_bytes
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run, with_slot_runner
@@ -49,8 +51,10 @@ def test_tokens_after_a_swap_are_those_of_the_request_alone(tmp_path: Path, kind
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 5000, 3072, 1])  # 4, 3, 2 blocks in one piece, each in its own
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_blocks_go_out_before_others_come_in(device: str) -> None:
+def test_blocks_go_out_before_others_come_in(device: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "PIECE_BYTES", piece_bytes)
     storage = KVCacheStorage(2, 6, 3, 4, 8, torch.float32, torch.device(device))
     storage.data.copy_(torch.randn(storage.data.shape))
     before = storage.data.clone()
@@ -70,6 +74,28 @@ def test_blocks_go_out_before_others_come_in(device: str) -> None:
 def test_swap_space_is_counted_in_gib() -> None:
     assert num_swap_blocks(0.5, 1 << 20) == 512
     assert num_swap_blocks(0.0, 1 << 20) == 0
+
+
+def test_pinned_memory_is_counted_as_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In powers of two; so 5 GiB in one piece would take 8, and a host that has 6 could not know why it died."""
+    assert [pinned_bytes(size) for size in (1, 2, 3, 4096, 5 << 30)] == [1, 2, 4, 4096, 8 << 30]
+    block_bytes = 3 << 20  # 341 of them are one MiB less than a GiB
+    num_blocks = (5 << 30) // block_bytes
+    taken: list[int] = []
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        taken.append(pinned_bytes(math.prod(shape)))
+        return torch.zeros((), dtype=dtype).expand(shape)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(swap, "free_memory", lambda _: (6 << 30, 6 << 30))
+    blocks = swap._HostBlocks(num_blocks, (block_bytes,), is_pinned=True)
+    assert blocks[num_blocks - 1].shape == (block_bytes,)
+    assert 5 << 30 <= sum(taken) <= 6 << 30
+    monkeypatch.setattr(swap, "free_memory", lambda _: (5 << 30, 6 << 30))
+    with pytest.raises(ConfigError, match=r"asks for 5.00 GiB, 5.00 GiB are free \(pinned, it takes 5.\d\d GiB\);"):
+        swap._HostBlocks(num_blocks, (block_bytes,), is_pinned=True)
 
 
 def test_more_swap_space_than_the_host_has_is_refused_with_both_figures() -> None:
