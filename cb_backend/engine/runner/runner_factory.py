@@ -5,6 +5,8 @@ Everything that can be wrong with a deployment is found here and said in one lin
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -73,8 +75,23 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
     return name
 
 
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """PyTorch says in errors of its own that memory does not suffice, at length; these become `MemoryError`s."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in text:
+            raise
+        # The size asked for and the size free come first; how PyTorch's allocator may be set follows.
+        raise MemoryError(". ".join(text.split(". ")[:3]).rstrip(".")) from error
+
+
+@_memory_errors()
 def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, ModelInfo]:
-    """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy."""
+    """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy, `MemoryError`
+    where the device or the host has too little."""
     device = resolve_device(config.device)
     folder = resolve_checkpoint(config.model)
     model_config = read_model_config(folder)
