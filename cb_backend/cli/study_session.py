@@ -12,10 +12,10 @@ from cb_backend.errors import ConfigError
 from cb_backend.study.advice import Study, advise, checks
 from cb_backend.study.bench import Bench, RealBench, Setting, SimulatedBench, calibrate, first, fitted
 from cb_backend.study.figures import figures, prompt_time_share
-from cb_backend.study.replay import Replay
+from cb_backend.study.replay import Replay, Say
 from cb_backend.study.sample import Sample
 from cb_backend.study.step_times import StepTimes
-from cb_backend.study.sweep import Say, Target, choose, compare, highest_rate, run_trial, sweep
+from cb_backend.study.sweep import Target, choose, compare, highest_rate, run_trial, sweep
 from cb_backend.study.traffic import Traffic
 
 SHARE_OF_CAPACITY = 0.8  # the load of interest where neither the user nor the trace gives one
@@ -119,9 +119,8 @@ class Session:
                 )
             return self.times
         assert self._engine is not None
-        self.note("calibrating: how long steps take")
         settings = [Setting(max(self.seqs), max(budget, max(self.seqs))) for budget in self.budgets]
-        replays = calibrate(RealBench(self._engine, self.is_cpu_time), traffic, settings, self.max_run_s)
+        replays = calibrate(RealBench(self._engine, self.is_cpu_time), traffic, settings, self.max_run_s, self.say)
         times = self._fit(replays)
         self.note(f"{times.num_steps} steps measured, median error of the fit {times.relative_error:.1%}")
         return times

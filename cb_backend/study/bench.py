@@ -12,7 +12,7 @@ import numpy as np
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError
-from cb_backend.study.replay import Progress, Replay, ReplayError, fresh_engine, no_collections, replay
+from cb_backend.study.replay import Progress, Replay, ReplayError, Say, fresh_engine, no_collections, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import StepTimes, fit_laws
 from cb_backend.study.traffic import Traffic
@@ -111,23 +111,26 @@ def settings_of(traffic: Traffic, setting: Setting, policy: str) -> dict[str, An
     }
 
 
-def calibrate(bench: RealBench, traffic: Traffic, settings: Sequence[Setting], limit_s: float) -> list[Replay]:
+def calibrate(
+    bench: RealBench, traffic: Traffic, settings: Sequence[Setting], limit_s: float, say: Say
+) -> list[Replay]:
     """Short replays whose steps cover batches from one request to the largest setting, and its budgets.
 
     What a device does for the first time (kernels compile, memory is touched or pinned) takes longer than ever again:
     all replays are run twice and only the second ones returned, unless the first ones have taken more than half of
-    `limit_s`. Stops before it takes much longer than that.
+    `limit_s`. Stops before it takes much longer than that. `say` is told of each.
     """
     largest = max(setting.max_num_seqs for setting in settings)
     budgets = sorted({setting.max_num_batched_tokens for setting in settings})
-    bench.run(_cut(first(traffic, 2), 1).at_once(), Setting(largest, budgets[-1]))
-    replays = _calibration(bench, traffic, largest, budgets, limit_s)
+    once = _cut(first(traffic, 2), 1).at_once()
+    bench.run(once, Setting(largest, budgets[-1]), progress=say("calibrating (how long steps take): the first step"))
+    replays = _calibration(bench, traffic, largest, budgets, limit_s, say)
     seconds = sum(one.seconds for one in replays)
-    return _calibration(bench, traffic, largest, budgets, limit_s) if 2 * seconds <= limit_s else replays
+    return _calibration(bench, traffic, largest, budgets, limit_s, say) if 2 * seconds <= limit_s else replays
 
 
 def _calibration(
-    bench: RealBench, traffic: Traffic, largest: int, budgets: Sequence[int], limit_s: float
+    bench: RealBench, traffic: Traffic, largest: int, budgets: Sequence[int], limit_s: float, say: Say
 ) -> list[Replay]:
     """With everything there at once for each size of batch; then with requests that come one by one, so that single
     prompts are computed beside running answers; then with short prompts in the largest batch, so that the cost of a
@@ -142,15 +145,18 @@ def _calibration(
         load = _cut(load, num_prompt_steps)
         if replays and replays[-1].seconds * size / sizes[index - 1] > limit_s - sum(one.seconds for one in replays):
             break
-        replays.append(bench.run(load.at_once(), Setting(size, max(budget, size))))
+        progress = say(f"calibrating: {size} requests at once")
+        replays.append(bench.run(load.at_once(), Setting(size, max(budget, size)), progress=progress))
     last = replays[-1]
     setting = Setting(last.num_slots, max(budgets[len(budgets) // 2], last.num_slots))
     rate = CALIBRATION_LOAD * last.num_requests / last.seconds
     count = max(2 * last.num_requests, int(SINGLE_PROMPTS_SHARE * limit_s * rate))
-    replays.append(bench.run(_cut(first(traffic, count), CALIBRATION_TOKENS).at_rate(rate), setting))
+    load = _cut(first(traffic, count), CALIBRATION_TOKENS)
+    progress = say(f"calibrating: {count} requests one by one")
+    replays.append(bench.run(load.at_rate(rate), setting, progress=progress))
     load = _cut(first(traffic, last.num_slots), 2 * CALIBRATION_TOKENS)
     load = replace(load, prompts=[prompt[:CALIBRATION_TOKENS] for prompt in load.prompts])
-    replays.append(bench.run(load.at_once(), setting))
+    replays.append(bench.run(load.at_once(), setting, progress=say("calibrating: short prompts")))
     return replays
 
 

@@ -28,7 +28,8 @@ from cb_backend.study.traffic import Traffic
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
 Progress = Callable[[int, int], None]  # requests ended, requests in all
-PROGRESS_EVERY = 64  # steps
+Say = Callable[[str], Progress]  # names a replay that begins; returns who is told of its progress
+PROGRESS_EVERY = 8  # steps; on a slow device one takes seconds
 
 Floats = NDArray[np.float64]
 

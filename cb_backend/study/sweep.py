@@ -6,19 +6,17 @@ requests wait). It does not know whether a bench is real.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cb_backend.study.bench import Bench, Setting
 from cb_backend.study.figures import Figures, figures
-from cb_backend.study.replay import Progress
+from cb_backend.study.replay import Say
 from cb_backend.study.traffic import Traffic
 
 MAX_PREEMPTION_RATE = 0.02
 AS_GOOD = 0.97  # of the best tokens/s: the smallest setting that reaches it is chosen
 _BISECTIONS = 7
-
-Say = Callable[[str], Progress]  # names a replay that begins; returns who is told of its progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,16 @@ def test_checks_hold_predictions_against_measurements() -> None:
 
 def test_calibration_covers_batches_and_budgets_and_can_be_fitted() -> None:
     engine = scripted_engine(1000, max_num_seqs=8, max_num_batched_tokens=64)
-    replays = calibrate(RealBench(engine), mixed_traffic(20), [Setting(8, 16), Setting(8, 64)], 60.0)
+    said: list[str] = []
+
+    def listen(name: str) -> Progress:
+        said.append(name)
+        return lambda num_ended, num_requests: said.append(f"{num_requests} requests")
+
+    replays = calibrate(RealBench(engine), mixed_traffic(20), [Setting(8, 16), Setting(8, 64)], 60.0, listen)
+    named = [name for name in said if name.startswith("calibrating")]
+    assert len(named) == 1 + 2 * len(replays), "who waits is told of each, also of those that are not returned"
+    assert len(said) > len(named), "and how far it is"
     assert [result.num_slots for result in replays] == [1, 4, 8, 8, 8]  # of the second pass alone
     assert max(result.steps.num_rows.max() for result in replays) == 8
     assert max(result.steps.shapes[:, 2].max() for result in replays) > 16
