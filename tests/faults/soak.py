@@ -27,6 +27,7 @@ from tests.faults.world import World, make_plan, world
 from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
 
 SAMPLE_S = 2.0
+PROGRESS_S = 60.0
 WARM_UP_SHARE, MAX_WARM_UP_S = 1 / 3, 1200.0
 BLOCK_SIZE = 16
 DEADLINE_S = 900.0  # of a client: an answer of 120 tokens must not fail because the machine is slow
@@ -48,8 +49,12 @@ def watch(made: World, seconds: float) -> list[Figure]:
     shared: list[float] = []
     begin, warm_up = time.monotonic(), min(seconds * WARM_UP_SHARE, MAX_WARM_UP_S)
     is_whole = True
+    next_line = 0.0
     while is_whole and (elapsed := time.monotonic() - begin) < seconds:
         time.sleep(SAMPLE_S)
+        if elapsed >= next_line:
+            next_line = elapsed + PROGRESS_S
+            print(f"{elapsed / 60:.0f} of {seconds / 60:.0f} min: {_now(pids)}", flush=True)
         if elapsed < warm_up:
             continue
         times.append(time.monotonic())
@@ -64,6 +69,11 @@ def watch(made: World, seconds: float) -> list[Figure]:
             series[name].held.append(held)
     figures = [figure for one in series.values() for figure in one.figures()]
     return [*figures, shared_memory_figure(times, shared)]
+
+
+def _now(pids: dict[str, int]) -> str:
+    held = {name: held_by(pid) for name, pid in pids.items()}
+    return ", ".join(f"{name} {one.memory_mb:.0f} MB" for name, one in held.items() if one is not None)
 
 
 def report(made: World, figures: list[Figure], preemptions: float, num_streams: int, seconds: float) -> Iterator[str]:
