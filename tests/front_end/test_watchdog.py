@@ -14,6 +14,7 @@ import pytest
 
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.engines import engine_client
+from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.fakes.counting_runner import HANGING_TOKEN
 from tests.front_end.engines import Sink, answer, counting_config, submit
@@ -155,3 +156,30 @@ def test_an_error_on_the_io_thread_ends_the_requests_and_not_the_thread(
     assert answer(member, [40], 2) == [41, 42]
     eventually(lambda: running(member) == 0, "the engine has dropped the requests of the broken line")
     assert engine_pid(member) == pid, "the engine was not to blame"
+
+
+def test_an_error_on_the_io_thread_at_the_engines_end_loses_neither(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line is set up to an engine that is gone; that is noticed, and the engine is started again."""
+    member = fleet.add()
+    pid = engine_pid(member)
+    real, has_failed = EngineClient._receive, threading.Event()
+
+    def fail_at_the_end(client: EngineClient) -> None:
+        if client._watch is not None and not client._watch.is_alive and not has_failed.is_set():
+            has_failed.set()
+            raise RuntimeError("a bug of ours")
+        real(client)
+
+    monkeypatch.setattr(EngineClient, "_receive", fail_at_the_end)
+    _, sink = submit(member, [7], LONG)
+    sink.wait_for_token()
+    os.kill(pid, signal.SIGKILL)
+    code, _ = sink.wait().error or (None, "")
+    assert code == ErrorCode.UNAVAILABLE
+    assert has_failed.is_set()
+    assert sink.num_ends == 1
+    eventually(lambda: member.client.is_ready, "the engine is started again")
+    assert answer(member, [40], 2) == [41, 42]
+    assert engine_pid(member) != pid

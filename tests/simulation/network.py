@@ -144,8 +144,10 @@ class SimulatedClient(EngineClient):
         self._receive()
 
     def end_life(self) -> None:
-        self._receive()
-        self._disconnect()
+        try:
+            self._receive()
+        finally:  # the thread sets the line up again where that fails, and finds the engine gone
+            self._disconnect()
 
     def give_back(self) -> None:
         os.close(self._wake_fd)
