@@ -18,10 +18,9 @@ from cb_backend.cli.demo_view import LineView, LiveView, Stream, View, print_tab
 from cb_backend.cli.paths import CliError, checkout_path, load_client
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import check_model_repository
-from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports, wait_ready_aloud
 
 START_TIMEOUT_S = 600.0
-PROGRESS_EVERY_S = 10.0
 STREAM_TIMEOUT_S = 60.0
 STAGGER_S = 0.4
 ONLY_LLM = ("--model-control-mode=explicit", "--load-model=llm")  # its neighbours would double the start's time
@@ -87,15 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait_ready(server: ServerProcess) -> None:
-    started = time.monotonic()
-    while True:
-        try:
-            return server.wait_ready(PROGRESS_EVERY_S)
-        except TimeoutError:
-            waited = time.monotonic() - started
-        if waited > START_TIMEOUT_S:
-            raise CliError(f"the server was not ready after {waited:.0f} s; its last line: {server.last_lines(1)}")
-        _say(f"still loading after {waited:.0f} s")
+    wait_ready_aloud(server, _say, START_TIMEOUT_S)
 
 
 def stream_all(client: Any, view: View) -> list[Stream]:

@@ -23,9 +23,8 @@ from cb_backend.cli.server.backend_folder import our_backends
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.server.server_log import is_worth_showing
-from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, wait_ready_aloud
 
-PROGRESS_EVERY_S = 10.0
 SAID_ONCE = ("failed to load", "Failed to create instance", "error: creating server")  # in our own words at the end
 OVERDUE_S = 10.0  # after the exit timeout
 
@@ -120,17 +119,12 @@ class _Stopper:
 
 def _wait_ready(server: ServerProcess, stopper: _Stopper) -> bool:
     """True when ready; False if the server was told to stop first. Raises `CliError` with the engine's reason."""
-    started = time.monotonic()
-    while not stopper.is_stopping:
-        try:
-            server.wait_ready(timeout=PROGRESS_EVERY_S)
-            return not stopper.is_stopping
-        except TimeoutError:
-            _say(f"still loading after {time.monotonic() - started:.0f} s")
-        except CliError:
-            if not stopper.is_stopping:
-                raise
-    return False
+    try:
+        wait_ready_aloud(server, _say, is_given_up=lambda: stopper.is_stopping)
+    except CliError:
+        if not stopper.is_stopping:
+            raise
+    return not stopper.is_stopping
 
 
 def _wait_end(server: ServerProcess, stopper: _Stopper) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import http.client
+import math
 import os
 import random
 import signal
@@ -28,6 +29,7 @@ from cb_backend.serving.server_arguments import client_host, is_on
 from cb_backend.silence import SilenceClock
 
 READY_POLL_S = 0.1
+PROGRESS_EVERY_S = 10.0
 KILL_GRACE_S = 5.0  # for what the server leaves behind, after it has ended
 LAST_LINES_S = 2.0  # for its output to be read to the end
 _PR_SET_PDEATHSIG = 1
@@ -212,6 +214,25 @@ class ServerProcess:
         """The newest lines of output that are worth showing, oldest first."""
         lines = list(self.lines)  # in one go: more may come while they are looked at
         return [line for line in lines if is_worth_showing(line)][-count:]
+
+
+def wait_ready_aloud(
+    server: ServerProcess,
+    say: Callable[[str], None],
+    timeout: float = math.inf,
+    is_given_up: Callable[[], bool] = lambda: False,
+) -> None:
+    """`wait_ready`, saying now and then that it still waits. Returns also when it is given up; raises `CliError` with
+    the server's last line when `timeout` seconds are over."""
+    started = time.monotonic()
+    while not is_given_up():
+        try:
+            return server.wait_ready(PROGRESS_EVERY_S)
+        except TimeoutError:
+            waited = time.monotonic() - started
+        if waited > timeout:
+            raise CliError(f"the server was not ready after {waited:.0f} s; its last line: {server.last_lines(1)}")
+        say(f"still loading after {waited:.0f} s")
 
 
 def check_ports(options: ServerOptions) -> None:
