@@ -176,8 +176,6 @@ class RequestQueue:
 
     def room(self, num_free_slots: int, num_free_tokens: int) -> QueueRoom:
         """How many more requests would be taken now, told as long as they are few; prompts of one token, that is."""
-        if self.has_much_room:
-            return MUCH_ROOM
         refusal = self._refusal(1, num_free_slots, num_free_tokens)
         if refusal is not None:
             return QueueRoom(0, refusal)
