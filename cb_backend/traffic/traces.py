@@ -100,9 +100,9 @@ def _csv(path: Path, input_column: str, output_column: str) -> Iterator[TraceRow
                 path, header, (output_column,) if output_column else _OUTPUT_COLUMNS, "--output-column"
             )
             time_name = next((name for name in _TIME_COLUMNS if name in header), "")
+        read_time, expected = (_azure_time, _AZURE_TIME) if is_azure else (float, "a number of seconds")
         for number, row in enumerate(reader, start=2):
             where = f"{path.name}, line {number}"
-            read_time, expected = (_azure_time, _AZURE_TIME) if is_azure else (float, "a number of seconds")
             arrival_s = _value(row, time_name, read_time, expected, where) if time_name else None
             num_prompt_tokens = _value(row, input_name, int, "a whole number", where)
             yield TraceRow(arrival_s, num_prompt_tokens, _value(row, output_name, int, "a whole number", where))
