@@ -47,8 +47,16 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def output_file(text: str) -> Path:
-    """A file to be written later: its folder must be there now."""
+    """A file to be written later."""
     path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    reason = unwritable(path)
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"{text}: {reason}")
     return path
+
+
+def unwritable(path: Path) -> str | None:
+    """Why no file could be written there, as far as it can be said now and not after the work; None: nothing seen."""
+    if path.is_dir():
+        return "it is a folder; name a file"
+    return None if path.parent.is_dir() else f"there is no folder {path.parent}"

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cb_backend.cli.argument_types import ints, json_object
+from cb_backend.argument_types import ints, json_object, unwritable
 from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
@@ -159,8 +159,8 @@ def check(args: argparse.Namespace) -> None:
             raise CliError(f"--{name.replace('_', '-')} must be at least 1")
     for name in ("html", "json", "save_times"):
         path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():  # said now, not after the work
-            raise CliError(f"--{name.replace('_', '-')} {path}: there is no folder {path.parent}")
+        if path is not None and (reason := unwritable(path)) is not None:
+            raise CliError(f"--{name.replace('_', '-')} {path}: {reason}")
     is_without_engine = args.simulate and args.times is not None and args.no_confirm
     if args.model is None and args.model_json is None and not is_without_engine:
         raise CliError("name a --model (or --model-json); only --simulate --times FILE --no-confirm goes without one")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cb_backend.cli.argument_types import output_file, positive_int
+from cb_backend.argument_types import output_file, positive_int
 from cb_backend.cli.engine_choice import add_engine_arguments, chosen_engine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump

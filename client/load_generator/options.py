@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cb_backend.argument_types import json_object, unwritable
 from cb_backend.traffic.traces import read_trace
 from cb_backend.traffic.workload import (
     LengthDistribution,
@@ -90,7 +90,7 @@ def _add_lengths(group: Any) -> None:
 
 def _add_wire(group: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0)
-    group.add_argument("--sampling", type=_json_object, default={}, metavar="JSON", help="further sampling parameters")
+    group.add_argument("--sampling", type=json_object, default={}, metavar="JSON", help="further sampling parameters")
     group.add_argument("--cancel-fraction", type=float, default=0.0, help="share of requests that the client cancels")
     group.add_argument("--no-token-counts", action="store_true", help="server without num_output_tokens: 1 a response")
     group.add_argument("--no-finish-reason", action="store_true", help="server without finish_reason")
@@ -106,16 +106,6 @@ def _add_client(group: Any) -> None:
     group.add_argument("--html", type=Path, help="write the report here")
     group.add_argument("--history", type=Path, help="write a JSON line for each request here")
     group.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="report two results; sends nothing")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:80]}")
-    return value
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
@@ -147,8 +137,7 @@ def check(args: argparse.Namespace) -> None:
         raise WorkloadError("--arrival trace needs --trace FILE")
     for name in ("json", "html", "history"):
         path = getattr(args, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):  # said now, not after the work
-            reason = "it is a folder; name a file" if path.is_dir() else f"there is no folder {path.parent}"
+        if path is not None and (reason := unwritable(path)) is not None:
             raise WorkloadError(f"--{name} {path}: {reason}")
     if args.num_requests is None and args.duration is None:
         args.num_requests = DEFAULT_NUM_REQUESTS

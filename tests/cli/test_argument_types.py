@@ -20,6 +20,7 @@ from cb_backend.cli import main as cli_main
         ("bench engine --model m --out /no/where/x.jsonl", "--out: /no/where/x.jsonl: there is no folder /no/where"),
         ("study --engine-args {", "--engine-args: not valid JSON: "),
         ("study --max-num-seqs many", "--max-num-seqs: 'many' is not a list of whole numbers, like 64,256"),
+        ("bench engine --model m --out /", "--out: /: it is a folder; name a file"),
         ("timeline demo --slots 0", "--slots: '0' is not a whole number of at least 1"),
         ("timeline live --out /no/where/x.html", "--out: /no/where/x.html: there is no folder /no/where"),
     ],

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cb_backend import __version__
-from cb_backend.cli.argument_types import positive_int
+from cb_backend.argument_types import positive_int
 from cb_backend.cli.benchmarks.machine import commit, cpu_name
 from cb_backend.cli.paths import CliError
 from cb_backend.config import engine_config_from_dict

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cb_backend.cli.argument_types import ints, json_object, output_file, positive_float, positive_int
+from cb_backend.argument_types import ints, json_object, output_file, positive_float, positive_int
 from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.benchmarks.report import Limits, Record, pairs_record, pass_record, table
 from cb_backend.cli.benchmarks.timed_pass import run_pass
