@@ -22,6 +22,10 @@ from cb_backend.kernels.launch import (
     tl,
 )
 
+# Tokens of a step up to which there are many small programs, so that none is long; more are many programs anyway, and
+# larger ones load their token's angles less often.
+SMALL_STEP = 128
+
 
 @jit()
 def _qkv_post_kernel(
@@ -127,7 +131,9 @@ def qkv_post(
         out = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens == 0:
         return out
-    parameters = launch_parameters("qkv_post", qkv.device)
+    parameters = launch_parameters(
+        "qkv_post", qkv.device, is_large=int(num_tokens > SMALL_STEP), has_norm=int(q_norm is not None)
+    )
     heads = parameters["heads"]
     _qkv_post_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // heads))](
         qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, q_norm, k_norm, out, 1 / key_scale, 1 / value_scale,

@@ -153,13 +153,19 @@ def _silu_mul(module: Any, intermediate_size: int) -> None:
 
 
 def _qkv_post(
-    module: Any, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, kv_dtype: str = "bfloat16"
+    module: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_norm: bool,
+    kv_dtype: str = "bfloat16",
+    num_tokens: int = 2,
 ) -> None:
     kv_cache = torch.zeros(2, 2, num_kv_heads, 16, head_dim, dtype=getattr(torch, kv_dtype))
-    tokens = torch.zeros(2, dtype=torch.int32)
+    tokens = torch.zeros(num_tokens, dtype=torch.int32)
     norm = torch.zeros(head_dim, dtype=torch.bfloat16) if has_norm else None
     module.qkv_post(
-        torch.zeros(2, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16),
+        torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16),
         torch.zeros(4, head_dim), tokens, tokens, kv_cache,
         num_heads, num_kv_heads, head_dim, norm, norm,
     )  # fmt: skip

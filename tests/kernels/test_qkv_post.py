@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
+from cb_backend.kernels.qkv_post import SMALL_STEP, qkv_post, qkv_post_torch
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 EPS = 1e-6
@@ -33,6 +33,9 @@ CASES = [
          dtype=torch.float16),
     Case(num_tokens=4, num_heads=6, num_kv_heads=2, head_dim=128, rotary_dim=128, block_size=16, has_norm=True,
          dtype=torch.bfloat16),
+    Case(num_tokens=SMALL_STEP + 1, num_heads=3, num_kv_heads=2, head_dim=8, rotary_dim=6, block_size=32),
+    Case(num_tokens=SMALL_STEP + 1, num_heads=34, num_kv_heads=1, head_dim=4, rotary_dim=4, block_size=32,
+         has_norm=True),
     Case(num_tokens=0, num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64, block_size=16),
 ]  # fmt: skip
 

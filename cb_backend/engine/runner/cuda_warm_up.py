@@ -81,7 +81,7 @@ def _compile_kernels(runner: SlotRunner, max_num_seqs: int) -> None:
     """Compile what steps of every size launch, several processes at once. The warm-up then finds it compiled."""
     start = time.perf_counter()
     sizes = {1 << bits for bits in range(max_num_seqs.bit_length())} | {max_num_seqs}
-    shapes = [*(StepShape(size) for size in sorted(sizes)), StepShape(0, 16, 1)]
+    shapes = [*(StepShape(size) for size in sorted(sizes)), StepShape(0, 16, 1), StepShape(0, 256, 1)]
     try:
         number = compile_ahead(lambda: [runner.run_step(runner.new_buffers(shape)) for shape in shapes])
     except (OSError, TimeoutError) as error:  # no memory or no right to fork: the warm-up compiles
