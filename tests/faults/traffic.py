@@ -132,8 +132,10 @@ class Traffic:
         request, write = f"{self.options.name}-{self._counter}", self.history.write
         entry = self.items[item]
         prompt = "x" * self.options.bad_bytes if bad is not None and self.options.bad_bytes else entry.prompt
-        max_tokens = LONG_TOKENS if cancel_after is not None or self.options.long else entry.max_tokens
-        sampling = {"max_tokens": max_tokens, "temperature": 0, **(bad or {})}
+        # The model's own end of an answer may come after a few tokens.
+        is_long = cancel_after is not None or self.options.long
+        length = {"max_tokens": LONG_TOKENS, "ignore_eos": True} if is_long else {"max_tokens": entry.max_tokens}
+        sampling = {**length, "temperature": 0, **(bad or {})}
         is_good, num_deltas = False, 0
         write(request, "send", role=role, item=item)
         call = open_call(metadata=METADATA, timeout=self.options.deadline)
