@@ -13,6 +13,7 @@ LEGEND_ROW, LEGEND_GAP = 18, 10
 LABEL_LENGTHS = {2: 32, 1: 64}  # characters of a legend's label that there is room for, by entries in a row
 # Eight colours that stay apart for colour-blind readers (Okabe and Ito's set, the yellow darkened for white paper).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e69f00", "#444444")
+DIGIT_PX = 8.3  # of a tick's label, at most
 LOG_FROM_RATIO = 30.0  # an x axis that spans more than this is drawn in powers of ten
 STYLE = """
 :root{color-scheme:light}
@@ -28,6 +29,7 @@ th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bot
 svg{width:100%;height:auto;border:1px solid #e2e2e2;border-radius:6px;background:#fff}
 svg text{font:13px system-ui,"DejaVu Sans",sans-serif;fill:#222}svg .title{font-weight:600;font-size:15px}
 svg .mid{text-anchor:middle}svg .end{text-anchor:end}svg .grid{stroke:#e6e6e6}
+@media(max-width:800px){th,td{padding:4px 7px;white-space:normal}.plots{grid-template-columns:1fr}}
 code{background:#f3f3f3;padding:2px 5px;border-radius:3px;overflow-wrap:anywhere}li{margin:3px 0}
 """
 
@@ -129,9 +131,12 @@ def _grid(x_axis: _Axis, y_axis: _Axis, bottom: float) -> list[str]:
     for tick in x_axis.ticks():
         x = x_axis.pixel(tick)
         parts.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}" class="grid"/>')
-        if x - last_label_end > 34 and x < WIDTH - RIGHT + 1:  # labels must not touch
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" class="mid">{tick:,.10g}</text>')
-            last_label_end = x
+        label = f"{tick:,.10g}"
+        half = len(label) * DIGIT_PX / 2
+        middle = min(x, WIDTH - 2 - half)  # the last one stays in the picture
+        if middle - half > last_label_end + 8:  # labels must not touch
+            parts.append(f'<text x="{middle:.1f}" y="{bottom + 17}" class="mid">{label}</text>')
+            last_label_end = middle + half
     for tick in y_axis.ticks():
         y = y_axis.pixel(tick)
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" class="grid"/>')

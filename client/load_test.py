@@ -161,6 +161,7 @@ def _run(
     if args.history:
         write_history(args.history, load.label, fleet.records)
     figures = summary.summarise(fleet.records, summary.Slo(args.slo_ttft_ms, args.slo_tpot_ms))
+    figures["offered_per_s"] = None if is_closed else summary.offered_per_s(fleet.records)
     client, warnings = summary.judge_client(fleet.records, fleet.health, cpu_share)
     run = {
         "load": load.to_json(),

@@ -17,6 +17,7 @@ from cb_backend.charts import COLOURS, Line, line_chart, page
 from . import summary
 
 SCHEMA = "cb_backend.load_test/1"
+FROM_NOTHING = "from 0"  # the change of what was 0 and is more
 _LATENCIES = {
     "ttft_ms": "TTFT",
     "tpot_ms": "TPOT",
@@ -29,6 +30,7 @@ _ROWS: list[tuple[str, tuple[str, ...], str, int]] = [
     ("output tokens", ("output_tokens_per_s",), "/s", 1),
     ("responses", ("responses_per_s",), "/s", 0),
     ("tokens per response", ("tokens_per_response",), "", 0),
+    ("offered requests", ("offered_per_s",), "/s", 0),
     ("finished requests", ("requests_per_s",), "/s", 1),
     ("goodput", ("goodput_per_s",), "requests/s", 1),
     ("within SLO", ("goodput_share",), "%", 1),
@@ -105,7 +107,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     rows = [["", *(column.label for column in columns), *(["change"] if has_change else [])]]
     for label, path, unit, _ in _ROWS:
         values = [_value(column.run, path) for column in columns]
-        if all(value is None for value in values):
+        if all(value is None for value in values) or ("goodput" in path[0] and not _has_slo(results)):
             continue
         name = f"{label} [{unit}]" if unit else label
         rows.append([name, *(_text(value, unit) for value in values), *([_change(values)] if has_change else [])])
@@ -113,11 +115,34 @@ def table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _change(values: Sequence[float | None]) -> str:
+    """In percent. From nothing to something no percentage leads: it is said in words."""
     first, second = values
-    if first is None or second is None or not first:
+    if first is None or second is None:
         return "-"
-    change = 100 * (second - first) / first
+    if not first and second:
+        return FROM_NOTHING
+    change = 100 * (second - first) / first if first else 0.0
     return f"{change:+.1f} %" if abs(change) >= 0.05 else "0.0 %"
+
+
+def _verdict(change: str, better: int) -> str:
+    """The colour of a change, as a CSS class; `better` as in `_ROWS`."""
+    is_more, is_less = change[0] == "+" or change == FROM_NOTHING, change[0] == "-" and len(change) > 1
+    if not better or not (is_more or is_less):
+        return ""
+    return "good" if is_more == (better > 0) else "bad"
+
+
+def _has_slo(results: Sequence[dict[str, Any]]) -> bool:
+    """Whether goodput means more than finished requests."""
+    return any(_limits(result) for result in results)
+
+
+def _limits(result: dict[str, Any]) -> str:
+    """What a request had to keep to count as good; empty: nothing."""
+    slo = next((run["summary"].get("slo") for run in result["runs"]), None) or {}
+    names = (("TTFT", slo.get("ttft_ms")), ("TPOT", slo.get("tpot_ms")))
+    return " and ".join(f"{name} at most {limit:g} ms" for name, limit in names if limit is not None)
 
 
 def text_table(results: Sequence[dict[str, Any]]) -> str:
@@ -155,6 +180,7 @@ def _origin(result: dict[str, Any]) -> str:
         f'<p class="dim"><b>{escape(result["label"])}</b>: {escape(result["started_at"])}, model '
         f"{escape(result['model'])} at {escape(result['url'])}; {prompts['tokens_per_word']:.3f} tokens per word "
         f"({escape(prompts['source'])}); client with {result['client_cpus']} CPUs"
+        + (f"; SLO: {escape(limits)}" if (limits := _limits(result)) else "")
         + ("; <b>interrupted</b>" if result["was_interrupted"] else "")
         + f"<br><code>{escape(result['command'])}</code></p>"
     )
@@ -166,8 +192,7 @@ def _html_table(results: Sequence[dict[str, Any]]) -> str:
     cells = "".join(f"<th>{escape(text)}</th>" for text in header)
     lines = [f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>']
     for row in rows:
-        better = better_of[row[0]] if header[-1] == "change" and row[-1][0] in "+-" else 0
-        verdict = ("good" if (row[-1][0] == "+") == (better > 0) else "bad") if better else ""
+        verdict = _verdict(row[-1], better_of[row[0]]) if header[-1] == "change" else ""
         plain = "".join(f"<td>{escape(text)}</td>" for text in row[:-1])
         mark = f' class="{verdict}"' if verdict else ""
         lines.append(f"<tr>{plain}<td{mark}>{escape(row[-1])}</td></tr>")
@@ -221,7 +246,8 @@ def _against_load(results: Sequence[dict[str, Any]]) -> list[str]:
         for name, label in [("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E")]:
             lines = _load_lines(sweeps, [((name, "p50"), "p50"), ((name, "p99"), "p99")])
             charts.append(line_chart(f"{label} against load", x_label, f"{label}, ms", lines))
-        for name, label in [("output_tokens_per_s", "Output tokens/s"), ("goodput_per_s", "Goodput, requests/s")]:
+        rates = [("output_tokens_per_s", "Output tokens/s"), ("goodput_per_s", "Goodput, requests/s")]
+        for name, label in rates if _has_slo(results) else rates[:1]:
             charts.append(line_chart(f"{label} against load", x_label, label, _load_lines(sweeps, [((name,), "")])))
     return charts
 
@@ -252,10 +278,13 @@ def _counters(results: Sequence[dict[str, Any]]) -> list[str]:
     parts = []
     for column in _columns(results):
         moved = (column.run.get("server") or {}).get("counters") or {}
-        rows = "".join(f"<tr><td>{escape(name)}</td><td>{value:,.10g}</td></tr>" for name, value in moved.items())
+        rows = "".join(f"<tr><td>{escape(name)}</td><td>{_text(value, '')}</td></tr>" for name, value in moved.items())
         if rows:
             parts.append(f"<h3>{escape(column.label)}</h3><table>{rows}</table>")
-    return ["<h2>Server counters that moved</h2>", *parts] if parts else []
+    if not parts:
+        return []
+    note = "From before the warm-up to after the run, whoever asked: with the warm-up's requests, and other clients'."
+    return ["<h2>Server counters that moved</h2>", f'<p class="dim">{note}</p>', *parts]
 
 
 def _definitions() -> str:

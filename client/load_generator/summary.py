@@ -8,7 +8,10 @@ Definitions (also printed in the report):
 - E2E: arrival of the final response minus the same start as TTFT.
 - Latencies are those of finished requests; tokens/s and responses/s count every token that arrived, those of cancelled
   requests included, over the time from the start to the end of the last request.
-- Goodput: finished requests a second that met both limits. Its share leaves out those this client cancelled.
+- Offered: requests a second of the schedule of an open loop. A Poisson process keeps its rate on average only, and
+  finished requests a second are fewer where the last answers take long, even if the server keeps up.
+- Goodput: finished requests a second that met the SLO. Its share leaves out those this client cancelled.
+- Client send lag: sent minus scheduled. Loop lag: how late the client's event loop wakes. Both are in the latencies.
 """
 
 from __future__ import annotations
@@ -141,6 +144,13 @@ def summarise(records: Sequence[RequestRecord], slo: Slo) -> dict[str, Any]:
         **{name: describe(values) for name, values in collect_samples(records).by_name().items()},
         "errors": dict(errors.most_common(MAX_ERROR_KINDS)),
     }
+
+
+def offered_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """Requests/s of the schedule; None where all are there at once."""
+    times = [record.scheduled_s for record in records]
+    span = max(times, default=0.0) - min(times, default=0.0)
+    return (len(times) - 1) / span if span > 0 else None
 
 
 def curves(records: Sequence[RequestRecord]) -> dict[str, Any]:

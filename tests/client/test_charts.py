@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
-from cb_backend.charts import LABEL_LENGTHS, WIDTH, Line, line_chart
+from cb_backend.charts import DIGIT_PX, LABEL_LENGTHS, WIDTH, Line, line_chart
 
 CHARACTER_PX = 8  # of 13 px text, at most on average
 
@@ -47,6 +48,21 @@ def test_long_labels_stand_whole_in_a_row_each() -> None:
     assert x == other_x
     assert y + 13 < other_y < height(svg)
     assert x + CHARACTER_PX * LABEL_LENGTHS[1] * 0.85 < WIDTH
+
+
+def test_labels_of_ticks_stay_in_the_picture_and_apart() -> None:
+    """The last tick may lie at the right edge, and labels of ten digits fill the gaps."""
+    for largest in (10.0, 10_000.0, 1_200_000.0, 5e9):
+        svg = ElementTree.fromstring(line_chart("t", "x", "y", [Line("a", [0.0, largest], [1.0, 2.0], "#000")]))
+        ticks = [
+            (float(text.get("x", "")), len(text.text or "") * DIGIT_PX)
+            for text in svg.iter("{http://www.w3.org/2000/svg}text")
+            if text.get("class") == "mid" and (text.text or "").replace(",", "").isdigit()
+        ]
+        assert len(ticks) > 1
+        assert ticks[-1][0] + ticks[-1][1] / 2 <= WIDTH
+        for (left, left_width), (right, right_width) in itertools.pairwise(ticks):
+            assert left + left_width / 2 < right - right_width / 2
 
 
 def test_what_does_not_fit_ends_with_dots() -> None:

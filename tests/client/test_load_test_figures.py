@@ -320,14 +320,14 @@ def test_metrics_without_preemption_counter() -> None:
 # Reports
 
 
-def result(label: str, factor: float, rates: tuple[float, ...] = (1.0,)) -> dict[str, Any]:
+def result(label: str, factor: float, rates: tuple[float, ...] = (1.0,), slo: Slo | None = None) -> dict[str, Any]:
     """A result file's content, all times of RECORDS stretched by `factor`."""
     stretched = []
     for r in RECORDS:
         chunks = [(t * factor, n) for t, n in zip(r.chunk_times, r.chunk_tokens, strict=True)]
         stretched.append(record(r.request_id, r.scheduled_s * factor, chunks, r.status, error=r.error))
     run = {
-        "summary": summarise(stretched, Slo()),
+        "summary": {**summarise(stretched, slo or Slo()), "offered_per_s": summary.offered_per_s(stretched)},
         "curves": summary.curves(stretched),
         "client": judge_client(stretched, [ClientHealth(0, 0.1, [0.0])], 0.1)[0],
         "server": None,
@@ -376,14 +376,43 @@ def test_html_report_has_figures_and_plots() -> None:
 
 
 def test_sweep_report_plots_latency_against_load() -> None:
-    titles = [texts(svg)[0] for svg in svg_elements(report.html_report([result("s", 1.0, (1.0, 2.0, 4.0))]))]
-    assert titles[7:] == [
-        "TTFT against load",
-        "TPOT against load",
-        "E2E against load",
-        "Output tokens/s against load",
-        "Goodput, requests/s against load",
-    ]
+    def titles(slo: Slo | None = None) -> list[str]:
+        page = report.html_report([result("s", 1.0, (1.0, 2.0, 4.0), slo)])
+        return [texts(svg)[0] for svg in svg_elements(page)][7:]
+
+    latencies = ["TTFT against load", "TPOT against load", "E2E against load", "Output tokens/s against load"]
+    assert titles(Slo(ttft_ms=350)) == [*latencies, "Goodput, requests/s against load"]
+    assert titles() == latencies
+
+
+def test_goodput_is_shown_with_its_limits_and_only_where_there_are_some() -> None:
+    page = report.html_report([result("one", 1.0, slo=Slo(ttft_ms=350, tpot_ms=50))])
+    assert "SLO: TTFT at most 350 ms and TPOT at most 50 ms" in page
+    assert "<td>within SLO [%]</td><td>25.0</td>" in page
+    page = report.html_report([result("one", 1.0)])
+    assert "<td>within SLO" not in page
+    assert "<td>goodput" not in page
+
+
+def test_what_was_offered_stands_beside_what_finished() -> None:
+    """Of the records' schedule: five requests in 1.5 s."""
+    rows = {row[0]: row[1:] for row in report.table([result("one", 1.0)])}
+    assert rows["offered requests [/s]"] == [f"{4 / 1.5:.4g}"]
+    assert summary.offered_per_s([record(0, 0.5, []), record(1, 0.5, [])]) is None
+    assert summary.offered_per_s([]) is None
+
+
+def test_errors_that_were_not_there_before_are_no_good_news() -> None:
+    """0 and 3 have no ratio: the cell says so, and has the colour of what is worse."""
+    before, after = result("before", 1.0), result("after", 1.0)
+    before["runs"][0]["summary"].update(num_refused=0, num_error=0, goodput_per_s=0.0)
+    after["runs"][0]["summary"].update(num_refused=3, num_error=0, num_ok=2)
+    page = report.html_report([before, after])
+    assert '<td>refused</td><td>0</td><td>3</td><td class="bad">from 0</td>' in page
+    assert "<td>errors</td><td>0</td><td>0</td><td>0.0 %</td>" in page
+    page = report.html_report([after, before])
+    assert '<td>refused</td><td>3</td><td>0</td><td class="good">-100.0 %</td>' in page
+    assert '<td class="good">-</td>' not in page
 
 
 def test_compare_two_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,6 +423,7 @@ def test_compare_two_results(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert load_test.main(["--compare", *map(str, paths), "--html", str(page_path)]) == 0
     page = page_path.read_text()
     assert "<th>old</th><th>new</th><th>change</th>" in page
+    assert '">-</td>' not in page, "what is not known has no colour"
     assert '<td>TTFT p50 [ms]</td><td>300</td><td>150</td><td class="good">-50.0 %</td>' in page
     assert '<td>output tokens [/s]</td><td>5.5</td><td>11</td><td class="good">+100.0 %</td>' in page
     ttft = next(svg for svg in svg_elements(page) if texts(svg)[0].startswith("TTFT"))
