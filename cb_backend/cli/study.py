@@ -3,7 +3,7 @@
 It takes a sample of the requests of a trace, runs them in static batches and in flight with the same cache, tries
 values of `max_num_seqs` and `max_num_batched_tokens`, and recommends the pair that does most within the latency target
 with preemption under 2 %. With `--simulate` a short calibration is run and everything else is the simulator's, in
-seconds; the recommended setting is then run for real and held against its prediction.
+minutes of one core; the recommended setting is then run for real and held against its prediction.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import json
 import shlex
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from cb_backend import __version__
 from cb_backend.argument_types import ints, json_object, unwritable
 from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.paths import CliError
@@ -111,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         conditions=machine.conditions,
     )
     study = session.run()
+    study.made_at = f"cb_backend {__version__}, {datetime.now().astimezone().isoformat(' ', 'minutes')}"
     study.command = shlex.join(["cb-backend", *sys.argv[1:]]) if sys.argv[1:2] == ["study"] else ""
     print(text_report(study), flush=True)  # before any file: a full disk must not cost the figures
     if args.save_times is not None and session.times is not None:

@@ -64,7 +64,7 @@ class Session:
         times = self.times = self._step_times(traffic)
         simulator = SimulatedBench(self._simulator_config(times), times)
         base = Setting(max(self.seqs), max(*self.budgets, max(self.seqs)))
-        rate = self._rate(simulator, traffic, base)
+        rate, origin = self._rate(simulator, traffic, base)
         bench: Bench = simulator
         if not self.is_simulated:
             assert self._engine is not None
@@ -79,6 +79,8 @@ class Session:
             target=self.target,
             rate=rate,
             is_simulated=self.is_simulated,
+            rate_origin=origin,
+            fit_error=times.relative_error,
             warnings=warnings,
         )
         base_budget = sorted(self.budgets)[len(self.budgets) // 2]
@@ -141,11 +143,14 @@ class Session:
             run_ahead=times.run_ahead if self.config.run_ahead is None else self.config.run_ahead,
         )
 
-    def _rate(self, simulator: SimulatedBench, traffic: Traffic, base: Setting) -> float:
-        if self.rate is not None or self.sample.rate is not None:
-            return self.rate or self.sample.rate or 0.0
+    def _rate(self, simulator: SimulatedBench, traffic: Traffic, base: Setting) -> tuple[float, str]:
+        """Requests/s, and whose choice they are."""
+        if self.rate is not None:
+            return self.rate, "as asked for"
+        if self.sample.rate is not None:
+            return self.sample.rate, "the trace's own"
         most = figures(simulator.run(traffic.at_once(), base, progress=self.say("how much is possible")))
-        return SHARE_OF_CAPACITY * most.requests_per_s
+        return SHARE_OF_CAPACITY * most.requests_per_s, f"{SHARE_OF_CAPACITY:.0%} of what {base} does at best"
 
     def _short_enough(
         self, simulator: SimulatedBench, traffic: Traffic, setting: Setting, rate: float
@@ -177,7 +182,7 @@ class Session:
         # A pause of the host decides a 99th percentile of a few hundred requests: the middle of several runs does not
         # feel it.
         count = int(min(max(self.max_run_s / max(predicted[0].seconds, predicted[1].seconds), 1), CONFIRMATIONS))
-        self.note(f"confirming the recommended setting on the engine, {count} times")
+        self.note(f"confirming the recommended setting on the engine, {count} time{'s' if count > 1 else ''}")
         bench = RealBench(self._engine, self.is_cpu_time)
         measured = [run_trial(bench, traffic, study.rate, trial.setting, self.say) for _ in range(count)]
         study.checks = checks(predicted, [(one.saturated, one.loaded) for one in measured])

@@ -15,6 +15,10 @@ from cb_backend.study.traffic import Traffic
 PROMPT_DOMINATED = 0.5  # share of the steps' time that goes to prompts
 UNIFORM_CV = 0.25  # standard deviation of the answers' lengths over their mean
 SMALL_GAIN = 1.5
+SMALL_LOAD = 0.2  # of what the engine does at best: below it hardly anything waits, whatever the setting
+POOR_FIT = 0.2  # median error of the step times
+FEW_BATCHES = 2
+NOISE = 0.05  # a larger difference between two runs of one setting is told
 CACHE_FULL = 0.95
 # (name, path into the figures, unit): what a prediction is held against.
 CHECKED = (
@@ -54,6 +58,9 @@ class Study:
     target: Target
     rate: float
     is_simulated: bool
+    rate_origin: str = ""  # in words
+    fit_error: float = 0.0  # median error of the step times that the simulator has
+    made_at: str = ""  # date and time, for the reader
     command: str = ""
     warnings: list[str] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
@@ -83,9 +90,11 @@ class Study:
             "conditions": self.conditions,
             "cache": self.cache,
             "command": self.command,
+            "made_at": self.made_at,
             "is_simulated": self.is_simulated,
             "target": {"ttft_ms": self.target.ttft_ms, "itl_ms": self.target.itl_ms},
             "rate": self.rate,
+            "rate_origin": self.rate_origin,
             "recommended": self.model_json(),
             "broken": self.choice.broken,
             "highest_rate": self.highest_rate,
@@ -136,17 +145,51 @@ def advise(study: Study) -> list[str]:
             f"answers are of nearly the same length (standard deviation {variation:.0%} of the mean): static batches"
             " lose little by waiting for their longest"
         )
-    if comparison.gain < SMALL_GAIN:
+    largest = trial.setting.max_num_seqs
+    if len(study.traffic) < FEW_BATCHES * largest:
+        found.append(
+            f"{len(study.traffic)} requests are less than {FEW_BATCHES} batches of {largest}: with all of them at once"
+            f" hardly anybody has to wait for a slot, so the gain cannot show; --num-requests {4 * largest} shows it"
+        )
+    if comparison.gain < 1:
+        found.append(
+            f"static batches do more tokens/s here: in flight does {comparison.gain:.2f} times theirs with all requests"
+            " at once; compare the latencies"
+        )
+    elif comparison.gain < SMALL_GAIN:
         found.append(f"the gain over static batches is small: {comparison.gain:.2f} times the tokens/s")
     if study.rate > trial.saturated.requests_per_s:
         found.append(
             f"the load of {study.rate:.3g} requests/s is more than the engine does at best"
             f" ({trial.saturated.requests_per_s:.3g}): the queue grows for as long as it lasts"
         )
+    elif study.rate < SMALL_LOAD * trial.saturated.requests_per_s:
+        found.append(
+            f"the load of {study.rate:.3g} requests/s is {study.rate / trial.saturated.requests_per_s:.0%} of what the"
+            f" engine does at best ({trial.saturated.requests_per_s:.3g}): hardly anything waits, and the latencies say"
+            " little of the settings; --rate tries a heavier load"
+        )
     if trial.saturated.kv_peak > CACHE_FULL:
         found.append(
             f"the KV cache fills up ({trial.saturated.kv_peak:.0%}) and limits the batch; more cache, not more"
             " max_num_seqs, would raise the tokens/s"
+        )
+    return found + _doubts(study, comparison, trial)
+
+
+def _doubts(study: Study, comparison: Comparison, trial: Trial) -> list[str]:
+    """What makes the figures themselves uncertain."""
+    found = []
+    if study.fit_error > POOR_FIT:
+        found.append(
+            f"the step times fit with a median error of {study.fit_error:.0%}: what is simulated with them is as"
+            " uncertain. Was the machine busy with other work? --cpu-time counts this process alone (on a CPU)"
+        )
+    swept, compared = trial.saturated.output_tokens_per_s, comparison.continuous[0].output_tokens_per_s
+    if not study.is_simulated and abs(compared / swept - 1) > NOISE:
+        found.append(
+            f"every figure is of one run: {trial.setting} did {swept:,.0f} output tokens/s with all requests at once in"
+            f" the sweep and {compared:,.0f} beside the static batches; smaller differences than that say nothing"
         )
     return found
 

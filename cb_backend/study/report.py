@@ -9,9 +9,23 @@ from html import escape
 from cb_backend.charts import COLOURS, Line, line_chart, page
 from cb_backend.study.advice import Study, percentiles
 from cb_backend.study.figures import CURVE_POINTS, Figures
-from cb_backend.study.sweep import Comparison, Trial
+from cb_backend.study.sweep import AS_GOOD, MAX_PREEMPTION_RATE, Comparison, Trial, calm_trials
 
 Table = list[list[str]]
+DEFINITIONS = (
+    "All at once: every request is there at the start, which shows how much can be done. At a load: they arrive as in"
+    " the trace, at that rate on average, which shows how long they wait.",
+    "In flight: a request joins the batch at the next token and leaves it at its last. Static: nobody joins before the"
+    " whole batch has ended, and a batch holds at most max_num_seqs requests, and as many as the cache has room for at"
+    " the tokens that clients allow. Lengths known: the same, if a server could know how long each answer will be; none"
+    " does.",
+    "TTFT: first token minus arrival, so waiting counts. Inter-token: every gap between two tokens of an answer. E2E:"
+    " last token minus arrival. p50 and p99: half, and 99 of 100, are at or below.",
+    "Slots busy: share of max_num_seqs that was computed for. KV blocks in use: share of the cache. Both, and the"
+    " requests in a step, are means over the time of the steps.",
+    "Seqs: max_num_seqs, the most requests at once. Tokens a step (budget): max_num_batched_tokens. Preempted: requests"
+    " that gave their blocks back and were computed again, as a share of all; the larger of at once and at the load.",
+)
 
 
 def text_report(study: Study) -> str:
@@ -28,8 +42,7 @@ def text_report(study: Study) -> str:
         aligned(trial_table(study)),
     ]
     if study.checks:
-        name = "simulated" if study.is_simulated else "swept"
-        parts += ["", f"The recommended setting, {name} and run again to confirm it:", aligned(check_table(study))]
+        parts += ["", f"{_check_title(study)}:", aligned(check_table(study))]
     parts += ["", *recommendation(study), *(f"warning: {text}" for text in study.warnings)]
     return "\n".join(parts)
 
@@ -57,8 +70,10 @@ def html_report(study: Study) -> str:
         "</div>",
     ]
     if study.checks:
-        body += ["<h2>Prediction and measurement</h2>", html_table(check_table(study))]
+        body += [f"<h2>{_check_title(study)}</h2>", html_table(check_table(study))]
+    body += ["<h2>Words</h2>", "<ul>", *(f"<li>{escape(text)}</li>" for text in DEFINITIONS), "</ul>"]
     body += [f"<h2>Command</h2><p><code>{escape(study.command)}</code></p>"] if study.command else []
+    body += [f'<p class="dim">{escape(study.made_at)}</p>'] if study.made_at else []
     return page(f"Study: {study.traffic_name}", body)
 
 
@@ -69,7 +84,8 @@ def heading(study: Study) -> list[str]:
         f"{study.traffic_name}: {len(traffic)} requests; prompt tokens {percentiles(traffic.prompt_lens)}; answer"
         f" tokens {percentiles(traffic.output_lens)}; clients allow up to {max(traffic.max_tokens):,}",
         f"{kind} {', '.join(f'{name} {value}' for name, value in study.conditions.items() if value)}",
-        f"{study.cache}; load of interest {study.rate:.3g} requests/s; {study.target}",
+        f"{study.cache}; load of interest {study.rate:.3g} requests/s"
+        f"{f' ({study.rate_origin})' if study.rate_origin else ''}; {study.target}",
     ]
 
 
@@ -83,9 +99,26 @@ def recommendation(study: Study) -> list[str]:
         f" at once; at {study.rate:.3g} requests/s TTFT p99 {trial.loaded.ttft_ms['p99']:,.0f} ms and inter-token p99"
         f" {trial.loaded.itl_ms.get('p99', 0.0):,.1f} ms; {trial.preemption_rate:.1%} of the requests preempted."
     )
+    if not study.choice.broken and len(study.trials) > 1:
+        lines.append(_why(study))
     if study.highest_rate > 0:
-        lines.append(f"It holds the target up to about {study.highest_rate:.3g} requests/s ({study.target}).")
+        by = "" if study.is_simulated else ", by the simulator,"
+        lines.append(f"It holds the target{by} up to about {study.highest_rate:.3g} requests/s ({study.target}).")
     return [*lines, f"  {json.dumps(study.model_json())}"]
+
+
+def _why(study: Study) -> str:
+    """By which rule the setting was chosen, with the figure that a reader would otherwise miss."""
+    good = [trial for trial in calm_trials(study.trials) if study.target.is_met(trial.loaded)]
+    fastest = max(good, key=lambda trial: trial.saturated.output_tokens_per_s)
+    of = f"of the {len(good)} settings (of {len(study.trials)} tried) that meet the target"
+    of += f" and preempt less than {MAX_PREEMPTION_RATE:.0%}"
+    if fastest == study.recommended:
+        return f"Why: {of}, it does the most tokens/s with all requests at once."
+    return (
+        f"Why: {of}, it has the smallest max_num_seqs that does at least {AS_GOOD:.0%} of the tokens/s of the fastest"
+        f" ({fastest.setting}: {fastest.saturated.output_tokens_per_s:,.0f})."
+    )
 
 
 def comparison_table(study: Study, which: int) -> Table:
@@ -94,8 +127,10 @@ def comparison_table(study: Study, which: int) -> Table:
     sides = _sides(study.comparison)
     columns = [pair[which] for pair in sides.values()]
     rows = [[name, *(show(found) for found in columns)] for name, show in _FIGURES]
-    gains = [f"{columns[0].output_tokens_per_s / found.output_tokens_per_s:.2f}x" for found in columns]
-    return [[_when(study)[which], *sides], *rows, ["in flight does so many times the tokens/s", *gains]]
+    if which == 0:  # at a load that all of them bear, all do the same
+        gains = [f"{columns[0].output_tokens_per_s / found.output_tokens_per_s:.2f}x" for found in columns]
+        rows.append(["in flight does so many times the tokens/s", *gains])
+    return [[_when(study)[which], *sides], *rows]
 
 
 def _when(study: Study) -> tuple[str, str]:
@@ -147,8 +182,13 @@ def trial_table(study: Study) -> Table:
     return [header, *rows]
 
 
+def _check_title(study: Study) -> str:
+    return f"The recommended setting, {'simulated' if study.is_simulated else 'swept'} and run again to confirm it"
+
+
 def check_table(study: Study) -> Table:
     """With the range of the runs where there were several."""
+    names = ("predicted", "measured", "error") if study.is_simulated else ("in the sweep", "run again", "difference")
     is_range = any(c.lowest < c.highest for c in study.checks)
     rows = [
         [
@@ -160,7 +200,7 @@ def check_table(study: Study) -> Table:
         ]
         for c in study.checks
     ]
-    return [["", "predicted", "measured", *(["runs"] if is_range else []), "error"], *rows]
+    return [["", *names[:2], *(["runs"] if is_range else []), names[2]], *rows]
 
 
 def comparison_charts(study: Study) -> list[str]:

@@ -98,12 +98,17 @@ def sweep(
     return [trials[setting] for setting in sorted(trials)]
 
 
+def calm_trials(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that preempt little."""
+    return [trial for trial in trials if trial.preemption_rate < MAX_PREEMPTION_RATE]
+
+
 def choose(trials: Sequence[Trial], target: Target) -> Choice:
     """Of those that meet the target with few preemptions, the smallest setting that is about as fast as the fastest.
 
     Where none does, few preemptions go before the target, and the least excess wins.
     """
-    calm = [trial for trial in trials if trial.preemption_rate < MAX_PREEMPTION_RATE]
+    calm = calm_trials(trials)
     good = [trial for trial in calm if target.is_met(trial.loaded)]
     if good:
         fastest = max(trial.saturated.output_tokens_per_s for trial in good)

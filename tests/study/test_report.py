@@ -10,7 +10,7 @@ from cb_backend.study.bench import Setting
 from cb_backend.study.report import html_report, text_report
 from cb_backend.study.sweep import Target, choose, compare, run_trial
 from tests.study.made_up import traffic
-from tests.study.test_sweep import a_study, bench, say
+from tests.study.test_sweep import a_study, bench, say, trial
 
 
 def reported() -> tuple[str, str, dict[str, object]]:
@@ -25,7 +25,46 @@ def reported() -> tuple[str, str, dict[str, object]]:
     study.checks = [Check("TTFT p99, ms", 110.0, 100.0, 95.0, 130.0)]
     study.warnings = ["beware of <this>"]
     study.command = "cb-backend study --trace a.csv"
+    study.rate_origin, study.made_at = "the trace's own", "cb_backend 0, 2026-01-02 03:04+00:00"
     return text_report(study), html_report(study), study.to_json()
+
+
+def test_the_reader_learns_why_this_setting_and_whose_load() -> None:
+    text, page, figures = reported()
+    assert "load of interest 5 requests/s (the trace's own); TTFT" in text
+    assert "2026-01-02 03:04" in page
+    assert (figures["rate_origin"], figures["made_at"]) == ("the trace's own", "cb_backend 0, 2026-01-02 03:04+00:00")
+    assert "Why: of the 4 settings (of 4 tried) that meet the target and preempt less than 2%, it" in text
+    assert "Slots busy: share of max_num_seqs that was computed for." in page
+
+
+def test_a_faster_setting_that_was_not_chosen_is_named() -> None:
+    study = a_study(traffic([4] * 4, [2] * 4, [0.01 * i for i in range(4)]))
+    study.trials = [trial(8, 500, 90), trial(16, 980, 90), trial(32, 1000, 90), trial(64, 2000, 90, preempted=0.5)]
+    study.choice = choose(study.trials, study.target)
+    text = text_report(study)
+    assert "Why: of the 3 settings (of 4 tried)" in text
+    assert "at least 97% of the tokens/s of the fastest (32 seqs, 512 tokens: 1,000)." in text
+    study.choice = choose(study.trials, Target(ttft_ms=1))
+    assert "Why:" not in text_report(study), "what is not kept is said instead"
+
+
+def test_a_ratio_of_tokens_is_given_only_where_it_says_something() -> None:
+    """At a load that both ways bear they do the same tokens/s."""
+    text, page, _ = reported()
+    assert text.count("in flight does so many times the tokens/s") == 1
+    assert page.count("in flight does so many times the tokens/s") == 1
+
+
+def test_what_was_run_is_not_called_a_prediction() -> None:
+    study = a_study(traffic([4] * 4, [2] * 4, [0.01 * i for i in range(4)]), highest_rate=3.0)
+    study.checks = [Check("TTFT p99, ms", 110.0, 100.0, 100.0, 100.0)]
+    study.is_simulated = False
+    for report in (text_report(study), html_report(study)):
+        assert "in the sweep" in report
+        assert "predicted" not in report
+        assert "swept and run again" in report
+        assert "by the simulator, up to about 3 requests/s" in report
 
 
 def svg_texts(page: str) -> list[list[str]]:

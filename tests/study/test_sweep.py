@@ -145,6 +145,44 @@ def test_mixed_lengths_gain_and_are_not_warned_of() -> None:
     assert advise(mixed) == []
 
 
+def test_a_load_that_says_nothing_of_the_settings_is_told() -> None:
+    idle = a_study(traffic([4] * 16, [2, 2, 2, 60] * 4, [0.01 * i for i in range(16)]), rate=0.1)
+    (found,) = advise(idle)
+    assert "of what the engine does at best" in found
+    assert "--rate tries a heavier load" in found
+
+
+def test_a_sample_of_one_batch_is_said_to_show_no_gain() -> None:
+    few = a_study(traffic([4] * 7, [2, 2, 2, 60, 2, 2, 2], [0.01 * i for i in range(7)]))
+    assert "7 requests are less than 2 batches of 4" in advise(few)[0]
+    enough = a_study(traffic([4] * 8, [2, 2, 2, 60] * 2, [0.01 * i for i in range(8)]))
+    assert "batches of 4" not in " ".join(advise(enough))
+
+
+def test_a_loss_is_not_called_a_small_gain() -> None:
+    lost = a_study(traffic([4] * 16, [2, 2, 2, 60] * 4, [0.01 * i for i in range(16)]))
+    assert lost.comparison is not None
+    at_once, at_load = lost.comparison.static
+    faster = replace(at_once, output_tokens_per_s=10 * at_once.output_tokens_per_s)
+    lost.comparison = replace(lost.comparison, static=(faster, at_load))
+    (found,) = advise(lost)
+    assert "static batches do more tokens/s here: in flight does 0." in found
+
+
+def test_uncertain_figures_are_said_to_be_uncertain() -> None:
+    study = a_study(traffic([4] * 16, [2, 2, 2, 60] * 4, [0.01 * i for i in range(16)]), fit_error=0.44)
+    assert "fit with a median error of 44%" in " ".join(advise(study))
+    study.fit_error = 0.03
+    assert study.comparison is not None
+    at_once, at_load = study.comparison.continuous
+    other = replace(at_once, output_tokens_per_s=1.1 * at_once.output_tokens_per_s)
+    study.comparison = replace(study.comparison, continuous=(other, at_load))
+    assert advise(study) == [], "a simulation gives the same figure twice"
+    study.is_simulated = False
+    (found,) = advise(study)
+    assert "every figure is of one run: 4 seqs, 64 tokens did" in found
+
+
 def test_overload_is_said() -> None:
     busy = a_study(traffic([4] * 16, [2, 2, 2, 60] * 4, [0.01 * i for i in range(16)]), rate=1e4)
     assert "load of 1e+04 requests/s is more than the engine does" in " ".join(advise(busy))
