@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from datetime import datetime
 from pathlib import Path
 
 from cb_backend.argument_types import output_file, positive_int
 from cb_backend.cli.engine_choice import add_engine_arguments, chosen_engine
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.timelines.axis import TimeAxis
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
-from cb_backend.cli.timelines.svg import TimeAxis, draw, most_waiting_of, page
+from cb_backend.cli.timelines.svg import draw, most_waiting_of, page
 from cb_backend.front_end.engines.engine_observer import ask_for_steps
 
+TELL_EVERY_S = 2.0
 HELP = "draw who was in the batch, token by token: of a running engine, a saved log, or a demo"
 
 
@@ -38,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.source == "demo":
         from cb_backend.cli.timelines.demo import compare  # needs torch
 
-        logs = compare(args.model, args.slots, args.requests or 4 * args.slots, args.seed)
+        logs = compare(args.model, args.slots, args.requests or 4 * args.slots, args.seed, Teller())
         title, note = "The same requests, batched in two ways", _comparison(logs)
     else:
         log = _live(args) if args.source == "live" else StepLogFile.read(Path(args.source))
@@ -57,6 +62,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+class Teller:
+    """Says which way of batching runs, and every few seconds how far it is. To stderr: stdout says what was written."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, name: str, num_steps: int, num_ended: int, num_requests: int) -> None:
+        now = time.monotonic()
+        if num_steps == 0 or now - self._last >= TELL_EVERY_S:
+            self._last = now
+            far = f": {num_ended} of {num_requests} requests, step {num_steps}" if num_steps else ""
+            print(f"{name}{far}", file=sys.stderr, flush=True)
+
+
 def _comparison(logs: list[StepLogFile]) -> str:
     in_flight, static = (len(log.steps) for log in logs)
     return (
@@ -66,4 +85,5 @@ def _comparison(logs: list[StepLogFile]) -> str:
 
 def _live(args: argparse.Namespace) -> StepLogFile:
     life = chosen_engine(args)
-    return from_dump(ask_for_steps(life.socket_path, args.steps), f"Engine {life.pid}")
+    now = datetime.now().astimezone().isoformat(" ", "seconds")
+    return from_dump(ask_for_steps(life.socket_path, args.steps), f"Engine {life.pid}, its last steps at {now}")

@@ -7,13 +7,15 @@ import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from cb_backend.cli import main
+from cb_backend.cli import main, timeline
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.timelines.axis import LABEL_PX, LEFT, RIGHT, WIDTH
 from cb_backend.cli.timelines.lanes import Leave, find_stays, summarise
 from cb_backend.cli.timelines.steps import Ended, Header, Joined, Row, Step, StepLogFile
-from cb_backend.cli.timelines.svg import LEFT, RIGHT, WIDTH, draw, most_waiting_of
+from cb_backend.cli.timelines.svg import draw, most_waiting_of
 from cb_backend.request import FinishReason
 
 STOP, LENGTH, ABORT = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ABORT)
@@ -144,8 +146,65 @@ def test_slots_that_nobody_held_get_no_lane() -> None:
     assert len(elements(svg, "name")) == len(elements(draw(known_log(num_slots=8)), "name")) > 0
     assert "the other 248 of 256 slots were idle" in svg
     assert "slots were idle" not in draw(known_log(num_slots=3))
-    log.steps.append(step(8, [Row(20, 11, 1, False)]))
-    assert len(elements(draw(log), "lane")) == 21
+    log.steps.append(step(8, [Row(120, 11, 1, False)]))
+    lanes = [e.text for e in elements(draw(log), "lane")]
+    assert lanes == [*(f"slot {i}" for i in (0, 1, 2, 3, 4, 5, 6)), "slot 120"], "far apart, as after a crowd"
+    ys = [float(e.get("y", "")) for e in elements(draw(log), "stay")]
+    assert ys[-1] == pytest.approx(ys[0] + 7 * (ys[1] - ys[0])), "it is drawn in the eighth lane"
+
+
+def paused_log(pause_s: float) -> StepLogFile:
+    """Eight steps of a second, with a pause before the fifth."""
+    log = known_log()
+    late = [msgspec.structs.replace(s, begin=s.begin + pause_s, end=s.end + pause_s) for s in log.steps[4:]]
+    return StepLogFile(log.header, log.steps[:4] + late)
+
+
+@pytest.mark.parametrize(("pause_s", "words"), [(60.0, "60 s"), (90_000.0, "90,000 s")])
+def test_a_pause_is_cut_short_and_its_length_said(pause_s: float, words: str) -> None:
+    """An engine that was idle for a minute, or a day: its steps must not be squeezed into a hair."""
+    svg = draw(paused_log(pause_s))
+    (band, label) = elements(svg, "pause")
+    assert label.text == f"no step for {words}"
+    assert 10 < float(band.get("width", "")) < 60
+    assert f"; {pause_s:.2f} s without a step, drawn shorter" in svg
+    widths = [float(e.get("width", "")) for e in elements(svg, "prefill")]
+    assert all(width > 0.9 * (WIDTH - LEFT - RIGHT) / 8.3 for width in widths)
+    ticks = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="\w+" fill="#444" font-size="11">([\d.]+) s<', svg)
+    # The tick at the pause's end stands too near to the one at its begin.
+    assert [float(text) for _, text in ticks] == [0, 1, 2, 3, 4, *(pause_s + i for i in (5, 6, 7, 8))]
+    xs = [float(x) for x, _ in ticks]
+    assert all(b - a >= LABEL_PX for a, b in itertools.pairwise(xs)), "labels must not overlap"
+    (area,) = elements(svg, "load")
+    base = max(float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area.get("d", "")))
+    at_base = re.findall(rf"L([\d.]+) {base:.1f}", area.get("d", ""))
+    left = float(band.get("x", ""))
+    assert any(float(x) == pytest.approx(left, abs=0.2) for x in at_base), "nothing was computed in the pause"
+
+
+def test_short_gaps_are_no_pauses() -> None:
+    assert elements(draw(paused_log(0.7)), "pause") == []
+    assert elements(draw(paused_log(60.0), is_by_time=False), "pause") == []
+    assert "without a step" not in draw(known_log())
+
+
+def test_the_heading_fits_the_picture() -> None:
+    """With figures as long as they get: what is cut off at the right edge is not read."""
+    log = paused_log(90_000.0)
+    many = [
+        msgspec.structs.replace(one, rows=[Row(slot, 10**6 + slot, 9000, True) for slot in range(240)])
+        for one in log.steps
+    ]
+    svg = draw(StepLogFile(msgspec.structs.replace(log.header, num_slots=1024), many))
+    lines = re.findall(r'<text x="92" y="\d+" fill="#444">([^<]*)</text>', svg)
+    assert len(lines) == 2
+    assert all(LEFT + 6.6 * len(line) < WIDTH for line in lines)  # 12 px type
+
+
+def test_a_small_share_is_not_called_none() -> None:
+    log = known_log()
+    svg = draw(StepLogFile(msgspec.structs.replace(log.header, num_blocks=4000), log.steps))
+    assert "KV blocks held: at most 8 of 4,000 (0.2%)" in svg
 
 
 def test_file_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +222,21 @@ def test_file_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main.main(["timeline", str(path), "--out", str(out)]) == 1
     assert main.main(["timeline", "live", "--runtime-dir", str(tmp_path)]) == 1
     assert "no engine of yours is running" in capsys.readouterr().err
+
+
+def test_the_demo_tells_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "TELL_EVERY_S", 0.0)
+    assert main.main(["timeline", "demo", "--slots", "2", "--requests", "3", "--out", str(tmp_path / "d.html")]) == 0
+    told = capsys.readouterr()
+    lines = told.err.splitlines()
+    assert lines[0] == "in flight"
+    assert lines[1] == "in flight: 0 of 3 requests, step 1"
+    ended = [int(found[1]) for line in lines if (found := re.match(r"static batches: (\d) of 3 requests", line))]
+    assert ended == sorted(ended)
+    assert set(ended) == {0, 1, 2}
+    assert "requests, step" not in told.out
 
 
 def test_demo_shows_static_batches_waiting(tmp_path: Path) -> None:

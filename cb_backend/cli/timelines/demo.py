@@ -10,8 +10,9 @@ import dataclasses
 import json
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,9 @@ TITLES = {
     "fcfs": "In-flight batching: a request takes a free slot at the next token",
     "static": "Static batching: nobody joins before the whole batch has ended",
 }
+NAMES = {"fcfs": "in flight", "static": "static batches"}
 MAX_STEPS = 100_000
+Tell = Callable[[str, int, int, int], None]  # name, steps so far, requests ended, of so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +70,11 @@ def arrivals(num_requests: int, seed: int = 0) -> list[Arrival]:
     return result
 
 
-def record(engine: LLMEngine, traffic: list[Arrival], title: str) -> StepLogFile:
-    """Run the traffic to its end; returns the engine's log."""
+def record(engine: LLMEngine, traffic: list[Arrival], title: str, tell: Callable[[int, int], None]) -> StepLogFile:
+    """Run the traffic to its end; returns the engine's log. `tell` gets the steps and the requests ended so far."""
     ids = np.random.default_rng(1)
     to_come = sorted(enumerate(traffic, 1), key=lambda entry: entry[1].step)
-    num_steps = 0
+    num_steps = num_ended = 0
     while to_come or engine.has_unfinished():
         while to_come and (to_come[0][1].step <= num_steps or not engine.has_unfinished()):
             request_id, arrival = to_come.pop(0)
@@ -80,15 +83,20 @@ def record(engine: LLMEngine, traffic: list[Arrival], title: str) -> StepLogFile
                 max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True, seed=request_id
             )
             engine.add_request(engine.make_request(request_id, prompt, params))
-        engine.step()
+        tell(num_steps, num_ended)
+        output = engine.step()
         num_steps += 1
+        num_ended += 0 if output is None else int(np.count_nonzero(output.finish_reasons))
         if num_steps > MAX_STEPS:
             raise RuntimeError("the demo does not come to an end")
     return from_dump(engine.log.dump(MAX_STEPS), title)
 
 
-def compare(model: str | None, num_slots: int, num_requests: int, seed: int) -> list[StepLogFile]:
-    """The logs of in-flight and static batching. Raises `ConfigError` if the model cannot be loaded."""
+def compare(model: str | None, num_slots: int, num_requests: int, seed: int, tell: Tell) -> list[StepLogFile]:
+    """The logs of in-flight and static batching. Raises `ConfigError` if the model cannot be loaded.
+
+    `tell` is called before each step.
+    """
     with _model_folder(model) as folder:
         config = engine_config_from_dict(
             {
@@ -106,9 +114,14 @@ def compare(model: str | None, num_slots: int, num_requests: int, seed: int) -> 
         logs = []
         for policy, title in TITLES.items():
             changed = dataclasses.replace(config, scheduling_policy=policy)
-            logs.append(record(LLMEngine(changed, engine.runner, engine.info), traffic, title))
+            way = LLMEngine(changed, engine.runner, engine.info)
+            logs.append(record(way, traffic, title, partial(_tell, tell, NAMES[policy], num_requests)))
         engine.close()
         return logs
+
+
+def _tell(tell: Tell, name: str, num_requests: int, num_steps: int, num_ended: int) -> None:
+    tell(name, num_steps, num_ended, num_requests)
 
 
 @contextmanager

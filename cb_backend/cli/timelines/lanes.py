@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from cb_backend.cli.timelines.steps import Step
 from cb_backend.request import FinishReason
@@ -108,12 +109,14 @@ def _find_leaves(stays: list[Stay], ends: dict[int, tuple[int, int]]) -> None:
         later[stay.request_id] = taken[stay.slot] = stay
 
 
-def lanes_of(stays: list[Stay], num_slots: int) -> int:
-    """How many lanes are drawn: without those above the highest slot that was held, which are empty throughout.
+def lanes_of(stays: list[Stay], num_slots: int) -> list[int]:
+    """The slots that get a lane, in order: those that were held, and the lowest others up to `MIN_LANES`.
 
-    Slots are taken from below, so a picture of few requests in an engine of 256 slots is not one of empty lanes.
+    After a crowd has left, few requests hold slots far apart: lanes for all between them would be empty throughout.
     """
-    return min(max(max((stay.slot for stay in stays), default=0) + 1, MIN_LANES), num_slots)
+    held = {stay.slot for stay in stays}
+    others = (slot for slot in range(num_slots) if slot not in held)
+    return sorted([*held, *islice(others, max(MIN_LANES - len(held), 0))])
 
 
 @dataclass(frozen=True)

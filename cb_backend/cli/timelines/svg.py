@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
+from cb_backend.cli.timelines.axis import LEFT, RIGHT, WIDTH, TimeAxis
 from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, lanes_of, summarise
 from cb_backend.cli.timelines.steps import Step, StepLogFile
 from cb_backend.request import split_request_id
 
-WIDTH = 1280
-LEFT, RIGHT, TOP = 92, 24, 64
+TOP = 80
 LANES_HEIGHT, MIN_LANE, MAX_LANE = 620, 2.5, 24.0
 PANEL_HEIGHT, PANEL_GAP = 46, 22
 AXIS_HEIGHT = 34
 MIN_LABEL_PX = 7.0  # a character of a label, roughly
+PAUSE_LABEL_PX = 110.0
 
 LEAVE_COLOURS = {
     Leave.STOP: "#1a1a1a",
@@ -36,46 +37,6 @@ REASON_TEXT = {
 }
 
 
-class TimeAxis:
-    """Where steps begin and end, in pixels: true to time, or the same width for each."""
-
-    def __init__(self, steps: Sequence[Step], is_by_time: bool, span: float | None = None) -> None:
-        """`span`: seconds (or steps) that the whole width stands for, so that pictures can be compared."""
-        self._is_by_time = is_by_time
-        if is_by_time:
-            zero = steps[0].begin if steps else 0.0
-            starts = [step.begin - zero for step in steps]
-            # A step that was launched ahead begins to run when the one before has ended.
-            for i in range(1, len(steps)):
-                starts[i] = max(starts[i], steps[i - 1].end - zero, starts[i - 1])
-            ends = [max(step.end - zero, start) for step, start in zip(steps, starts, strict=True)]
-        else:
-            starts = [float(i) for i in range(len(steps))]
-            ends = [i + 1.0 for i in range(len(steps))]
-        self.length = ends[-1] if ends else 0.0
-        self._scale = (WIDTH - LEFT - RIGHT) / (span or self.length or 1.0)
-        self._starts, self._ends = starts, ends
-
-    def begin(self, step: int) -> float:
-        return LEFT + self._starts[step] * self._scale
-
-    def end(self, step: int) -> float:
-        """Right edge of a step; gaps between busy steps belong to the step before, true pauses to none."""
-        return LEFT + self._ends[step] * self._scale
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """(pixel, label) at round figures."""
-        total = (WIDTH - LEFT - RIGHT) / self._scale
-        unit = next(u * 10.0**e for e in range(-6, 9) for u in (1, 2, 5) if total / (u * 10.0**e) <= 12)
-        if not self._is_by_time:
-            unit = max(unit, 1.0)
-        marks = [i * unit for i in range(int(total / unit) + 1)]
-        if not self._is_by_time:
-            return [(LEFT + mark * self._scale, f"{mark:.0f}") for mark in marks]
-        name, factor = ("ms", 1000.0) if total < 2.0 else ("s", 1.0)
-        return [(LEFT + mark * self._scale, f"{mark * factor:g} {name}") for mark in marks]
-
-
 def request_name(request_id: int) -> str:
     """front end.counter, or the plain id where there is no front end."""
     front_end, counter = split_request_id(request_id)
@@ -87,7 +48,8 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, m
     pictures can be compared; None: the log's own most."""
     steps = log.steps
     stays = find_stays(steps)
-    num_lanes = lanes_of(stays, log.header.num_slots)
+    slots = lanes_of(stays, log.header.num_slots)
+    lane_of, num_lanes = {slot: index for index, slot in enumerate(slots)}, len(slots)
     axis = TimeAxis(steps, is_by_time, span)
     lane = min(max(LANES_HEIGHT / num_lanes, MIN_LANE), MAX_LANE)
     panels_top = TOP + lane * num_lanes + AXIS_HEIGHT
@@ -95,11 +57,13 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, m
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="12">',
-        _heading(log, summarise(steps, stays, log.header.num_slots), num_lanes, is_by_time),
-        *_lanes_background(num_lanes, lane),
-        *(part for stay in stays for part in _stay(stay, axis, lane)),
+        _heading(log, summarise(steps, stays, log.header.num_slots), num_lanes, axis if is_by_time else None),
+        *_lanes_background(slots, lane),
+        *_pauses(axis, height - 8),
+        *(part for stay in stays for part in _stay(stay, axis, lane_of[stay.slot], lane)),
         *_step_lines(axis, len(steps), lane * num_lanes),
-        *(part for stay in stays for part in _labels(stay, axis, lane)),  # over the lines, which would cut the figures
+        # Over the lines, which would cut the figures.
+        *(part for stay in stays for part in _labels(stay, axis, lane_of[stay.slot], lane)),
         *_ticks(axis, TOP + lane * num_lanes, height - 8, is_by_time),
         *_panels(log, axis, panels_top, most_waiting_of(log) if most_waiting is None else most_waiting),
         "</svg>",
@@ -107,35 +71,61 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, m
     return "\n".join(parts)
 
 
-def _heading(log: StepLogFile, summary: Summary, num_lanes: int, is_by_time: bool) -> str:
+def _heading(log: StepLogFile, summary: Summary, num_lanes: int, axis: TimeAxis | None) -> str:
+    """`axis`: None where the picture does not go by time."""
     num_slots = log.header.num_slots
-    seconds = f" and {summary.seconds:.2f} s" if is_by_time else ""
-    text = (
+    seconds = f" and {summary.seconds:.2f} s" if axis is not None else ""
+    work = (
         f"{summary.num_requests} requests, {summary.num_decode_tokens:,} tokens decoded, "
-        f"{summary.num_prefill_tokens:,} computed of prompts, in {summary.num_steps:,} steps{seconds}; "
-        f"slots in use {summary.utilisation:.0%}; "
-        f"{summary.num_preemptions} preemptions"
-        + (f"; the other {num_slots - num_lanes} of {num_slots} slots were idle" if num_lanes < num_slots else "")
+        f"{summary.num_prefill_tokens:,} computed of prompts, in {summary.num_steps:,} steps{seconds}"
     )
+    batch = f"slots in use {summary.utilisation:.0%}; {summary.num_preemptions} preemptions"
+    if num_lanes < num_slots:
+        batch += f"; the other {num_slots - num_lanes} of {num_slots} slots were idle"
+    if axis is not None and axis.pauses:
+        paused = sum(pause.end - pause.begin for pause in axis.pauses)
+        batch += f"; {paused:.2f} s without a step, drawn shorter"
     return (
         f'<text x="{LEFT}" y="24" font-size="17" font-weight="600">{escape(log.header.title)}</text>'
-        f'<text x="{LEFT}" y="46" fill="#444">{escape(text)}</text>'
+        f'<text x="{LEFT}" y="44" fill="#444">{escape(work)}</text>'
+        f'<text x="{LEFT}" y="60" fill="#444">{escape(batch)}</text>'
     )
 
 
-def _lanes_background(num_lanes: int, lane: float) -> list[str]:
+def _lanes_background(slots: Sequence[int], lane: float) -> list[str]:
     width = WIDTH - LEFT - RIGHT
     parts = [
-        f'<rect class="idle" x="{LEFT}" y="{TOP}" width="{width}" height="{lane * num_lanes:.1f}" fill="#ececec"/>'
+        f'<rect class="idle" x="{LEFT}" y="{TOP}" width="{width}" height="{lane * len(slots):.1f}" fill="#ececec"/>'
     ]
     every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if step * lane >= 15)
-    for slot in range(0, num_lanes, every):
-        y = TOP + slot * lane
+    for index in range(0, len(slots), every):
+        y = TOP + index * lane
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#fff"/>')
         parts.append(
             f'<text class="lane" x="{LEFT - 8}" y="{y + (lane if every == 1 else 15) / 2 + 4:.1f}" text-anchor="end" '
-            f'fill="#444" font-size="11">slot {slot}</text>'
+            f'fill="#444" font-size="11">slot {slots[index]}</text>'
         )
+    return parts
+
+
+def _pauses(axis: TimeAxis, bottom: float) -> list[str]:
+    """White bands where there was no step, with their true length above where there is room."""
+    parts, last = [], -PAUSE_LABEL_PX
+    for pause in axis.pauses:
+        left, right = axis.end(pause.step - 1), axis.begin(pause.step)
+        seconds = pause.end - pause.begin
+        text = f"no step for {seconds:,.0f} s" if seconds >= 100 else f"no step for {seconds:.3g} s"
+        parts.append(
+            f'<rect class="pause" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{bottom - TOP:.1f}" '
+            f'fill="#fff"><title>{text}</title></rect>'
+        )
+        middle = min(max((left + right) / 2, LEFT + PAUSE_LABEL_PX / 2), WIDTH - PAUSE_LABEL_PX / 2)
+        if middle - last >= PAUSE_LABEL_PX:
+            parts.append(
+                f'<text class="pause" x="{middle:.1f}" y="{TOP - 4}" text-anchor="middle" fill="#444" font-size="11">'
+                f"{text}</text>"
+            )
+            last = middle
     return parts
 
 
@@ -143,10 +133,10 @@ def _hue(request_id: int) -> int:
     return round((request_id & 0xFFFFFF) * 137.508) % 360  # neighbours differ
 
 
-def _stay(stay: Stay, axis: TimeAxis, lane: float) -> list[str]:
+def _stay(stay: Stay, axis: TimeAxis, index: int, lane: float) -> list[str]:
     """A pale bar while the slot is held, strong where tokens were decoded, dark where the prompt was computed."""
     hue, gap = _hue(stay.request_id), 1.0 if lane >= 8 else 0.0
-    y, height = TOP + stay.slot * lane + gap / 2, lane - gap
+    y, height = TOP + index * lane + gap / 2, lane - gap
     left, right = axis.begin(stay.first), axis.end(stay.last)
 
     def bar(kind: str, first: float, last: float, colour: str) -> str:
@@ -170,11 +160,11 @@ def _stay(stay: Stay, axis: TimeAxis, lane: float) -> list[str]:
     return [*parts, "</g>"]
 
 
-def _labels(stay: Stay, axis: TimeAxis, lane: float) -> list[str]:
+def _labels(stay: Stay, axis: TimeAxis, index: int, lane: float) -> list[str]:
     """Tokens of its chunks and its name, where there is room for them."""
     if lane < 12:
         return []
-    middle, parts = TOP + (stay.slot + 0.5) * lane, []
+    middle, parts = TOP + (index + 0.5) * lane, []
     for chunk in stay.chunks:
         text, first, last = str(chunk.num_tokens), axis.begin(chunk.step), axis.end(chunk.step)
         if last - first >= MIN_LABEL_PX * len(text) + 3:
@@ -248,7 +238,7 @@ def _panels(log: StepLogFile, axis: TimeAxis, top: float, most_waiting: int) -> 
         peak = max(values, default=0)
         parts += [
             f'<text x="{LEFT}" y="{y - 6:.1f}" fill="#222">{name}: at most {peak:,.0f}'
-            f"{'' if kind == 'waiting' else f' of {most:,.0f} ({peak / max(most, 1):.0%})'}</text>",
+            f"{'' if kind == 'waiting' else f' of {most:,.0f} ({_share(peak / max(most, 1))})'}</text>",
             f'<rect x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{PANEL_HEIGHT}" fill="#f6f6f6"/>',
             f'<path class="{kind}" d="{_area(values, axis, y, most)}" fill="{colour}" opacity="0.75"/>',
             *(
@@ -259,11 +249,19 @@ def _panels(log: StepLogFile, axis: TimeAxis, top: float, most_waiting: int) -> 
     return parts
 
 
+def _share(value: float) -> str:
+    """In percent; what is not nothing does not look like it."""
+    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+
+
 def _area(values: list[float], axis: TimeAxis, y: float, most: float) -> str:
     """Steps of a staircase over a base line, closed."""
     base = y + PANEL_HEIGHT
     points = [f"M{LEFT:.1f} {base:.1f}"]
+    after_pause = {pause.step for pause in axis.pauses}
     for i, value in enumerate(values):
+        if i in after_pause:
+            points.append(f"L{axis.end(i - 1):.1f} {base:.1f}L{axis.begin(i):.1f} {base:.1f}")
         at = base - PANEL_HEIGHT * min(value / max(most, 1), 1.0)
         points.append(f"L{axis.begin(i):.1f} {at:.1f}L{axis.end(i):.1f} {at:.1f}")
     return "".join([*points, f"L{axis.end(len(values) - 1) if values else LEFT:.1f} {base:.1f}Z"])
@@ -282,14 +280,17 @@ def page(title: str, pictures: list[str], note: str = "") -> str:
         (LEAVE_COLOURS[Leave.ERROR], "error"),
     ]
     items = "".join(f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in legend)
+    items += "<span>each request has a colour of its own; its shade says what is done</span>"
     style = (
-        "body{font:13px system-ui,sans-serif;margin:16px;color:#222;background:#fff;width:1280px}"
-        "h1{font-size:20px;margin:0 0 6px}p{margin:0 0 8px}"
+        ":root{color-scheme:light}"
+        "body{font:13px system-ui,sans-serif;margin:16px;color:#222;background:#fff;max-width:1280px}"
+        "h1{font-size:20px;margin:0 0 6px}p{margin:0 0 8px}.scroll{overflow-x:auto}"
         ".legend span{margin-right:18px;white-space:nowrap;line-height:1.8}"
         ".legend i{display:inline-block;width:13px;height:13px;margin-right:6px;vertical-align:-2px}"
         "svg{display:block;margin-top:14px}g:hover .stay{stroke:#000}"
     )
-    body = f"<h1>{escape(title)}</h1><p>{escape(note)}</p><p class=legend>{items}</p>{''.join(pictures)}"
+    drawn = "".join(f'<div class="scroll">{picture}</div>' for picture in pictures)
+    body = f"<h1>{escape(title)}</h1><p>{escape(note)}</p><p class=legend>{items}</p>{drawn}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{style}</style><body>{body}</body></html>\n"
