@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.front_end.engines.engine_observer import running_engines
+from cb_backend.front_end.engines.engine_observer import model_of, running_engines
 from cb_backend.front_end.engines.runtime_dir import EngineLife
 
 
@@ -21,7 +21,7 @@ def chosen_engine(args: argparse.Namespace) -> EngineLife:
     if args.engine_pid is not None:
         return next(life for life in engines if life.pid == args.engine_pid)
     if len(engines) > 1:
-        raise CliError(f"several engines are running; choose one: --engine-pid ({_pids(engines)})")
+        raise CliError(f"several engines are running; choose one: --engine-pid ({_names(engines)})")
     return engines[0]
 
 
@@ -36,7 +36,7 @@ def chosen_model(args: argparse.Namespace) -> list[EngineLife]:
     if args.engine_pid is not None:
         return next(engines for engines in models.values() if args.engine_pid in [life.pid for life in engines])
     if len(models) > 1:
-        known = "; ".join(_pids(engines) for engines in models.values())
+        known = "; ".join(_names(engines) for engines in models.values())
         raise CliError(f"engines of several models are running; name one of a model's: --engine-pid ({known})")
     (engines,) = models.values()
     return engines
@@ -46,11 +46,12 @@ def _candidates(args: argparse.Namespace) -> list[EngineLife]:
     """What runs; not empty, and with the engine that `args.engine_pid` names, if it names one."""
     engines, pid = running_engines(args.runtime_dir), args.engine_pid
     if pid is not None and pid not in [life.pid for life in engines]:
-        raise CliError(f"no engine of yours has pid {pid}; running: {_pids(engines) or 'none'}")
+        raise CliError(f"no engine of yours has pid {pid}; running: {_names(engines) or 'none'}")
     if not engines:
         raise CliError("no engine of yours is running here; start one: cb-backend serve")
     return engines
 
 
-def _pids(engines: list[EngineLife]) -> str:
-    return ", ".join(str(life.pid) for life in engines)
+def _names(engines: list[EngineLife]) -> str:
+    """Each pid with what it serves: alone it tells nobody which engine is meant."""
+    return ", ".join(f"{life.pid} {model_of(life)}".rstrip() for life in engines)

@@ -14,7 +14,7 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.axis import TimeAxis
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
 from cb_backend.cli.timelines.svg import draw, most_waiting_of, page
-from cb_backend.front_end.engines.engine_observer import ask_for_steps
+from cb_backend.front_end.engines.engine_observer import ask_for_steps, model_of
 
 TELL_EVERY_S = 2.0
 HELP = "draw who was in the batch, token by token: of a running engine, a saved log, or a demo"
@@ -86,4 +86,5 @@ def _comparison(logs: list[StepLogFile]) -> str:
 def _live(args: argparse.Namespace) -> StepLogFile:
     life = chosen_engine(args)
     now = datetime.now().astimezone().isoformat(" ", "seconds")
-    return from_dump(ask_for_steps(life.socket_path, args.steps), f"Engine {life.pid}, its last steps at {now}")
+    title = f"{Path(model_of(life)).name or 'Engine'}, pid {life.pid}: the last steps at {now}"
+    return from_dump(ask_for_steps(life.socket_path, args.steps), title)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,12 @@ import pytest
 from cb_backend.cli.main import main
 from cb_backend.cli.timelines.steps import from_dump
 from cb_backend.errors import UnavailableError
-from cb_backend.front_end.engines.engine_observer import ask_for_steps, reset_prefix_cache, running_engines
+from cb_backend.front_end.engines.engine_observer import (
+    ask_for_steps,
+    model_of,
+    reset_prefix_cache,
+    running_engines,
+)
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.front_end.engines import answer, counting_config, is_running, make_supervisor, submit
 from tests.waiting import WAIT_S, eventually
@@ -38,6 +44,8 @@ def test_steps_of_a_running_engine(
         supervisor.start()
         (life,) = running_engines(base)
         assert life == supervisor.client.members[0].life
+        assert model_of(life) == supervisor.client.members[0].info.model
+        assert model_of(replace(life, pid=os.getpid())) == "", "another program's"
         assert from_dump(ask_for_steps(life.socket_path, 100, WAIT_S)).steps == []
         answer(supervisor, [1, 2, 3], 5)
         steps = from_dump(ask_for_steps(life.socket_path, 100, WAIT_S)).steps
@@ -49,6 +57,11 @@ def test_steps_of_a_running_engine(
         assert [len(step.rows) for step in busy.steps] == [1, 1, 1]
         assert (busy.header.num_slots, busy.header.num_blocks, busy.header.block_size) == (4, 1024, 16)
         assert sink.finish_reason == 0, "looking does not disturb"
+        picture = base / "timeline.html"
+        assert main(["timeline", "live", "--runtime-dir", str(base), "--out", str(picture)]) == 0
+        assert f"{Path(model_of(life)).name}, pid {life.pid}: the last steps at 20" in picture.read_text()
+        picture.unlink()
+        capsys.readouterr()
         assert main(["cache", "reset", "--runtime-dir", str(base)]) == 0
         assert f"engine {life.pid}: " in capsys.readouterr().out
         assert sink.finish_reason == 0, "a reset of the cache does not either"
@@ -87,7 +100,9 @@ def test_a_reset_reaches_every_engine_of_its_model_and_no_other(
         assert len(set(pids)) == 2
 
         assert main(["cache", "reset", "--runtime-dir", str(base)]) == 1
-        assert "engines of several models are running" in capsys.readouterr().err
+        told_apart = capsys.readouterr().err
+        assert "engines of several models are running" in told_apart
+        assert all(f"{pid} {model_of(ours.client.members[0].life)}" in told_apart for pid in pids)
         assert main(["cache", "reset", "--runtime-dir", str(base), "--engine-pid", str(pids[1])]) == 0
         told = re.findall(r"engine (\d+): .*\((\d+) blocks", capsys.readouterr().out)
         assert [int(pid) for pid, _ in told] == sorted(pids)

@@ -35,6 +35,15 @@ def running_engines(base: Path | None = None) -> list[EngineLife]:
     )
 
 
+def model_of(life: EngineLife) -> str:
+    """What the engine was told to serve: a folder, file or hub id. Empty where its command line cannot be read."""
+    try:
+        words = Path(f"/proc/{life.pid}/cmdline").read_bytes().split(b"\0")
+        return str(msgspec.json.decode(words[words.index(b"--config-json") + 1])["model"])
+    except (OSError, ValueError, IndexError, KeyError, TypeError):  # ended meanwhile, or another program's pid
+        return ""
+
+
 def ask_for_steps(socket_path: str, max_steps: int, timeout_s: float = 10.0) -> StepDump:
     """The newest steps of the engine behind this socket. Raises `UnavailableError` if it does not answer in time."""
     return _ask(socket_path, DumpSteps(max_steps), StepDump, timeout_s)
