@@ -1,4 +1,4 @@
-"""Whether another process still lives: a pidfd where the kernel has them, /proc otherwise.
+"""Whether another process still lives (a pidfd where there are any, /proc otherwise), and how this one surely ends.
 
 Front ends, the engine and the server watch one another by this. It does not know what any of them do.
 """
@@ -6,10 +6,13 @@ Front ends, the engine and the server watch one another by this. It does not kno
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import select
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 POLL_INTERVAL_S = 0.25  # where pidfds are missing
 
@@ -36,6 +39,18 @@ def process_stat(pid: int) -> list[str] | None:
             return stat.read().rpartition(b")")[2].decode().split() or None  # a name may hold anything
     except OSError:
         return None
+
+
+def end_within(seconds: float) -> None:
+    """From now on this process ends within so many seconds, whatever its threads do; returns at once.
+
+    Nothing that Python runs is needed for that: another thread may hold the interpreter's lock for ever, and a log that
+    nobody reads may hold whoever writes to it. Halfway the log is told where all threads stand.
+    """
+    with contextlib.suppress(Exception):  # the end does not depend on it
+        faulthandler.dump_traceback_later(seconds / 2, file=2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles its signal, so the kernel ends the process
 
 
 class ProcessWatch:
@@ -74,6 +89,16 @@ class ProcessWatch:
                 poller.poll()
             else:
                 time.sleep(POLL_INTERVAL_S)
+
+    def call_at_end(self, on_end: Callable[[], None], name: str) -> threading.Thread:
+        """Call `on_end` from a thread of that name as soon as the process has ended. The watch must stay open."""
+        thread = threading.Thread(target=self._wait_and_call, args=(on_end,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _wait_and_call(self, on_end: Callable[[], None]) -> None:
+        self.wait()
+        on_end()
 
     def _ask(self) -> bool:
         if self.fd is not None:

@@ -13,7 +13,6 @@ Exit codes: 0 nothing more to do, 1 the start failed, 2 the start failed for a r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -21,11 +20,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
 
 import msgspec
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.engine.ending import ServerEnding, leave
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from cb_backend.engine.garbage import GarbageSchedule
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
@@ -285,16 +285,10 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(process)d %(levelname)s %(message)s"
     )
-    return serve(engine_config_from_dict(json.loads(options.config_json)), options.socket, options.server_pid)
-
-
-def leave(exit_code: int) -> NoReturn:
-    """End at once: taking torch and its threads down in order takes seconds, out of the server's exit timeout."""
-    with contextlib.suppress(OSError):  # of a log that cannot be written
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(exit_code)
+    ending = ServerEnding(options.server_pid, Path(options.socket).parent)
+    exit_code = serve(engine_config_from_dict(json.loads(options.config_json)), options.socket, options.server_pid)
+    ending.wait_if_begun()
+    return exit_code
 
 
 if __name__ == "__main__":

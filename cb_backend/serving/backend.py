@@ -40,7 +40,7 @@ from cb_backend.serving.model_config import complete_model_config
 from cb_backend.serving.model_parameters import check_parameter_names, sender_threads, slow_reader_timeout_s
 from cb_backend.serving.responder import Responder
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
-from cb_backend.serving.shared_regions import note_regions, remove_regions_of_the_dead
+from cb_backend.shared_regions import note_regions, remove_regions_of_the_dead
 
 NUM_WORKERS = 2
 STOPPING = "the server is stopping this model; send the request to another server or again later"

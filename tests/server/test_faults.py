@@ -127,6 +127,41 @@ def test_a_killed_server_leaves_nothing(checkpoint: Path, tmp_path: Path) -> Non
         assert not any(region.exists() for region in regions)
 
 
+# A front end in whose process a thread takes Python's lock for ever, as soon as the file is there: a call into C that
+# does not return and keeps it, as `Metric.set` of server 24.10 is one when the server dies before it has answered.
+HOLDING_MODEL = """
+import ctypes, os, pathlib, threading, time
+from cb_backend.serving.backend import TritonPythonModel as FrontEnd
+
+FOLDER = pathlib.Path({folder!r})
+
+class TritonPythonModel(FrontEnd):
+    def initialize(self, args):
+        super().initialize(args)
+        threading.Thread(target=hold, daemon=True).start()
+
+def hold():
+    while not (FOLDER / "hold").exists():
+        time.sleep(0.01)
+    (FOLDER / f"held-{{os.getpid()}}").touch()
+    ctypes.PyDLL(None).pause()
+"""
+
+
+def test_a_killed_server_leaves_nothing_though_front_ends_are_stuck(checkpoint: Path, tmp_path: Path) -> None:
+    def prepare(repository: Path) -> None:
+        (repository / "llm" / "1" / "model.py").write_text(HOLDING_MODEL.format(folder=str(tmp_path)))
+
+    with running_server(checkpoint, tmp_path / "repository", prepare=prepare) as server:
+        regions = {entry for entry in Path("/dev/shm").iterdir() if any(map(_is_mapping(entry), _stubs(server)))}
+        assert len(regions) == 2, "one for each front end"
+        (tmp_path / "hold").touch()
+        eventually(lambda: len(list(tmp_path.glob("held-*"))) == 2, "both front ends are stuck")
+        os.kill(server.process.pid, signal.SIGKILL)
+        eventually(lambda: marked_processes(server.mark) == [], "the engine ends them, and itself")
+        assert not any(region.exists() for region in regions)
+
+
 def _stubs(server: RunningServer) -> list[int]:
     processes = [process.pid for process in descendants(server.process.pid)]
     return [pid for pid in processes if "triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_text()]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cb_backend.serving import shared_regions
-from cb_backend.serving.shared_regions import (
+from cb_backend import shared_regions
+from cb_backend.process_watch import process_start_time
+from cb_backend.shared_regions import (
     REGION_PREFIX,
+    end_stubs,
     note_regions,
     regions_of,
     remove_regions,
     remove_regions_of_the_dead,
 )
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -61,3 +67,25 @@ def test_the_regions_of_the_dead_are_removed_and_those_of_the_living_stay(
     assert len(list(folder.iterdir())) == 1, "the note of the dead is gone with its region"
     remove_regions_of_the_dead(folder)
     remove_regions_of_the_dead(tmp_path / "gone")
+
+
+def test_nobody_is_ended_but_the_stub_that_is_noted(tmp_path: Path, make_region: Callable[[str], Path]) -> None:
+    """Not who has the pid of one that is gone, nor who has no region and so is no stub: this process for example."""
+    dead, unknown = make_region("2b"), make_region("3c")
+    sleeper = "import sys, time; print(flush=True); time.sleep(3600)"
+    other = subprocess.Popen([sys.executable, "-c", sleeper, unknown.name], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    pid = other.pid
+    start_time = process_start_time(pid)
+    assert start_time is not None
+    note_regions(tmp_path, command_line())  # ours
+    (tmp_path / f"regions-{pid}-{start_time}").write_text(dead.name)  # not what its command line says
+    (tmp_path / f"regions-{pid}-{start_time - 1}").write_text(unknown.name)  # of an earlier process
+    end_stubs(tmp_path)
+    assert other.poll() is None
+    assert dead.exists()
+    (tmp_path / f"regions-{pid}-{start_time}").write_text(unknown.name)
+    end_stubs(tmp_path)
+    assert other.wait(WAIT_S) == -signal.SIGKILL
+    other.stdout.close()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from cb_backend.errors import ConfigError
 from cb_backend.process_watch import process_start_time
+from cb_backend.shared_regions import end_stubs
 
 MAX_SOCKET_PATH = 100  # the kernel's limit for a socket's path is 107 bytes
 
@@ -155,11 +156,12 @@ def _read_engine(file: Path) -> EngineLife | None:
 
 
 def remove_leftovers(base: Path) -> None:
-    """Remove the folders of servers that are gone."""
+    """Remove the folders of servers that are gone, and first what these have left beside."""
     for folder in base.iterdir():
         pid, _, rest = folder.name.partition("-")
         start_time = rest.partition("-")[0]
         if pid.isdigit() and start_time.isdigit() and (process_start_time(int(pid)) or 0) != int(start_time):
+            end_stubs(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
