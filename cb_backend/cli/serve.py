@@ -24,6 +24,8 @@ from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.server.server_log import is_worth_showing
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, wait_ready_aloud
+from cb_backend.errors import ConfigError
+from cb_backend.models.checkpoint import check_checkpoint_name
 
 SAID_ONCE = ("failed to load", "Failed to create instance", "error: creating server")  # in our own words at the end
 OVERDUE_S = 10.0  # after the exit timeout
@@ -50,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
         raise CliError(f"--exit-timeout-secs is {args.exit_timeout_secs}; it must be 0 or more")
     if args.model is None:
         return _serve(args, args.model_repository or checkout_path("model_repository"))
+    try:
+        check_checkpoint_name(args.model)
+    except ConfigError as error:
+        raise CliError(f"--model {error}") from None
     with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:
         return _serve(args, copy_with_model(checkout_path("model_repository/llm"), args.model, Path(folder)))
 

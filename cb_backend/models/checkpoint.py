@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cb_backend.errors import ConfigError
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 _OTHER_FORMATS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]

@@ -317,6 +317,19 @@ def test_stream_figures() -> None:
     assert stream.tokens_per_s == pytest.approx(4 / 0.8)
 
 
+@pytest.mark.parametrize("model", ["/no/such/model", "./wrong", "no-such.gguf"])
+def test_a_model_that_is_nothing_is_named_as_it_was_given(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["serve", "--model", model]) == 1
+    error = f"error: --model {model!r} is neither a folder, a .gguf file nor a hub id like org/name\n"
+    assert capsys.readouterr().err == error
+
+
+def test_wrong_settings_are_named_where_they_stand_not_in_their_copy(tmp_path: Path) -> None:
+    source = make_repository(tmp_path / "source", '{"model": "old", "max_num_seq": 3}') / "llm"
+    with pytest.raises(CliError, match=rf"max_num_seq.* \(in {source / '1'}\)"):
+        copy_with_model(source, "org/new", tmp_path / "copy")
+
+
 def test_errors_are_one_line_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["serve", "--model-repository", str(tmp_path / "nowhere")]) == 1
     error = capsys.readouterr().err

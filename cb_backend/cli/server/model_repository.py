@@ -49,9 +49,11 @@ def is_ours(version: Path, our_backends: Collection[str] = ()) -> bool:
     return named is not None and named.group(1) in our_backends
 
 
-def _check_engine_arguments(name: str, version: Path) -> None:
+def _check_engine_arguments(name: str, version: Path, model: str | None = None) -> None:
+    """`model` replaces the one of the file."""
     try:
-        check_checkpoint_name(load_engine_config(engine_folder(version) / "model.json").model)
+        config = load_engine_config(engine_folder(version) / "model.json")
+        check_checkpoint_name(model or config.model)
     except ConfigError as error:
         raise CliError(f"model {name!r}: {error} (in {version})") from None
 
@@ -65,8 +67,10 @@ def served_checkpoints(repository: Path, our_backends: Collection[str] = ()) -> 
 def copy_with_model(model_folder: Path, checkpoint: str, target: Path, front_ends: int | None = None) -> Path:
     """A repository in `target` that holds a copy of one model folder serving another checkpoint.
 
-    Every other engine argument of `1/model.json` is kept. `front_ends` replaces the instance count.
+    Every other engine argument of `1/model.json` is kept. `front_ends` replaces the instance count. Raises `CliError`
+    for arguments that cannot be served.
     """
+    _check_engine_arguments(model_folder.name, model_folder / "1", checkpoint)
     copy = target / model_folder.name
     shutil.copytree(model_folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
     arguments_file = copy / "1" / "model.json"
