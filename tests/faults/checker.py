@@ -9,6 +9,7 @@ it, and only with the codes that the fault allows.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -209,7 +210,11 @@ def check_folder(folder: Path) -> Verdict:
 
 
 if __name__ == "__main__":
-    verdict = check_folder(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.checker", description="Judges again what tests.faults.run --keep has left"
+    )
+    parser.add_argument("folder", type=Path, help="with plan.json, windows.json and the histories of the clients")
+    verdict = check_folder(parser.parse_args().folder)
     print(dict(verdict.counts), "recovery", [round(seconds, 2) for seconds in verdict.recovery_s])
     print("\n".join(verdict.problems) or "clean")
     sys.exit(int(bool(verdict.problems)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,3 +153,9 @@ def test_a_client_that_gave_up_says_what_it_had() -> None:
     texts = [Event(2.0, "a-1", "delta", "w"), Event(30.0, "a-1", "delta", "x")]
     (problem,) = check([send, *texts, give_up], PLAN, []).problems
     assert "2 pieces of text in 60 s, the first after 2.0 s, the longest silence 30.0 s" in problem
+
+
+def test_the_checker_says_how_it_is_used() -> None:
+    told = subprocess.run([sys.executable, "-m", "tests.faults.checker", "--help"], capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "folder" in told.stdout
