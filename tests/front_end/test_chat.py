@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from cb_backend.front_end.text import chat_template as chat_template_module
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.chat_template import ChatTemplate
 from cb_backend.front_end.text.tokenizer import Tokenizer
+from tests.waiting import WAIT_S
 
 CHATML = """{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.role == 'assistant' and '</think>' in message.content %}{{ message.content.split('</think>')[-1] | trim }}
@@ -301,3 +304,21 @@ def test_what_templates_of_checkpoints_use(template: Callable[[str], ChatTemplat
     source += "{% endgeneration %}{{ strftime_now('%Y') | length }}{{ {'a': '<é>'} | tojson }}{{ absent is defined }}"
     assert template(source).render({}) == '014{"a": "<é>"}False'
     assert template("{{ a }}{% for m in messages %}{{ m }}{% endfor %}").variables() == {"a", "messages"}
+
+
+def test_a_worker_ends_in_an_endless_template_though_nobody_is_left_to_kill_it() -> None:
+    """Its front end was killed: all that it could notice is the end of its input, which it does not come to read."""
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    command = [sys.executable, str(chat_template_module._WORKER), "2.0"]  # seconds of a core for each question
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(json.dumps(endless).encode() + b"\n")
+            worker.stdin.flush()
+            assert json.loads(worker.stdout.readline()) == {"variables": []}
+            worker.stdin.write(b"{}\n")
+            worker.stdin.close()
+            assert worker.wait(WAIT_S) == -signal.SIGPROF
+        finally:
+            worker.kill()

@@ -72,7 +72,7 @@ class ChatTemplate:
             return
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._worker = subprocess.Popen(
-            [find_python(), str(_WORKER)],
+            [find_python(), str(_WORKER), str(2 * START_TIMEOUT_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,8 +1,9 @@
-"""The process that renders chat templates: `python template_worker.py`, one JSON line in, one JSON line out.
+"""The process that renders chat templates: `python template_worker.py SECONDS`, one JSON line in, one JSON line out.
 
 A template is a program that came with a checkpoint. It runs in Jinja's sandbox, and the sandbox in a process that may
 not write files, open anything, start processes or take much memory, and that its parent kills when it takes too long.
-It ends with its input. This script imports nothing of the package, so that it starts quickly.
+It ends with its input, or after SECONDS of computing at one line: its parent may have been killed meanwhile. This
+script imports nothing of the package, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import datetime
 import json
 import os
 import resource
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -55,7 +57,9 @@ def main() -> None:
         del environment.globals[name]
     datetime.datetime.now().strftime("%c")  # the time zone and the locale are read before files are out of reach
     lines = sys.stdin.buffer
+    limit_s = float(sys.argv[1])
     source = json.loads(lines.readline())
+    signal.setitimer(signal.ITIMER_PROF, limit_s)  # nobody handles its signal, so the kernel ends the process
     _limit_memory_and_writing()
     try:
         template = environment.from_string(source)
@@ -70,6 +74,7 @@ def main() -> None:
     _take_files_away()
     _answer({"variables": variables})
     while line := lines.readline():
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
             _answer({"text": template.render(json.loads(line))})
         except _RaisedError as error:
