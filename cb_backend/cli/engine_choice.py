@@ -7,7 +7,8 @@ from pathlib import Path
 
 from cb_backend.cli.paths import CliError
 from cb_backend.front_end.engines.engine_observer import model_of, running_engines
-from cb_backend.front_end.engines.runtime_dir import EngineLife
+from cb_backend.front_end.engines.runtime_dir import EngineLife, read_model, server_pid_of
+from cb_backend.serving.server_arguments import is_on, of_process
 
 
 def add_engine_arguments(parser: argparse._ActionsContainer, pid_help: str = "which engine, where several run") -> None:
@@ -53,5 +54,15 @@ def _candidates(args: argparse.Namespace) -> list[EngineLife]:
 
 
 def _names(engines: list[EngineLife]) -> str:
-    """Each pid with what it serves: alone it tells nobody which engine is meant."""
-    return ", ".join(f"{life.pid} {model_of(life)}".rstrip() for life in engines)
+    """Each pid with what it serves and where: alone it tells nobody which engine is meant."""
+    return ", ".join(f"{life.pid} {model_of(life)} ({_place(life.folder)})" for life in engines)
+
+
+def _place(folder: Path) -> str:
+    """The model and the server, as people know them."""
+    server_pid = server_pid_of(folder)
+    arguments = of_process(server_pid)
+    is_known = "model-repository" in arguments or "http-port" in arguments  # else it is embedded in some program
+    has_port = is_known and is_on(arguments, "allow-http")
+    port = f", HTTP port {arguments.get('http-port', '8000')}" if has_port else ""
+    return f"{read_model(folder)} in server {server_pid}{port}".strip()

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -130,6 +132,44 @@ def test_a_reset_reaches_every_engine_of_its_model_and_no_other(
     finally:
         ours.close()
         others.close()
+
+
+def test_who_must_choose_is_told_what_tells_engines_apart(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two servers, and two models of one checkpoint in the second."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    servers = [
+        subprocess.Popen([*sleeper, "--model-repository=r", "--http-port=8123"]),
+        subprocess.Popen(sleeper),  # embedded: nobody knows its port
+    ]
+    supervisors = [
+        make_supervisor(counting_config(), base, servers[0].pid),
+        make_supervisor(counting_config(), base, servers[1].pid),
+        make_supervisor(counting_config(), base, servers[1].pid, name="other"),
+    ]
+    wheres = [
+        f"(llm version 1 in server {servers[0].pid}, HTTP port 8123)",
+        f"(llm version 1 in server {servers[1].pid})",
+        f"(other version 1 in server {servers[1].pid})",
+    ]
+    try:
+        for supervisor in supervisors:
+            supervisor.start()
+        told = [
+            f"{supervisor.client.members[0].life.pid} counting {where}"
+            for supervisor, where in zip(supervisors, wheres, strict=True)
+        ]
+        for command in (["timeline", "live"], ["cache", "reset"]):
+            for options in ([], ["--engine-pid", "1"]):
+                assert main([*command, "--runtime-dir", str(base), *options]) == 1
+                error = capsys.readouterr().err
+                assert all(text in error for text in told), error
+                assert options or "--engine-pid" in error
+    finally:
+        for supervisor in supervisors:
+            supervisor.close()
+        for server in servers:
+            server.kill()
+            server.wait()
 
 
 def test_nobody_answers() -> None:

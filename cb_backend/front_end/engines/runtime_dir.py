@@ -1,9 +1,9 @@
 """The folder in which the front ends of one model copy in one server find each other and their engines.
 
 It holds sockets and small files: `owner` (locked by the front end that looks after the engines), `members` (locked,
-shared, by every front end), `next_id` (a counter) and an `engine-<index>.json` for each engine (the process that runs
-now). The folder's name begins with the server's pid and start time, so that what a killed server left behind can be
-told and removed. It does not know what an engine is or how it is started.
+shared, by every front end), `next_id` (a counter), `model` (what people call it) and an `engine-<index>.json` for each
+engine (the process that runs now). The folder's name begins with the server's pid and start time, so that what a killed
+server left behind can be told and removed. It does not know what an engine is or how it is started.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ class RuntimeDir:
         temporary.write_text(json.dumps(asdict(life)))
         temporary.replace(self.path / f"engine-{index}.json")
 
+    def write_model(self, name: str) -> None:
+        """What people call this model copy."""
+        temporary = self.path / f"model.{self.front_end_id}"
+        temporary.write_text(name)
+        temporary.replace(self.path / "model")
+
     def new_socket_path(self) -> str:
         """A path that no engine has used before."""
         return str(self.path / f"{time.monotonic_ns():x}.sock")
@@ -146,6 +152,19 @@ class RuntimeDir:
 def read_engines(folder: Path) -> list[EngineLife]:
     """The engines written down last in a runtime folder."""
     return [life for file in sorted(folder.glob("engine-*.json")) if (life := _read_engine(file)) is not None]
+
+
+def read_model(folder: Path) -> str:
+    """What people call the model copy of a runtime folder; empty where that is not known."""
+    try:
+        return (folder / "model").read_text()
+    except OSError:
+        return ""
+
+
+def server_pid_of(folder: Path) -> int:
+    """The server whose runtime folder this is."""
+    return int(folder.name.partition("-")[0])
 
 
 def _read_engine(file: Path) -> EngineLife | None:

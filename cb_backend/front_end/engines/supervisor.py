@@ -51,6 +51,7 @@ class EngineSupervisor:
         python = config.engine_python or find_python()
         key = f"{self.engine_name}\n{self.engine_version}\n{config_json}"
         directory = self._directory = RuntimeDir(server_pid, key, base)
+        directory.write_model(f"{self.engine_name} version {self.engine_version}")
         self._changed = threading.Event()
         self._is_closing = False
         clients = [
