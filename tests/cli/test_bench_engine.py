@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cb_backend.cli.benchmarks.report import Limits, pairs_record, pass_record, table
+from cb_backend.cli.benchmarks.report import Limits, pairs_record, pass_record, step_table, table
 from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape, decode_seconds
 from cb_backend.cli.benchmarks.timed_pass import PassResult, run_pass
 from cb_backend.cli.benchmarks.workloads import Workload, offline
@@ -102,6 +102,27 @@ def test_the_executed_floor_is_the_sum_over_steps() -> None:
     # After the prompt: contexts of 7, 8 and 9 tokens, the row's own token included.
     assert floors[1:] == pytest.approx([decode_seconds(SHAPE, CARD, 1, context) for context in (7, 8, 9)])
     assert result.steps.floor_seconds(SHAPE, CARD) == pytest.approx(sum(floors))
+
+
+def test_the_time_of_a_pass_by_kind_of_step() -> None:
+    """One step of 21 prompt tokens, 4 with three rows and 4 with one: every second of the pass is somebody's."""
+    result = run_pass(engine(), workload([6, 7, 8], [5, 5, 9]), 0.6)
+    record = pass_record(workload([6, 7, 8], [5, 5, 9]), result, LIMITS)
+    decode, prompts = record["step_kinds"]
+    assert (decode["kind"], decode["steps"], decode["rows"]) == ("decode, to   32 rows", 8, 2.0)
+    assert (prompts["kind"], prompts["steps"], prompts["tokens"]) == ("prompts, to    32 tokens", 1, 21.0)
+    assert decode["seconds"] + prompts["seconds"] == pytest.approx(result.seconds, abs=1e-3)
+    whole = result.steps.floor_seconds(SHAPE, CARD)
+    assert decode["floor_seconds"] + prompts["floor_seconds"] == pytest.approx(whole, abs=1e-3)
+    assert prompts["floor_seconds"] == pytest.approx(
+        result.steps.floor_seconds(SHAPE, CARD, [next(iter(result.steps.steps.values()))]), abs=1e-3
+    )
+    heading, first, second = step_table(record).splitlines()
+    assert heading.split() == ["step", "steps", "s", "floor", "ms", "each", "rows", "tokens"]
+    assert first.startswith("decode, to   32 rows            8 ")
+    assert second.split()[-2:] == ["3", "21"]
+    unmeasured = step_table(pass_record(workload([6, 7, 8], [5, 5, 9]), result, None))
+    assert " - " in unmeasured.splitlines()[1]
 
 
 def test_requests_join_when_they_arrive() -> None:

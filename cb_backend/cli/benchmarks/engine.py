@@ -18,7 +18,7 @@ from typing import Any
 
 from cb_backend.argument_types import ints, json_object, output_file, positive_float, positive_int
 from cb_backend.cli.benchmarks import machine
-from cb_backend.cli.benchmarks.report import Limits, Record, pairs_record, pass_record, table
+from cb_backend.cli.benchmarks.report import Limits, Record, pairs_record, pass_record, step_table, table
 from cb_backend.cli.benchmarks.timed_pass import run_pass
 from cb_backend.cli.benchmarks.workloads import (
     LATENCY_PAIRS,
@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="inf", help="requests/s of W3 and W4: numbers, inf, or 50%% of saturation")
     parser.add_argument("--trace", type=Path, help="CSV of W4: TIMESTAMP,ContextTokens,GeneratedTokens")
     parser.add_argument("--scale", type=positive_float, default=1.0, help="fraction of the requests (smoke test)")
+    parser.add_argument("--steps", action="store_true", help="after each pass, what its kinds of steps took")
     parser.add_argument("--out", type=output_file, help="append JSON lines to this file")
 
 
@@ -217,6 +218,8 @@ class Bench:
                 f" tok/s in {record['seconds']:.2f} s",
                 flush=True,
             )
+            if self.args.steps:
+                print(step_table(record), flush=True)
         if self.args.out is not None:
             with self.args.out.open("a") as file:
                 file.write(json.dumps({**self.base, **record}) + "\n")

@@ -51,10 +51,45 @@ def pass_record(workload: Workload, result: PassResult, limits: Limits | None) -
         "batch_histogram": batch_histogram(num_rows),
         "full_decode_step_ms": summary(result.steps.step_intervals()),
         "host_us": result.steps.host_summary(),
+        "step_kinds": _step_kinds(result, limits),
         "preemptions": result.stats.num_preemptions,
         "cached_prompt_tokens": result.stats.num_cached_prompt_tokens,
         "limit": None if limits is None else _limit(workload, result, limits),
     }
+
+
+def _step_kinds(result: PassResult, limits: Limits | None) -> list[Record]:
+    """Where the time went: steps, seconds and floor of each kind of step, and means of a step."""
+    last = max((step.end for step in result.steps.steps.values()), default=0.0)
+    records = []
+    for name, steps in result.steps.by_kind(last - result.seconds).items():
+        own = [step for step, _ in steps]
+        floor = None if limits is None else result.steps.floor_seconds(limits.shape, limits.card, own)
+        records.append(
+            {
+                "kind": name,
+                "steps": len(own),
+                "seconds": round(sum(seconds for _, seconds in steps), 4),
+                "floor_seconds": None if floor is None else round(floor, 4),
+                "rows": round(float(np.mean([step.num_rows for step in own])), 1),
+                "tokens": round(float(np.mean([step.num_scheduled_tokens.sum() for step in own])), 1),
+                "host_us": round(float(np.mean([step.host_time for step in own])) * 1e6, 1),
+            }
+        )
+    return records
+
+
+def step_table(record: Record) -> str:
+    """The kinds of steps of one pass, a line each."""
+    lines = [f"{'step':26s} {'steps':>6s} {'s':>8s} {'floor':>8s} {'':>5s} {'ms each':>8s} {'rows':>6s} {'tokens':>7s}"]
+    for kind in record["step_kinds"]:
+        seconds, floor = kind["seconds"], kind["floor_seconds"]
+        held = ("-", "") if floor is None or not seconds else (f"{floor:.3f}", f"{floor / seconds:.0%}")
+        lines.append(
+            f"{kind['kind']:26s} {kind['steps']:6d} {seconds:8.3f} {held[0]:>8s} {held[1]:>5s}"
+            f" {seconds / kind['steps'] * 1e3:8.3f} {kind['rows']:6.0f} {kind['tokens']:7.0f}"
+        )
+    return "\n".join(lines)
 
 
 def _limit(workload: Workload, result: PassResult, limits: Limits) -> Record:

@@ -21,6 +21,7 @@ from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.outputs import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from cb_backend.study.latencies import summary
 
+ROWS_OF_KIND = 32  # decode steps are told apart by these
 FULL_BATCH = 0.9  # a decode step counts as full from this share of the largest batch of the pass
 
 
@@ -44,6 +45,18 @@ class StepRecord:
     @property
     def is_decode(self) -> bool:
         return self.num_decode_rows == self.num_rows
+
+    @property
+    def host_time(self) -> float:
+        return self.schedule_time + self.execute_time + self.update_time
+
+    @property
+    def kind(self) -> str:
+        """Steps of one kind cost about the same."""
+        if self.is_decode:
+            return f"decode, to {-(-self.num_rows // ROWS_OF_KIND) * ROWS_OF_KIND:4d} rows"
+        num_prompt_tokens = int(self.num_scheduled_tokens[self.num_decode_rows :].sum())
+        return f"prompts, to {1 << (num_prompt_tokens - 1).bit_length():5d} tokens"
 
 
 @dataclass(slots=True)
@@ -73,6 +86,14 @@ class StepLog:
         steps = list(self.steps.values())
         pairs = itertools.pairwise(steps)
         return np.array([after.end - before.end for before, after in pairs if {id(before), id(after)} <= full])
+
+    def by_kind(self, began: float) -> dict[str, list[tuple[StepRecord, float]]]:
+        """Steps of each kind, with the seconds since the result of the step before (of the first: since `began`)."""
+        kinds: dict[str, list[tuple[StepRecord, float]]] = {}
+        for step in self.steps.values():
+            kinds.setdefault(step.kind, []).append((step, step.end - began))
+            began = step.end
+        return dict(sorted(kinds.items()))
 
     def floor_seconds(self, shape: ModelShape, card: CardLimits, steps: Sequence[StepRecord] | None = None) -> float:
         """The least time the card needs for the steps that ran (all of them, or the given ones)."""
