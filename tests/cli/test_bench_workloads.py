@@ -141,6 +141,7 @@ def test_digest_tells_lengths_apart() -> None:
 
 def test_names_expand() -> None:
     assert expand_names("a,b,W6,W1") == ["W1", "b", "W6-8", "W6-32"]
+    assert expand_names("long") == ["long-1x32k", "long-64x8k"]
     with pytest.raises(ConfigError, match="'W9' is not known"):
         expand_names("a,W9")
 

@@ -207,6 +207,8 @@ WORKLOADS: dict[str, Callable[[Draw], Workload]] = {
     "W7-1": lambda draw: fixed("W7-1", 1, 512, 256, draw),
     "W7-8": lambda draw: fixed("W7-8", 8, 512, 256, draw),
     "W8": interference,
+    "long-1x32k": lambda draw: fixed("long-1x32k", 1, 32768, 64, draw),
+    "long-64x8k": lambda draw: fixed("long-64x8k", 64, 8192, 64, draw),
     "c": lognormal_1000,
 }
 LATENCY_PAIRS = "b"  # not one workload but a series of pairs: see `latency_pairs`
