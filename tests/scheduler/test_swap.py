@@ -9,8 +9,12 @@ import pytest
 
 from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS
 from cb_backend.outputs import SchedulerOutput
-from cb_backend.request import Request
+from cb_backend.request import FinishReason, Request, RequestStatus
+from cb_backend.sampling_params import SamplingParams
+from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
+from tests.fakes.runners import HashModel, HashRunner
+from tests.simulation.expectations import check_cached_content
 
 
 def growing_pair(num_host_blocks: int, run_ahead: int = 0) -> tuple[FakeEngine, Request]:
@@ -108,6 +112,84 @@ def test_what_a_failed_step_was_to_copy_is_computed_again() -> None:
     engine.run()
     assert swaps(engine)[1] == []
     assert engine.tokens[2] == list(range(10, 50))
+
+
+def brought_in_while_its_copy_is_in_flight(run_ahead: int = 1) -> tuple[FakeEngine, Request]:
+    """Request 1 has left its slot to request 2 in a step, and has it again in the next; both steps are in flight.
+
+    The runner's tokens depend on what is in the blocks, and it does nothing before a result is asked for.
+    """
+    engine = FakeEngine(num_host_blocks=100, run_ahead=run_ahead, max_num_seqs=1)
+    engine.runner = HashRunner(HashModel(vocab_size=1000), 101, 4, is_delayed=True, num_host_blocks=100)
+    first = engine.add(1, 100, max_tokens=20)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.reset_prefix_cache()  # or it would find its blocks there
+    engine.add(2, 5, scheduling=SchedulingParams(priority=-1))
+    while engine.in_flight:
+        engine.finish()
+    out = engine.launch()
+    assert out is not None
+    assert [row.request_id for row in out.joined] == [2]
+    engine.scheduler.cancel(2)
+    back = engine.launch()
+    assert back is not None
+    assert [row.request_id for row in back.joined] == [1]
+    assert len(out.swap_out) == len(back.swap_in) > 25
+    return engine, first
+
+
+def lone_output(prompt: list[int], max_tokens: int) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens)
+    return HashModel(vocab_size=1000).lone_output(prompt, b"", params, (), len(prompt) + max_tokens)
+
+
+def fail_oldest(engine: FakeEngine) -> list[int]:
+    """The oldest launched step fails. Returns the ids of the requests that end with it."""
+    plan, _ = engine.in_flight.popleft()
+    output = engine.scheduler.fail_step(plan.step_id)
+    engine.take(output)
+    engine.scheduler.check_integrity()
+    return output.request_ids.tolist()
+
+
+@pytest.mark.parametrize("run_ahead", [1, 4])
+def test_who_runs_on_what_a_failed_step_was_to_copy_is_computed_again(run_ahead: int) -> None:
+    engine, first = brought_in_while_its_copy_is_in_flight(run_ahead)
+    (written,) = (row.block_ids for row in engine.plans[-1].joined)
+    known = [1] * 100 + engine.tokens[1]
+    assert fail_oldest(engine) == []
+    assert (first.status, first.num_preemptions) == (RequestStatus.PREEMPTED, 1)
+    again = engine.launch()
+    assert again is not None
+    assert (again.swap_in, again.num_computed_tokens.tolist()) == ((), [0])
+    (row,) = again.joined
+    assert row.token_ids.tolist() == known
+    assert set(row.block_ids).isdisjoint(written), "a launched step writes them"
+    engine.run()
+    assert engine.tokens[1] == lone_output([1] * 100, 20)
+    assert engine.reasons == {1: FinishReason.LENGTH}
+
+
+def test_nothing_that_rests_on_a_copy_of_a_failed_step_is_told_or_found_in_the_cache() -> None:
+    engine, _ = brought_in_while_its_copy_is_in_flight()
+    fail_oldest(engine)
+    engine.run()
+    check_cached_content(engine.kv, engine.runner)
+    engine.add(3, 101 * [1], max_tokens=9)
+    engine.run()
+    assert engine.tokens == {
+        1: lone_output([1] * 100, 20), 2: [], 3: lone_output([1] * 101, 9)
+    }  # fmt: skip
+
+
+def test_who_has_ended_meanwhile_does_not_come_back_when_its_copy_fails() -> None:
+    engine, first = brought_in_while_its_copy_is_in_flight()
+    assert engine.scheduler.cancel(1)
+    assert fail_oldest(engine) == []
+    assert first.status is RequestStatus.FINISHED_ABORTED
+    assert engine.scheduler.num_waiting == 0
+    engine.run()
 
 
 def test_copies_planned_before_a_cancel_are_not_made() -> None:

@@ -104,6 +104,16 @@ class Preemption:
                     self._preempt(victim)
                 return
 
+    def start_over(self, request_id: int) -> None:
+        """Have a running request computed again: nobody knows what its blocks hold. Nothing if it is not running.
+
+        None of its preemptions is used up by that: nobody has asked for its blocks.
+        """
+        request = self._results.running.get(request_id)
+        if request is not None:
+            self._results.leave(request.slot, RequestStatus.PREEMPTED)
+            self._queue.put_back(request)
+
     def _preempt(self, slot: int) -> None:
         reach("preemption.preempt")
         table = self._table

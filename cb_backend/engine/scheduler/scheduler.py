@@ -218,11 +218,14 @@ class Scheduler:
         """Take in the result of the oldest launched step. Raises `ValueError` for any other step."""
         if self._pace is not None:
             self._pace.completed(output.step_id, self._now)
-        return self._results.complete(output)
+        result = self._results.complete(output)
+        self._swap.came_back(output.step_id)
+        return result
 
     def fail_step(self, step_id: int) -> EngineOutput:
-        """A launched step raised: every request in it ends with ERROR, and nothing it computed is reused."""
-        self._swap.distrust(step_id)
+        """A launched step raised: every request in it ends with ERROR, and nothing it computed or copied is reused."""
+        for request_id in self._swap.distrust(step_id):
+            self._preemption.start_over(request_id)
         return self._results.fail(step_id)
 
     def _plan_decode_rows(self, plan: StepPlan) -> bool:

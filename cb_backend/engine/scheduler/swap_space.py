@@ -40,6 +40,9 @@ class SwapSpace:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._copies: dict[int, _Copy] = {}  # by request id
         self._outgoing: list[tuple[int, int]] = []  # (device block, host block) for the next plan
+        # By request id: the step that copies out what has been brought in again before that step came back.
+        self._on_trust: dict[int, int] = {}
+        self._last_back = _NOT_LAUNCHED  # id of the last step that did what it was to do
 
     @property
     def num_free_blocks(self) -> int:
@@ -80,6 +83,8 @@ class SwapSpace:
         copy = self._copies.pop(request.request_id)
         self._free.extend(copy.host_blocks)
         self.num_swapped_in += 1
+        if copy.step_id > self._last_back:  # a plan that does both has a row of the request, which ends with it
+            self._on_trust[request.request_id] = copy.step_id
         num_blocks = len(copy.host_blocks)
         return list(
             zip(request.block_table[num_found_blocks:num_blocks], copy.host_blocks[num_found_blocks:], strict=True)
@@ -87,6 +92,7 @@ class SwapSpace:
 
     def forget(self, request: Request) -> None:
         """The request will not come back, or is computed again: free its place, if it has one."""
+        self._on_trust.pop(request.request_id, None)
         copy = self._copies.pop(request.request_id, None)
         if copy is None:
             return
@@ -112,10 +118,24 @@ class SwapSpace:
         outgoing, self._outgoing = tuple(self._outgoing), []
         return outgoing
 
-    def distrust(self, step_id: int) -> None:
-        """This step failed: what it or a later one was to copy out may not be there."""
+    def came_back(self, step_id: int) -> None:
+        """This step, and so all before it that have not failed, did what it was to do."""
+        self._last_back = step_id
+        if self._on_trust:
+            self._on_trust = {rid: copied_by for rid, copied_by in self._on_trust.items() if copied_by > step_id}
+
+    def distrust(self, step_id: int) -> list[int]:
+        """This step failed: what it or a later one was to copy out may not be there.
+
+        Returns the ids of requests for which such copies have been brought in already, by plans made before that was
+        known.
+        """
         for request_id in [rid for rid, copy in self._copies.items() if copy.step_id >= step_id]:
             self._free.extend(self._copies.pop(request_id).host_blocks)
+        brought_in = [rid for rid, copied_by in self._on_trust.items() if copied_by >= step_id]
+        for request_id in brought_in:
+            del self._on_trust[request_id]
+        return brought_in
 
     def check_integrity(self, waiting: set[int]) -> None:
         """Raise `AssertionError` unless every block is free or kept for one of the requests `waiting`."""
