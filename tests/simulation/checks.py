@@ -21,7 +21,7 @@ from cb_backend.request import Request, RequestStatus
 from tests.fakes.runners import FakePending, HashRunner
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import STEP_TRAITS, Scenario
 
 
 class CheckedEngine:
@@ -53,6 +53,7 @@ class CheckedEngine:
         self.places: dict[int, tuple[float, ...]] = {}  # in the queue, by request id
         self.in_flight: list[FakePending] = []
         self.planned: SchedulerOutput | None = None  # and not handed to the runner
+        self.plans: dict[int, SchedulerOutput] = {}  # by step id
         self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
         self.has_classes = len({arrival.scheduling.priority for arrival in scenario.arrivals}) > 1
         self.has_tenants = len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1
@@ -70,6 +71,25 @@ class CheckedEngine:
     def is_held(self, request_id: int) -> bool:
         """Whether the request's grammar is being compiled."""
         return request_id in self.engine._held._waiting
+
+    def traits_of_step(self, point: str) -> set[str]:
+        """What is true (of `STEP_TRAITS`) of the step that has come to this fault point.
+
+        A step is relied on where a later one, launched already, brings in what it copies out; it has lost a row where
+        a request has left since it was planned.
+        """
+        steps = self.scheduler._in_flight._steps
+        step = steps[-1 if point == "engine.execute" else 0]
+        plan, epoch = self.plans[step.step_id], self.scheduler._table.epoch
+        copied = {host for _, host in plan.swap_out}
+        later = [self.plans[other.step_id] for other in steps if other.step_id > step.step_id]
+        is_true = (
+            bool(copied),
+            bool(plan.swap_in),
+            any(host in copied for other in later for _, host in other.swap_in),
+            bool((epoch[step.rows.slots] != step.rows.epochs).any()),
+        )
+        return {trait for trait, is_so in zip(STEP_TRAITS, is_true, strict=True) if is_so}
 
     # ---- the engine's calls go through here ---------------------------------------------------------------------
 
@@ -112,7 +132,7 @@ class CheckedEngine:
         is_short = num_free < plan.num_decode_rows + victims
         self._expect(victims == 0 or self.has_classes or is_short, "preempted without need")
         self.counters["full"] += self.was_short or (victims > 0 and is_short)
-        self.planned = plan
+        self.planned = self.plans[plan.step_id] = plan
         return plan
 
     def allocate_slots(

@@ -54,7 +54,7 @@ def make_scenario(seed: int) -> Scenario:
         num_host_blocks=rng.choice((0, 16, 64, 64, 64)),
         step_s=rng.choice((0.0, 0.01, 0.01, 0.01, 0.01, 0.01 if is_scarce else 1.0)),
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_step)),
-        faults=tuple(_fault(rng) for _ in range(num_faults)),
+        faults=(*(_fault(rng) for _ in range(num_faults)), *_step_faults(seed)),
         engine_dies_at=rng.randint(1, 60) if rng.random() < 0.05 else None,
         front_end_dies_at=rng.randint(1, 40) if rng.random() < 0.1 else None,
         resets_cache_at=rng.randint(1, 40) if rng.random() < 0.2 else None,
@@ -65,6 +65,21 @@ def _fault(rng: random.Random) -> Fault:
     point = rng.choice((*POINTS, *_RARE_POINTS))
     n = rng.choice((1, 2, rng.randint(1, 8), rng.randint(4, 20), rng.randint(1, 40)))
     return Fault(point, min(n, _FEW_TIMES.get(point, n)), rng.choice((1, 1, 1, 3)))
+
+
+def _step_faults(seed: int) -> tuple[Fault, ...]:
+    """Failures of just the steps on which more rests than their own rows. Nothing fails where there is no such step.
+
+    Drawn apart, so that the rest of a world does not depend on them.
+    """
+    rng = random.Random(f"steps of {seed}")
+    if rng.random() < 0.3:
+        return (Fault("engine.result", 1, step="is relied on"),)
+    if rng.random() < 0.85:
+        return ()
+    point = rng.choice(("engine.execute", "engine.result", "engine.result"))
+    traits = ("copies out", "copies in") if point == "engine.execute" else ("copies out", "copies in", "has lost a row")
+    return (Fault(point, rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 1, 2)), rng.choice(traits)),)
 
 
 def _config(rng: random.Random, block_size: int, is_scarce: bool, has_urgent: bool) -> EngineConfig:

@@ -11,6 +11,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 
+STEP_TRAITS = ("copies out", "copies in", "is relied on", "has lost a row")
 CANCEL_STATES = ("compiling", "waiting", "prefilling", "decoding", "preempted", "swapped", "ended")
 
 
@@ -30,11 +31,15 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault point raises at its n-th time, and then `times` - 1 times more."""
+    """A fault point raises at its n-th time, and then `times` - 1 times more.
+
+    With `step` (of `STEP_TRAITS`), for "engine.execute" and "engine.result": only steps like that are counted.
+    """
 
     point: str
     nth: int
     times: int = 1
+    step: str | None = None
 
 
 @dataclass(frozen=True)

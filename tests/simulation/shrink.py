@@ -63,6 +63,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for name in ("faults", "engine_dies_at", "front_end_dies_at", "resets_cache_at"):
         if getattr(scenario, name):
             yield replace(scenario, **{name: () if name == "faults" else None})
+    for index in range(len(scenario.faults)):
+        yield replace(scenario, faults=scenario.faults[:index] + scenario.faults[index + 1 :])
     for name, value in _PLAIN.items():
         if getattr(scenario.config, name) != value:
             try:

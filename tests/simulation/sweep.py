@@ -19,7 +19,7 @@ from multiprocessing.pool import Pool
 from cb_backend.fault_points import POINTS
 from tests.simulation.draw import make_scenario
 from tests.simulation.nth_failure import points_failing
-from tests.simulation.scenario import CANCEL_STATES
+from tests.simulation.scenario import CANCEL_STATES, STEP_TRAITS
 from tests.simulation.world import World
 
 # Least number of scenarios in a thousand in which something happens: less would mean that they no longer test what they
@@ -36,6 +36,7 @@ LEAST_PER_THOUSAND = {
     "refused: too long": 80, "refused: queue full": 150, "overtaken": 400, "resumed": 300, "stalled": 2000,
     "chunks": 3000, "whole prompts beyond the budget": 80, "front end deaths": 40, "cache resets": 100,
     "waits for a block": 200, "waits for a prefix": 200, "held back by a share": 300,
+    **{f"failed step: {trait}": 3 for trait in STEP_TRAITS},
     **{f"cancelled: {state}": 25 for state in CANCEL_STATES},
 }  # fmt: skip
 

@@ -53,14 +53,14 @@ class World:
         self.model = HashModel(scenario.vocab_size, scenario.stop_chance)
         self.turn = 0
         self.now = 0.0
-        self.reached: Counter[str] = Counter()  # points that fail at some time
+        self.reached: Counter[int] = Counter()  # by a fault's place in the scenario: times that it could have fired
         self.fired: Counter[str] = Counter()
         self.clients = [SimulatedClient(front_end_id) for front_end_id in range(3)]
         self.answers: dict[int, Answer] = {}
         self.to_cancel: list[Answer] = []  # in their time, or in a state that they have not been in
-        self.faults: dict[str, list[Fault]] = {}
-        for fault in scenario.faults:
-            self.faults.setdefault(fault.point, []).append(fault)
+        self.faults: dict[str, list[tuple[int, Fault]]] = {}  # by point, with their places in the scenario
+        for place, fault in enumerate(scenario.faults):
+            self.faults.setdefault(fault.point, []).append((place, fault))
         limits = (scenario.config, *(arrival.scheduling for arrival in scenario.arrivals))
         self.has_deadlines = any(limit.timeout_ms or limit.queue_timeout_ms for limit in limits)
         self.salts = {a.request_id: _salt_bytes(a.scheduling.cache_salt) for a in scenario.arrivals}
@@ -150,16 +150,20 @@ class World:
         return [answer for answer in self.answers.values() if answer.end is None]
 
     def _reach(self, point: str) -> None:
-        faults = self.faults.get(point)
-        if faults is None:
-            return
-        self.reached[point] += 1
-        for fault in faults:
-            if fault.nth <= self.reached[point] < fault.nth + fault.times:
-                self.fired[point] += 1
-                if self._open_answers():  # otherwise nobody could have been harmed
-                    self.counters[f"fault: {point}"] = 1
-                raise InjectedError(point)
+        is_due = False
+        for place, fault in self.faults.get(point, ()):
+            if fault.step is not None and fault.step not in self.engine.traits_of_step(point):
+                continue
+            self.reached[place] += 1
+            if fault.nth <= self.reached[place] < fault.nth + fault.times:
+                is_due = True
+                if fault.step is not None:
+                    self.counters[f"failed step: {fault.step}"] += 1
+        if is_due:
+            self.fired[point] += 1
+            if self._open_answers():  # otherwise nobody could have been harmed
+                self.counters[f"fault: {point}"] = 1
+            raise InjectedError(point)
 
     def _engine_turn(self) -> None:
         """Front ends send, the engine process goes once round its loop, front ends read."""
