@@ -9,8 +9,7 @@ import pytest
 
 from cb_backend.errors import UnavailableError
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
-from cb_backend.queue_room import TOLD_BELOW, KnownRoom, QueueRoom
-from tests.fakes.engine import FakeEngine
+from cb_backend.queue_room import KnownRoom, QueueRoom
 from tests.front_end.engines import counting_config, submit
 from tests.front_end.test_supervisor import Fleet, engine_pid, fleet
 from tests.waiting import eventually
@@ -24,37 +23,6 @@ TIGHT = counting_config(max_num_seqs=1, max_queue_size=PLACES - 1, max_model_len
 
 def is_full(supervisor: EngineSupervisor) -> bool:
     return all(member.room.is_full for member in supervisor.client.members)
-
-
-def test_the_queue_says_how_many_it_takes() -> None:
-    engine = FakeEngine(num_blocks=100, max_num_seqs=2, max_queue_size=3, max_queue_tokens=50)
-    assert engine.scheduler.queue_room.num_requests == 5, "two slots and three places"
-    engine.add(0, 4)
-    engine.add(1, 4)
-    engine.step()
-    assert engine.scheduler.queue_room.num_requests == 3
-    engine.add(2, 4)
-    engine.add(3, 4)
-    room = engine.scheduler.queue_room
-    assert (room.num_requests, "max_queue_size is 3" in room.refusal) == (1, True)
-    engine.add(4, 4)
-    full = engine.scheduler.queue_room
-    assert full.num_requests == 0
-    with pytest.raises(UnavailableError) as refused:
-        engine.add(5, 4)
-    assert str(refused.value) == full.refusal, "the same words, whoever refuses"
-    engine.run()
-    assert FakeEngine(max_num_seqs=2, max_queue_size=TOLD_BELOW).scheduler.queue_room == QueueRoom(None)
-
-
-def test_no_room_for_a_single_token_is_no_room() -> None:
-    engine = FakeEngine(num_blocks=100, max_num_seqs=1, max_queue_size=9, max_queue_tokens=20)
-    engine.add(0, 4)
-    engine.step()
-    engine.add(1, 20)
-    room = engine.scheduler.queue_room
-    assert room.num_requests == 0
-    assert "20 tokens wait, 1 more would pass max_queue_tokens (20)" in room.refusal
 
 
 def test_what_is_known_counts_down_and_is_forgotten() -> None:

@@ -27,11 +27,23 @@ _POOL = tuple(f"tests/kv_cache/test_{name}.py" for name in ("block_pool", "kv_ma
 _TEXT = tuple(f"tests/front_end/test_{name}.py" for name in ("stop_strings", "output_text", "detokenizer"))
 _SCHEDULER = "cb_backend.engine.scheduler"
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "scheduler": (f"{_SCHEDULER}.scheduler", ("tests/scheduler/test_scheduler.py", _POINTS, *_WORLDS, *_SCHEDULING)),
+    "scheduler": (
+        f"{_SCHEDULER}.scheduler",
+        (
+            *(f"tests/scheduler/test_{name}.py" for name in ("scheduler", "queue_room")),
+            _POINTS,
+            *_WORLDS,
+            *_SCHEDULING,
+        ),
+    ),
     "admission": (f"{_SCHEDULER}.admission", ("tests/scheduler/test_admission.py", *_SCHEDULING, _REUSE, *_WORLDS)),
     "request_queue": (
         f"{_SCHEDULER}.request_queue",
-        (*(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "fair_share", "priorities")), *_WORLDS),
+        (
+            *(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "queue_room", "fair_share")),
+            "tests/scheduler/test_priorities.py",
+            *_WORLDS,
+        ),
     ),
     "fair_share": (
         f"{_SCHEDULER}.fair_share",
