@@ -57,6 +57,7 @@ class FakeEngine:
         *,
         stop_ids: tuple[int, ...] = (),
         scheduling: SchedulingParams | None = None,
+        is_held: bool = False,
         **params: Any,
     ) -> Request:
         """Queue a request; an integer prompt is that many tokens of its own."""
@@ -65,7 +66,7 @@ class FakeEngine:
         total = min(len(tokens) + sampling.max_tokens, self.max_model_len)
         request = Request(request_id, np.array(tokens, np.int32), len(tokens), sampling, stop_ids, total)
         request.scheduling = scheduling or SchedulingParams()
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, is_held)
         self.tokens[request_id] = []
         return request
 

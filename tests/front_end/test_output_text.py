@@ -110,6 +110,10 @@ def test_text_of_a_stop_token(byte_level: ByteLevelKit, stop: tuple[str, ...], i
     assert whole(byte_level, ended, FinishReason.STOP, **params) == ("Hello", 2, False)
 
 
+def test_a_stop_token_behind_a_stop_string_does_not_count(byte_level: ByteLevelKit) -> None:
+    assert whole(byte_level, byte_level.ids("G", "x", "J"), FinishReason.STOP, stop=("x",)) == ("G", 2, True)
+
+
 def test_an_end_without_a_token(byte_level: ByteLevelKit) -> None:
     output = OutputText(byte_level.tokenizer, SamplingParams())
     assert output.push(np.array(byte_level.ids("ok", EMOJI[:1]), dtype=np.int32)) == ("ok", 2, False)

@@ -35,6 +35,10 @@ def test_a_pool_needs_a_block_beside_the_null_block() -> None:
         BlockPool(num_blocks=1, block_size=2)
 
 
+def test_one_block_beside_the_null_block_is_enough() -> None:
+    assert BlockPool(num_blocks=2, block_size=2).allocate(1) == [1]
+
+
 def test_freeing_twice_is_an_error() -> None:
     pool = BlockPool(num_blocks=3, block_size=2)
     block_ids = pool.allocate(1)
@@ -163,6 +167,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         link = self.pool.find(b"%d" % number, content(number), NO_SALT)
         expected = [block_id for block_id, n in self.number_of.items() if n == number]
         assert ([] if link is None else [link.block_id]) == expected
+        assert self.pool.has_digest(b"%d" % number) == bool(expected)
         if link is not None:
             self.pool.touch([link.block_id])
             self.held.append(link.block_id)

@@ -30,7 +30,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scheduler": (
         f"{_SCHEDULER}.scheduler",
         (
-            *(f"tests/scheduler/test_{name}.py" for name in ("scheduler", "queue_room")),
+            *(f"tests/scheduler/test_{name}.py" for name in ("scheduler", "hybrid_prefill", "queue_room")),
             _POINTS,
             *_WORLDS,
             *_SCHEDULING,

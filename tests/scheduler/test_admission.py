@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
+from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
@@ -102,6 +103,39 @@ def test_the_longest_hit_is_looked_for_among_the_first_eight() -> None:
         engine.add(100, [*PREFIX[:40], 2], max_tokens=1)
         engine.run()
         assert joined(engine)[1] == expected
+
+
+def test_a_hit_is_worth_passing_for_from_as_many_blocks_on_as_one_is_waited_for() -> None:
+    for num_blocks, expected in ((MIN_COMING_BLOCKS, [2, 1]), (MIN_COMING_BLOCKS - 1, [1, 2])):
+        engine = FakeEngine(max_num_seqs=1)
+        prefix = PREFIX[: num_blocks * 4]
+        engine.add(0, prefix, max_tokens=1)
+        engine.run()
+        engine.add(1, 4, max_tokens=1)
+        engine.add(2, [*prefix, 1], max_tokens=1)
+        engine.run()
+        assert joined(engine) == [0, *expected]
+
+
+def test_others_start_beside_the_longest_hit_in_the_same_step() -> None:
+    engine = FakeEngine()
+    engine.add(0, PREFIX[:40], max_tokens=1)
+    engine.run()
+    engine.add(1, 4, max_tokens=1)
+    engine.add(2, [*PREFIX[:40], 1], max_tokens=1)
+    assert start_of(engine.step()) == [2, 1]
+
+
+def test_who_may_not_pass_is_passed_like_the_others() -> None:
+    engine = FakeEngine(num_blocks=20, enable_prefix_caching=False, priority_aging_s=10)
+    engine.add(1, 40, max_tokens=8)
+    engine.step()
+    engine.add(2, 60, max_tokens=1)
+    low = engine.add(3, 5, max_tokens=1, scheduling=SchedulingParams(priority=1))
+    engine.scheduler.set_time(11)
+    engine.add(4, 5, max_tokens=1)
+    assert start_of(engine.step()) == [4]
+    assert low.num_overtaken == 1, "it had waited longer"
 
 
 # ---- prompts that are computed whole ----------------------------------------------------------------------------

@@ -148,6 +148,25 @@ def test_the_number_of_accounts_is_bounded() -> None:
     share.end(steady, 0, has_started=False)
 
 
+def test_as_many_debts_as_documented_are_remembered_and_then_the_greater_half() -> None:
+    share = FairShare()
+    tenants = [f"t{number}" for number in range(MAX_REMEMBERED + 1)]
+
+    def in_debt() -> list[str]:
+        return [tenant for tenant in tenants if share.num_served(tenant) > share.virtual_time]
+
+    for tenant in (*tenants, *(f"waits {tenant}" for tenant in tenants)):  # so many share that time hardly moves on
+        share.arrive(tenant)
+    for number, tenant in enumerate(tenants):
+        request = Request(number, np.zeros(1, np.int32), 1, SamplingParams(), (), 2, scheduling=of(tenant))
+        num_tokens = 1_000_000 + number
+        share.start(request, num_tokens)
+        share.end(request, num_tokens, has_started=True)
+        if number == MAX_REMEMBERED - 1:
+            assert in_debt() == tenants[:-1]
+    assert in_debt() == tenants[MAX_REMEMBERED // 2 :]
+
+
 def slow_fair_order(waiting: list[Request], most: int, share: FairShare) -> list[Request]:
     """The rule, written down once more without any speed."""
     left, picked = list(waiting), []

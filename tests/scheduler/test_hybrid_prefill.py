@@ -22,14 +22,14 @@ from tests.simulation.replay import FormulaTimes
 NUM_STREAMS, NUM_PROMPTS = 2, 60
 
 
-def run(policy: str, num_prompts: int = NUM_PROMPTS) -> tuple[Replay, list[SchedulerOutput]]:
-    """Two long streams; after a second many prompts of 2,000 tokens arrive at once, each for one token."""
+def run(policy: str, num_prompts: int = NUM_PROMPTS, length: int = 2000) -> tuple[Replay, list[SchedulerOutput]]:
+    """Two long streams; after a second many prompts of `length` tokens arrive at once, each for one token."""
     config = engine_config_from_dict(
         {"model": "m", "run_ahead": 0, "max_itl_ms": 20, "prefill_policy": policy, "max_num_batched_tokens": 4096}
     )
     clock = VirtualClock()
     traffic = Traffic(
-        [np.full(200 if n < NUM_STREAMS else 2000, 3 + n, np.int32) for n in range(NUM_STREAMS + num_prompts)],
+        [np.full(200 if n < NUM_STREAMS else length, 3 + n, np.int32) for n in range(NUM_STREAMS + num_prompts)],
         [600] * NUM_STREAMS + [1] * num_prompts,
         [600] * NUM_STREAMS + [1] * num_prompts,
         [0.0] * NUM_STREAMS + [1.0 + n / 1000 for n in range(num_prompts)],
@@ -63,6 +63,45 @@ def test_prompts_are_drained_faster_and_streams_go_on() -> None:
 def test_a_few_prompts_are_not_worth_it() -> None:
     _, plans = run("hybrid", num_prompts=1)
     assert all(plan.num_decode_rows for plan in plans[1:])
+
+
+def test_a_prompt_larger_than_the_budget_is_drained_alone() -> None:
+    _, plans = run("hybrid", length=6000)
+    alone = [plan for plan in plans if plan.num_rows == 1 and not plan.num_decode_rows and plan.num_tokens == 4096]
+    assert len(alone) >= 4
+
+
+def test_streams_go_on_where_the_prompts_cannot_start() -> None:
+    """It would be better to drain the queue, but the streams have all the slots."""
+    engine = FakeEngine(
+        num_blocks=1000, max_num_batched_tokens=2048, max_num_seqs=NUM_STREAMS, max_model_len=3000, block_size=64,
+        enable_prefix_caching=False, max_itl_ms=8, prefill_policy="hybrid",
+    )  # fmt: skip
+    now = 0.0
+
+    def step() -> SchedulerOutput | None:
+        nonlocal now
+        plan = engine.launch()
+        if plan is not None:
+            now += 3e-3 + 1.2e-5 * plan.num_tokens
+            engine.scheduler.set_time(now)
+            engine.finish()
+        return plan
+
+    for number in range(8):  # so that the times are known
+        engine.add(number, 2000, max_tokens=1)
+    while engine.scheduler.has_unfinished():
+        step()
+    for number in range(100, 100 + NUM_STREAMS):
+        engine.add(number, 20, max_tokens=100)
+    step()
+    for number in range(200, 200 + NUM_PROMPTS):
+        engine.add(number, 2000, max_tokens=1)
+    assert engine.scheduler._prefill.is_better_without_streams(NUM_PROMPTS, 2000 * NUM_PROMPTS)
+    for _ in range(20):
+        plan = step()
+        assert plan is not None
+        assert plan.num_decode_rows == NUM_STREAMS
 
 
 def test_the_policy_needs_a_limit_to_go_beyond() -> None:

@@ -137,3 +137,20 @@ def test_looking_first_whether_memory_is_enough_for_all_decides_nothing(
     monkeypatch.setattr(FcfsAdmission, "most_reserved_blocks", checked)
     assert starts(num_blocks, **arguments) == as_it_is
     assert len(tried) >= 60
+
+
+def test_nobody_starts_in_a_step_in_which_blocks_were_short() -> None:
+    engine = FakeEngine(num_blocks=21, enable_prefix_caching=False, priority_aging_s=10)
+    engine.add(1, 36, max_tokens=30)
+    engine.add(2, 8, is_held=True, max_tokens=1, scheduling=SchedulingParams(priority=1))
+    engine.scheduler.set_time(20)
+    victim = engine.add(3, 40, max_tokens=30)  # later in place than 2
+    engine.step()
+    engine.scheduler.release(2)
+    while not victim.num_preemptions:
+        plan = engine.step()
+        assert plan is not None
+        assert 2 not in [row.request_id for row in plan.joined]
+    plan = engine.step()
+    assert plan is not None
+    assert [row.request_id for row in plan.joined] == [2]

@@ -121,6 +121,20 @@ def test_nobody_gives_way_to_an_equal() -> None:
     assert engine.scheduler.stats().num_preemptions == 0
 
 
+def test_nobody_gives_way_to_an_equal_because_a_less_urgent_one_runs_too() -> None:
+    engine = FakeEngine(max_num_seqs=2, priority_aging_s=10, enable_prefix_caching=False)
+    engine.add(1, 4, max_tokens=60, scheduling=at(1))  # will have waited long enough to be no victim
+    engine.add(2, 40, max_tokens=1, scheduling=SchedulingParams(tenant="served"))
+    while 2 not in engine.reasons:
+        engine.step()
+    engine.scheduler.set_time(100)
+    engine.add(3, 4, scheduling=SchedulingParams(tenant="served"))
+    engine.add(4, 4, scheduling=SchedulingParams(tenant="new"))  # later in place, but it is this tenant's turn
+    engine.run()
+    assert joined(engine) == [2, 1, 4, 3]
+    assert engine.scheduler.num_preemptions == 0
+
+
 def test_a_slot_that_is_about_to_be_free_costs_nobody_his_place() -> None:
     engine = FakeEngine(max_num_seqs=2, run_ahead=2)
     engine.add(1, 4, max_tokens=4, scheduling=at(1))

@@ -8,6 +8,7 @@ import pytest
 from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.outputs import ModelRunnerOutput, SchedulerOutput
 from cb_backend.request import FinishReason
+from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 
@@ -75,6 +76,14 @@ def test_without_chunking_a_prompt_beyond_the_budget_runs_alone_and_decodes_take
     assert [len(engine.tokens[request_id]) for request_id in (1, 2, 3)] == [9, 1, 1]
 
 
+def test_without_chunking_a_prompt_that_just_fits_beside_the_decodes_holds_nobody_up() -> None:
+    engine = FakeEngine(max_num_batched_tokens=8, enable_chunked_prefill=False)
+    engine.add(1, 3, max_tokens=9)
+    engine.step()
+    engine.add(2, 7, max_tokens=1)
+    assert scheduled(engine.step()) == [1, 7]
+
+
 def test_a_stop_id_ends_the_request_and_is_part_of_the_output() -> None:
     engine = FakeEngine()
     engine.add(1, 5, stop_ids=(99, 12))
@@ -134,6 +143,32 @@ def test_an_id_in_use_is_refused() -> None:
     engine.step()
     with pytest.raises(InvalidRequestError, match="in use"):
         engine.add(1, 5)
+
+
+def test_a_held_request_that_fits_is_seen_when_it_is_released_though_the_queue_was_stuck() -> None:
+    engine = FakeEngine(num_blocks=20, enable_prefix_caching=False)
+    engine.add(1, 40, max_tokens=30)
+    engine.step()
+    engine.add(2, 60, max_tokens=1)
+    engine.add(3, 5, is_held=True, max_tokens=1)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.release(3)
+    plan = engine.step()
+    assert plan is not None
+    assert [row.request_id for row in plan.joined] == [3]
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_cancelled_request_keeps_no_grammar_though_its_deadline_still_remembers_it(has_started: bool) -> None:
+    engine = FakeEngine()
+    request = engine.add(1, 5, scheduling=SchedulingParams(timeout_ms=60_000))
+    request.guide = object()
+    if has_started:
+        engine.step()
+    assert engine.scheduler.cancel(1)
+    assert len(engine.scheduler._deadlines) == 1
+    assert request.guide is None
 
 
 def test_a_failed_row_ends_its_request_alone_and_is_not_cached() -> None:

@@ -98,6 +98,17 @@ def test_p3_a_cancel_while_swapped_frees_the_host_blocks() -> None:
     assert engine.tokens[1] == list(range(10, 50))
 
 
+def test_nothing_kept_in_host_memory_outlives_a_reset_of_the_prefix_cache() -> None:
+    engine, second = growing_pair(num_host_blocks=100)
+    while not second.num_swaps:
+        engine.step()
+    engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.stats().num_free_host_blocks == 100
+    engine.run()
+    assert swaps(engine)[1] == [], "it is computed again"
+    assert engine.tokens[2] == list(range(10, 50))
+
+
 def test_what_a_failed_step_was_to_copy_is_computed_again() -> None:
     engine, second = growing_pair(num_host_blocks=100)
     while not second.num_swaps:
