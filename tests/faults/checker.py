@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -70,8 +71,10 @@ def check(
             canaries.append((own[0].time, own[-1].time, is_good))
             verdict.counts["canaries"] += 1
             verdict.counts["canary errors"] += not is_good
+    begins = [window.begin for window in windows]
     for window in windows:
-        _check_recovery(window, canaries, verdict)
+        until = min((begin for begin in begins if begin > window.begin), default=math.inf)
+        _check_recovery(window, until, canaries, verdict)
     return verdict
 
 
@@ -179,12 +182,15 @@ def _find_windows(own: list[Event], windows: list[Window]) -> list[Window]:
     return [w for w in windows if begin <= w.end + w.recovery_limit_s and end >= w.begin]
 
 
-def _check_recovery(window: Window, canaries: list[tuple[float, float, bool]], verdict: Verdict) -> None:
-    """From the fault's end to the end of the first canary from which on, for the time of recovery, all went well."""
+def _check_recovery(window: Window, until: float, canaries: list[tuple[float, float, bool]], verdict: Verdict) -> None:
+    """From the fault's end to the end of the first canary from which on, for the time of recovery, all went well.
+
+    What ends after `until`, when the next fault began, is not this one's.
+    """
     if window.is_end:
         return
     limit = window.end + window.recovery_limit_s
-    later = [canary for canary in canaries if window.begin <= canary[0] <= limit]
+    later = [canary for canary in canaries if window.begin <= canary[0] <= limit and canary[1] <= until]
     first_good: float | None = None
     for _, ended, is_good in sorted(later):
         first_good = (first_good if first_good is not None else ended) if is_good else None

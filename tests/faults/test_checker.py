@@ -103,6 +103,19 @@ def test_no_recovery_is_found_out() -> None:
     assert any("no canary went well" in problem for problem in verdict.problems)
 
 
+def test_what_the_next_fault_breaks_is_not_the_first_ones() -> None:
+    """Two faults within the time that one may take to recover from: each has the canaries up to the next."""
+    first, second = replace(WINDOW, recovery_limit_s=30.0), replace(WINDOW, begin=20.0, end=21.0, recovery_limit_s=30.0)
+    events = [e for t in range(30) for e in request(f"c-{t}", t + 0.5, "canary", 0, good=t not in (10, 11, 19, 20, 21))]
+    events += [e for t in range(30) for e in request(f"a-{t}", float(t))]
+    verdict = check(sorted(events, key=lambda event: event.time), PLAN, [second, first])
+    assert verdict.problems == []
+    assert sorted(verdict.recovery_s) == [pytest.approx(13.51 - 11), pytest.approx(23.51 - 21)]
+    never = [e for e in events if not (e.request.startswith("c-") and 12 < e.time < 20.5)]
+    verdict = check(sorted(never, key=lambda event: event.time), PLAN, [first, second])
+    assert len([problem for problem in verdict.problems if "no canary went well" in problem]) == 1
+
+
 def test_requests_of_killed_and_cancelling_clients_need_no_end() -> None:
     cut = request("dead-1", 3.0)[:3]
     assert check(cut, PLAN, [], frozenset({"dead"})).problems == []
