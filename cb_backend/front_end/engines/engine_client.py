@@ -70,6 +70,7 @@ class EngineClient:
         self.failure: str | None = None  # why the engine of this life cannot start or go on
         self.life: EngineLife | None = None  # the engine that this client talks to, or last talked to
         self.room = KnownRoom()  # of the engine's queue
+        self.ready_life: EngineLife | None = None  # the one that was ready last
         self.ended_life: EngineLife | None = None  # whose end this client has noticed last, its last words heard
         self.has_said_goodbye = False  # at closing, to an engine that served it
         self._watchdog_timeout_s = watchdog_timeout_s
@@ -264,7 +265,7 @@ class EngineClient:
         elif isinstance(message, QueueRoom):
             self.room.told(message)
         elif isinstance(message, EngineReady):
-            self.info = message.info
+            self.info, self.ready_life = message.info, self.life
             with self._lock:
                 self._is_ready = True
             self._on_change()

@@ -17,7 +17,8 @@ from cb_backend.front_end.engines.runtime_dir import EngineLife, RuntimeDir
 from cb_backend.process_watch import ProcessWatch, process_start_time
 
 FIRST_RESTART_DELAY_S = 0.5
-MAX_RESTART_DELAY_S = 30.0
+MAX_DELAY_AFTER_START_S = 30.0  # it died before it was ready: it will probably do so again
+MAX_DELAY_AFTER_SERVING_S = 4.0  # it was ready: what it died of is gone with it, and its start takes seconds anyway
 STEADY_AFTER_S = 60.0  # an engine that ran this long starts the back-off anew when it ends
 ENGINE_EXIT_TIMEOUT_S = 15.0  # after the last goodbye
 
@@ -117,7 +118,9 @@ class EngineKeeper:
             return
         if now - self._spawn_time >= STEADY_AFTER_S:
             self._num_restarts = 0
-        delay = min(FIRST_RESTART_DELAY_S * 2**self._num_restarts, MAX_RESTART_DELAY_S)
+        has_served = self.client.ready_life == self._watched_life
+        longest = MAX_DELAY_AFTER_SERVING_S if has_served else MAX_DELAY_AFTER_START_S
+        delay = min(FIRST_RESTART_DELAY_S * 2**self._num_restarts, longest)
         self._num_restarts += 1
         self._spawn_time = now + delay
         logger.error("engine %d ended with exit code %d; it is started again in %.1f s", self.index, exit_code, delay)
