@@ -113,3 +113,21 @@ def run_to_end(
 def prompts(count: int, vocab_size: int = 384) -> list[list[int]]:
     generator = np.random.default_rng(count)
     return [generator.integers(1, vocab_size, int(generator.integers(3, 20))).tolist() for _ in range(count)]
+
+
+NAMES = list(GRAMMARS)
+PROMPTS = prompts(2 * len(NAMES) + 2)
+# Two of each kind, greedy and drawn, and two requests without a grammar.
+ALL_PARAMS = [
+    *(params(GRAMMARS[name], temperature=0.0) for name in NAMES),
+    *(params(GRAMMARS[name], temperature=1.2, seed=seed) for seed, name in enumerate(NAMES)),
+    *(params(None, temperature=temperature, max_tokens=40, ignore_eos=True) for temperature in (0.0, 0.9)),
+]
+
+
+def check_texts(texts: Texts, token_ids: Sequence[Sequence[int]]) -> None:
+    """Whether the answers to `ALL_PARAMS` are what their grammars ask for."""
+    for index, (own, answer) in enumerate(zip(ALL_PARAMS, token_ids, strict=True)):
+        if own.structured_output is not None:
+            name, text = NAMES[index % len(NAMES)], texts.of(answer)
+            assert is_valid(name, text), (name, text)
