@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,23 +131,31 @@ def test_a_sink_that_raises_ends_alone(fleet: Fleet) -> None:
     assert broken.num_ends == 1
 
 
+def failing_once(
+    real: Callable[..., Any], is_time: Callable[..., bool] = lambda *given: True
+) -> tuple[Callable[..., Any], threading.Event]:
+    """`real`, but the first call for which `is_time` raises; and the event that it has."""
+    has_failed = threading.Event()
+
+    def call(*given: Any) -> Any:
+        if not has_failed.is_set() and is_time(*given):
+            has_failed.set()
+            raise RuntimeError("a bug of ours")
+        return real(*given)
+
+    return call, has_failed
+
+
 def test_an_error_on_the_io_thread_ends_the_requests_and_not_the_thread(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = fleet.add()
     pid = engine_pid(member)
-    real, has_failed = engine_client.decode_engine_message, threading.Event()
-
-    def fail_once(frame: bytes) -> object:
-        if not has_failed.is_set():
-            has_failed.set()
-            raise RuntimeError("a bug of ours")
-        return real(frame)
-
+    decode, _ = failing_once(engine_client.decode_engine_message)
     sinks = [submit(member, [7], LONG)[1] for _ in range(3)]
     for sink in sinks:
         sink.wait_for_token()
-    monkeypatch.setattr(engine_client, "decode_engine_message", fail_once)
+    monkeypatch.setattr(engine_client, "decode_engine_message", decode)
     for sink in sinks:
         code, message = sink.wait().error or (None, "")
         assert code == ErrorCode.UNAVAILABLE
@@ -164,15 +173,10 @@ def test_an_error_on_the_io_thread_at_the_engines_end_loses_neither(
     """The line is set up to an engine that is gone; that is noticed, and the engine is started again."""
     member = fleet.add()
     pid = engine_pid(member)
-    real, has_failed = EngineClient._receive, threading.Event()
-
-    def fail_at_the_end(client: EngineClient) -> None:
-        if client._watch is not None and not client._watch.is_alive and not has_failed.is_set():
-            has_failed.set()
-            raise RuntimeError("a bug of ours")
-        real(client)
-
-    monkeypatch.setattr(EngineClient, "_receive", fail_at_the_end)
+    receive, has_failed = failing_once(
+        EngineClient._receive, lambda client: client._watch is not None and not client._watch.is_alive
+    )
+    monkeypatch.setattr(EngineClient, "_receive", receive)
     _, sink = submit(member, [7], LONG)
     sink.wait_for_token()
     os.kill(pid, signal.SIGKILL)
