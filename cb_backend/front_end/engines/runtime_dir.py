@@ -89,15 +89,11 @@ class RuntimeDir:
         return _read_engine(self.path / f"engine-{index}.json")
 
     def write_engine(self, life: EngineLife, index: int = 0) -> None:
-        temporary = self.path / f"engine-{index}.json.new"
-        temporary.write_text(json.dumps(asdict(life)))
-        temporary.replace(self.path / f"engine-{index}.json")
+        self._write(f"engine-{index}.json", json.dumps(asdict(life)))
 
     def write_model(self, name: str) -> None:
         """What people call this model copy."""
-        temporary = self.path / f"model.{self.front_end_id}"
-        temporary.write_text(name)
-        temporary.replace(self.path / "model")
+        self._write("model", name)
 
     def new_socket_path(self) -> str:
         """A path that no engine has used before."""
@@ -121,6 +117,12 @@ class RuntimeDir:
         """Remove the folder; only the last member (see `leave`) may."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file that others may read or write meanwhile: they see it whole or not at all."""
+        temporary = self.path / f"{name}.{self.front_end_id}"
+        temporary.write_text(text)
+        temporary.replace(self.path / name)
 
     def _join(self) -> int:
         """Take the shared lock on a folder that is still there once the lock is held."""
@@ -164,7 +166,16 @@ def read_model(folder: Path) -> str:
 
 def server_pid_of(folder: Path) -> int:
     """The server whose runtime folder this is."""
-    return int(folder.name.partition("-")[0])
+    return _server_of(folder)[0]
+
+
+def _server_of(folder: Path) -> tuple[int, int]:
+    """Pid and start time, by which the name of its runtime folder begins. Raises `ValueError` for any other folder."""
+    pid, _, rest = folder.name.partition("-")
+    start_time = rest.partition("-")[0]
+    if not (pid.isdigit() and start_time.isdigit()):
+        raise ValueError(f"{folder} is not the runtime folder of a server")
+    return int(pid), int(start_time)
 
 
 def _read_engine(file: Path) -> EngineLife | None:
@@ -177,9 +188,11 @@ def _read_engine(file: Path) -> EngineLife | None:
 def remove_leftovers(base: Path) -> None:
     """Remove the folders of servers that are gone, and first what these have left beside."""
     for folder in base.iterdir():
-        pid, _, rest = folder.name.partition("-")
-        start_time = rest.partition("-")[0]
-        if pid.isdigit() and start_time.isdigit() and (process_start_time(int(pid)) or 0) != int(start_time):
+        try:
+            pid, start_time = _server_of(folder)
+        except ValueError:  # another's
+            continue
+        if (process_start_time(pid) or 0) != start_time:
             end_stubs(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
