@@ -68,7 +68,7 @@ class Teller:
     def __init__(self) -> None:
         self._last = time.monotonic()
 
-    def __call__(self, name: str, num_steps: int, num_ended: int, num_requests: int) -> None:
+    def __call__(self, name: str, num_requests: int, num_steps: int, num_ended: int) -> None:
         now = time.monotonic()
         if num_steps == 0 or now - self._last >= TELL_EVERY_S:
             self._last = now

@@ -12,10 +12,8 @@ WIDTH = 1280
 LEFT, RIGHT = 92, 24
 MOST_TICKS = 12
 LABEL_PX = 48.0  # from one tick's label to the next, at least
-PAUSE_SHARE, LEAST_PAUSE_S = (
-    0.1,
-    0.2,
-)  # a time without a step is a pause if it is longer: of the steps' time, and at all
+# A time without a step is a pause if it is longer than both: this share of the steps' time, and so many seconds.
+PAUSE_SHARE, LEAST_PAUSE_S = 0.1, 0.2
 SHOWN_SHARE = 0.03  # of the steps' time: as wide a pause is drawn
 
 

@@ -44,7 +44,7 @@ TITLES = {
 }
 NAMES = {"fcfs": "in flight", "static": "static batches"}
 MAX_STEPS = 100_000
-Tell = Callable[[str, int, int, int], None]  # name, steps so far, requests ended, of so many
+Tell = Callable[[str, int, int, int], None]  # name, of so many requests; steps so far, requests ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +115,9 @@ def compare(model: str | None, num_slots: int, num_requests: int, seed: int, tel
         for policy, title in TITLES.items():
             changed = dataclasses.replace(config, scheduling_policy=policy)
             way = LLMEngine(changed, engine.runner, engine.info)
-            logs.append(record(way, traffic, title, partial(_tell, tell, NAMES[policy], num_requests)))
+            logs.append(record(way, traffic, title, partial(tell, NAMES[policy], num_requests)))
         engine.close()
         return logs
-
-
-def _tell(tell: Tell, name: str, num_requests: int, num_steps: int, num_ended: int) -> None:
-    tell(name, num_steps, num_ended, num_requests)
 
 
 @contextmanager
