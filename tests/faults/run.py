@@ -101,6 +101,7 @@ def judge(verdicts: list[Verdict]) -> dict[str, Any]:
         "lost": counts["lost"],
         "wrong": counts["wrong"],
         "unexpected": counts["unexpected"] + counts["not recovered"],
+        "server aborts": counts["server aborts"],
         "canary errors": f"{counts['canary errors']}/{counts['canaries']}",
         "told within s": round(max(told), 2) if told else None,
         "recovery p50 s": round(recovery[len(recovery) // 2], 2) if recovery else None,

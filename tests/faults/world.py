@@ -92,6 +92,7 @@ class World:
     windows: list[Window] = field(default_factory=list)
     killed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    num_aborts: int = 0  # of the server, where that is no fault of ours
     restart_limit_s: float = 30.0
 
     def client(self, name: str, *arguments: str) -> Client:
@@ -128,6 +129,7 @@ class World:
         write_windows(self.folder, self.windows, self.killed)
         verdict = check_folder(self.folder)
         verdict.problems += self.notes
+        verdict.counts["server aborts"] += self.num_aborts
         return verdict
 
 
