@@ -1,7 +1,7 @@
 """Find launch parameters on this GPU and write them to `cb_backend/kernels/tuned/<gpu>.json`.
 
     python kernels/tune.py [attention] [--quick] [--ops decode_attention,prefill_attention] [--dry-run]
-    python kernels/tune.py linear [--quick] [--models llama-3.2-1b] [--dry-run]    # see tune_linear.py
+    python kernels/tune.py linear [--quick] [--models llama-3.2-1b] [--rows 256] [--dry-run]    # see tune_linear.py
 
 For each op and head size every combination of a small grid is timed on cases that stand for serving, and the one with
 the least geometric mean of time per unit of work wins. Variants are compiled first, by several processes at once, into
@@ -183,8 +183,8 @@ def tune_linear_products(arguments: argparse.Namespace) -> int:
         path = TUNED / f"{gpu_slug(torch.device('cuda', torch.cuda.current_device()))}.json"
         tuned = json.loads(path.read_text()) if path.is_file() else {}
         for op, entries in found.items():
-            others = [entry for entry in tuned.get(op, []) if not tune_linear.is_of(entry, arguments.models)]
-            tuned[op] = [*others, *entries]
+            kept = [entry for entry in tuned.get(op, []) if not tune_linear.is_of(entry, arguments)]
+            tuned[op] = [*kept, *entries]
         write_table({op: entries for op, entries in tuned.items() if entries}, path)
         print(path.read_text())
     return 0
@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small grid")
     parser.add_argument("--ops", default="decode_attention,prefill_attention")
     parser.add_argument("--models", default=",".join(MODELS), help="of linear: whose weights")
+    parser.add_argument("--rows", help="of linear: only the groups that begin with these numbers of rows: 1,256")
     parser.add_argument("--dry-run", action="store_true", help="print, do not write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

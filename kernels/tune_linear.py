@@ -1,12 +1,12 @@
 """Find, per weight shape and number of rows, the fastest product on this GPU: a kernel of ours or the library's.
 
-    python kernels/tune.py linear [--quick] [--models qwen3-0.6b] [--dry-run]
+    python kernels/tune.py linear [--quick] [--models qwen3-0.6b] [--rows 256] [--dry-run]
 
 Every product stands behind a small kernel in a CUDA graph, as in a model, and the small kernel's own time is taken off;
 weights rotate through more memory than an L2 cache holds. Variants are compiled first by several processes. The best
 few of a shape are tried again with prefetches of weights, and then on each number of rows that the entry will serve.
-Entries go to `cb_backend/kernels/tuned/<gpu>.json`, all times to `results/linear.csv`; shapes where the library is
-faster get no entry.
+Entries go to `cb_backend/kernels/tuned/<gpu>.json`, all times to `results/linear.csv` (with `--rows` they
+are printed only); shapes where the library is faster get no entry.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.rms_norm import rms_norm
 from cb_backend.kernels.silu_mul import silu_mul
 
+RowGroups = tuple[tuple[int, ...], ...]
 ROTATED_BYTES = 128 << 20
 MARGIN = 0.99  # of the library's time: what a kernel must be under to be used
 OTHER_LIBRARY_MARGIN = 0.97  # what the other library must be under
@@ -145,16 +146,18 @@ def make_weights(shape: Shape) -> list[Tensor]:
     return [torch.randn(size, device="cuda", dtype=torch.bfloat16) / shape.k**0.5 for _ in range(sets)]
 
 
-def tune_all(shapes: list[Shape], is_quick: bool, bandwidth: float, helpers: int) -> list[dict[str, Any]]:
+def tune_all(
+    shapes: list[Shape], groups: RowGroups, is_quick: bool, bandwidth: float, helpers: int
+) -> list[dict[str, Any]]:
     """One row of results a shape and number of rows."""
     num_sms = num_multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     has_prefetches = can_overlap(torch.device("cuda", torch.cuda.current_device()))
-    tried = {(s, g[0]): list(candidates(s, g[0], num_sms, is_quick)) for s in shapes for g in ROW_GROUPS}
+    tried = {(s, g[0]): list(candidates(s, g[0], num_sms, is_quick)) for s in shapes for g in groups}
     with multiprocessing.get_context("spawn").Pool(helpers) as pool:
         compile_all(pool, [(s, m, parameters) for (s, m), many in tried.items() for parameters in many])
         for shape in shapes:
             weights = make_weights(shape)
-            for m in (group[0] for group in ROW_GROUPS):
+            for m in (group[0] for group in groups):
                 times = times_of(Bench(shape, m, weights), tried[shape, m])
                 best = [tried[shape, m][i] for i in sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]]
                 tried[shape, m] = best + [more for found in best if has_prefetches for more in prefetching(found)]
@@ -163,7 +166,7 @@ def tune_all(shapes: list[Shape], is_quick: bool, bandwidth: float, helpers: int
     results = []
     for shape in shapes:
         weights = make_weights(shape)
-        for group in ROW_GROUPS:
+        for group in groups:
             results += group_results([Bench(shape, m, weights) for m in group], tried[shape, group[0]], bandwidth)
     return results
 
@@ -207,9 +210,16 @@ def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
     return found
 
 
-def is_of(entry: dict[str, Any], models: str) -> bool:
-    """Whether a table's entry is for a product of these models."""
-    return any((s.n, s.k) == (entry["when"]["n"], entry["when"]["k"]) for s in shapes_of(models.split(",")))
+def row_groups(asked: str | None) -> RowGroups:
+    """All groups of rows, or those that begin with the numbers asked for."""
+    return tuple(group for group in ROW_GROUPS if asked is None or str(group[0]) in asked.split(","))
+
+
+def is_of(entry: dict[str, Any], arguments: argparse.Namespace) -> bool:
+    """Whether a table's entry is for a product and a number of rows that were tuned."""
+    when, shapes = entry["when"], shapes_of(arguments.models.split(","))
+    tuned = {next_power_of_2(m) for group in row_groups(arguments.rows) for m in group}
+    return when["m"] in tuned and any((s.n, s.k) == (when["n"], when["k"]) for s in shapes)
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
@@ -230,9 +240,10 @@ def run(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     torch.cuda.empty_cache()
     about = about_card(card)
     helpers = max(1, min(14, (os.cpu_count() or 2) - 2))
-    rows = tune_all(shapes_of(arguments.models.split(",")), arguments.quick, card.bandwidth, helpers)
+    shapes, groups = shapes_of(arguments.models.split(",")), row_groups(arguments.rows)
+    rows = tune_all(shapes, groups, arguments.quick, card.bandwidth, helpers)
     print_rows(rows)
     print(*(f"{name}={value}" for name, value in about.items()), f"in {time.perf_counter() - started:.0f} s")
-    if not arguments.dry_run:
+    if not arguments.dry_run and arguments.rows is None:
         write_csv(Path(__file__).parent / "results", "linear", rows, about)
     return {op: entries(rows, op) for op in ("linear", "linear_silu_mul")}
