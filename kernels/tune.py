@@ -53,14 +53,18 @@ class Target:
 
 def targets(is_quick: bool) -> list[Target]:
     """What is tuned. The cases are the shapes a served batch has: few rows, many, long contexts."""
-    decode: tuple[tuple[int, ...], ...] = ((1, 512), (1, 2048), (64, 640), (256, 768))
+    # By the rows' next power of two: rows and contexts. Few rows leave most of the card idle, many are one long stream.
+    decode: dict[int, tuple[tuple[int, int], ...]] = {
+        1: ((1, 640),), 2: ((2, 640),), 4: ((3, 640),), 8: ((8, 640),), 16: ((16, 640),), 32: ((24, 640), (32, 640)),
+        64: ((48, 640), (64, 640)), 128: ((96, 640), (128, 640)), 256: ((192, 640), (256, 640)), 512: ((384, 640),),
+    }  # fmt: skip
     # Many programs, or too few to share multiprocessors (see prefill_attention).
     prefill: list[tuple[tuple[int, ...], ...]] = [
         ((1, 4096, 4096), (8, 1024, 1024)),
         ((1, 1024, 1024), (1, 512, 4096)),
     ]
     if not is_quick:
-        decode += ((8, 2048), (1, 8192))
+        decode = {m: (*cases, (cases[0][0], 2048)) for m, cases in decode.items()}
         prefill[0] += ((1, 2048, 2048), (1, 8192, 8192), (32, 128, 128))
     found = []
     tiles = {
@@ -71,19 +75,16 @@ def targets(is_quick: bool) -> list[Target]:
         "max_registers": (128, 255),
     }
     for head_dim, models in ((128, ("qwen3-0.6b", "llama-3.1-8b")), (64, ("llama-3.2-1b",))):
-        found.append(
+        found += [
             Target(
                 op="decode_attention",
-                when={"block_d": head_dim},
-                cases=tuple((model, *sizes, 16) for model in models for sizes in decode),
-                compiled={
-                    "block_n": (64, 128) if is_quick else (32, 64, 128),
-                    "num_warps": (4,) if is_quick else (2, 4, 8),
-                    "num_stages": (2, 3, 4),
-                },
-                planned={"ctas_per_sm": (2, 4, 8), "min_split": (64, 128, 256)},
+                when={"block_d": head_dim, "kv_bytes": 2, "m": m},
+                cases=tuple((model, *sizes, 16) for model in models for sizes in cases),
+                compiled={"block_n": (32, 64, 128), "num_warps": (2, 4), "num_stages": (2, 3, 4)},
+                planned={"ctas_per_sm": (1, 2, 3, 4, 6), "min_split": (64, 128, 256)},
             )
-        )
+            for m, cases in decode.items()
+        ]
         found += [
             Target(
                 op="prefill_attention",
@@ -206,15 +207,17 @@ def main() -> int:
         return tune_linear_products(arguments)
     chosen = [target for target in targets(arguments.quick) if target.op in arguments.ops.split(",")]
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs = [
-        (target.op, case, {**launch_parameters(target.op, device, **target.when), **parameters})
+    jobs = {  # one a model: its other cases compile to the same
+        (target.op, case[0], *parameters.values()): (
+            target.op, case, {**launch_parameters(target.op, device, **target.when), **parameters}
+        )
         for target in chosen
-        for case in {case[0]: case for case in target.cases}.values()  # one a model: the others compile to the same
+        for case in target.cases
         for parameters in target.grid(target.compiled)
-    ]
+    }  # fmt: skip
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(max(1, min(12, (os.cpu_count() or 2) - 2))) as pool:
-        errors = [error for error in pool.imap_unordered(compile_one, jobs) if error]
+        errors = [error for error in pool.imap_unordered(compile_one, jobs.values()) if error]
     print(f"compiled {len(jobs)} variants in {time.perf_counter() - started:.0f} s", *errors, sep="\n  ", flush=True)
     found, lines = [], []
     for target in chosen:

@@ -220,14 +220,14 @@ def decode_attention(
     plan = None if plans is None else plans.get(window)
     is_dependent = plan is not None and can_overlap(q.device)
     if plan is None:
-        plan = plan_decode(seq_lens, num_kv_heads, head_dim, block_size, window)
+        plan = plan_decode(seq_lens, kv_cache, window)
         if plans is not None:
             plans[window] = plan
-    parameters = decode_parameters(head_dim, q.device)
+    parameters = decode_parameters(num_rows, kv_cache)
     block_n = parameters["block_n"]
     is_paired = kv_cache.dtype == FP8 and q.element_size() == 2 and block_d >= 32
     unit = 256.0 if is_paired else 1.0  # what `halves` makes of 1/256
-    bound = max_items(num_rows, num_kv_heads, head_dim, q.device)
+    bound = max_items(num_rows, kv_cache)
     partial = torch.empty(bound * num_heads, head_dim + 1, dtype=torch.float32, device=q.device)
     _decode_attention_kernel[(num_kv_heads, bound)](
         q, kv_cache, block_tables, slots, seq_lens, plan,

@@ -112,16 +112,18 @@ def _plan_kernel(
         tl.store(plan_ptr + HEADER + num_items_bound * ITEM + counter, 0, mask=counter < num_counters)
 
 
-def plan_decode(seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: int, window: int = 0) -> Tensor:
+def plan_decode(seq_lens: Tensor, kv_cache: Tensor, window: int = 0) -> Tensor:
     """The work list of one decode step, int32 on the device: valid for every layer of that step with this window.
 
-    seq_lens [num_rows] int32. Holds the counters of the merges as well, so two streams must not share it.
+    seq_lens [num_rows] int32; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim] of any layer. Holds the
+    counters of the merges as well, so two streams must not share it.
     """
     num_rows, device = seq_lens.shape[0], seq_lens.device
-    parameters = decode_parameters(head_dim, device)
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    parameters = decode_parameters(num_rows, kv_cache)
     block_n = parameters["block_n"]
-    target = _target_items(num_kv_heads, head_dim, device)
-    bound = max_items(num_rows, num_kv_heads, head_dim, device)
+    target = _target_items(kv_cache, parameters)
+    bound = max_items(num_rows, kv_cache)
     size = PLAN_HEADER + bound * PLAN_ITEM + num_rows * num_kv_heads
     out = torch.empty(size, dtype=torch.int32, device=device)
     rows = max(next_power_of_2(num_rows), 16)
@@ -136,24 +138,26 @@ def plan_decode(seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: 
     return out
 
 
-def plan_decode_torch(
-    seq_lens: Tensor, num_kv_heads: int, head_dim: int, block_size: int, window: int = 0
-) -> Tensor | None:
+def plan_decode_torch(seq_lens: Tensor, kv_cache: Tensor, window: int = 0) -> Tensor | None:
     """None: the twin of decode attention needs no plan."""
     return None
 
 
-def decode_parameters(head_dim: int, device: torch.device) -> dict[str, int]:
-    return launch_parameters("decode_attention", device, block_d=padded_head_dim(head_dim))
+def decode_parameters(num_rows: int, kv_cache: Tensor) -> dict[str, int]:
+    """Launch parameters of a plan and of the kernel that follows it: few rows want other tiles than many."""
+    block_d, kv_bytes = padded_head_dim(kv_cache.shape[4]), kv_cache.element_size()
+    return launch_parameters(
+        "decode_attention", kv_cache.device, block_d=block_d, kv_bytes=kv_bytes, m=next_power_of_2(num_rows)
+    )
 
 
 def padded_head_dim(head_dim: int) -> int:
     return max(next_power_of_2(head_dim), 16)
 
 
-def max_items(num_rows: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:
+def max_items(num_rows: int, kv_cache: Tensor) -> int:
     """No plan for `num_rows` rows has more items, whatever their lengths: the grid of a captured launch."""
-    return num_rows + _target_items(num_kv_heads, head_dim, device)
+    return num_rows + _target_items(kv_cache, decode_parameters(num_rows, kv_cache))
 
 
 def tile_alignment(block_n: int, block_size: int) -> int:
@@ -161,7 +165,6 @@ def tile_alignment(block_n: int, block_size: int) -> int:
     return block_n if block_size % block_n == 0 else 1
 
 
-def _target_items(num_kv_heads: int, head_dim: int, device: torch.device) -> int:
+def _target_items(kv_cache: Tensor, parameters: dict[str, int]) -> int:
     """Splits that fill the card; an item is num_kv_heads programs."""
-    programs = num_multiprocessors(device) * decode_parameters(head_dim, device)["ctas_per_sm"]
-    return max(1, programs // num_kv_heads)
+    return max(1, num_multiprocessors(kv_cache.device) * parameters["ctas_per_sm"] // kv_cache.shape[2])

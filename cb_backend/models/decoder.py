@@ -132,9 +132,7 @@ class DecoderForCausalLM:
     def _plan_decode(self, metadata: AttentionMetadata, kv_cache: Tensor) -> None:
         """Make the step's plans before any layer: the first layer's attention must find its plan complete."""
         for window in dict.fromkeys(self.config.windows):
-            plan = self.ops.plan_decode(
-                metadata.decode_seq_lens, self.config.num_kv_heads, self.config.head_dim, kv_cache.shape[3], window
-            )
+            plan = self.ops.plan_decode(metadata.decode_seq_lens, kv_cache, window)
             if plan is not None:
                 metadata.decode_plans[window] = plan
 

@@ -134,8 +134,7 @@ def _decode(module: Any, window: int = 0, **shapes: Any) -> None:
 
 def _plans(module: Any, arguments: dict[str, Any], window: int) -> dict[int, Any]:
     """As in a step: the plan is there before the first layer."""
-    heads, block_size, head_dim = arguments["kv_cache"].shape[2:]
-    return {window: module.plan_decode(arguments["seq_lens"], heads, head_dim, block_size, window)}
+    return {window: module.plan_decode(arguments["seq_lens"], arguments["kv_cache"], window)}
 
 
 def _prefill(module: Any, window: int = 0, **shapes: Any) -> None:

@@ -71,6 +71,22 @@ def test_kernel(shapes: Shapes, device: torch.device) -> None:
     check_kernel(shapes, device)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5])
+def test_a_plan_and_its_kernel_agree_on_the_parameters_for_so_many_rows(
+    num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of another size than the plan's would leave tokens out, or attend to some twice."""
+
+    def parameters(op: str, device: torch.device, *, block_d: int, kv_bytes: int, m: int) -> dict[str, int]:
+        assert (op, block_d, kv_bytes) == ("decode_attention", 64, 4)
+        tiles = {1: 64, 2: 16, 4: 128, 8: 32}
+        return {"block_n": tiles[m], "num_warps": 2, "num_stages": 2, "ctas_per_sm": m, "min_split": tiles[m]}
+
+    monkeypatch.setattr(decode_plan, "launch_parameters", parameters)
+    monkeypatch.setattr(decode_plan, "num_multiprocessors", lambda device: 8)
+    check_kernel(Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(300,) * num_rows), device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shapes", GPU_CASES)
 @pytest.mark.parametrize("seed", [1, 2])
@@ -128,11 +144,11 @@ def test_twin(shapes: Shapes, padded_tokens: int, monkeypatch: pytest.MonkeyPatc
 def test_plan_covers_every_token_once(
     seq_lens: tuple[int, ...], window: int, block_size: int, device: torch.device
 ) -> None:
-    num_kv_heads, head_dim = 2, 128
+    kv_cache = torch.empty(1, 2, 2, block_size, 128, device=device)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    plan = plan_decode(lengths, num_kv_heads, head_dim, block_size, window).tolist()
+    plan = plan_decode(lengths, kv_cache, window).tolist()
     num_items = plan[0]
-    assert num_items <= max_items(len(seq_lens), num_kv_heads, head_dim, device)
+    assert num_items <= max_items(len(seq_lens), kv_cache)
     covered: dict[int, list[int]] = {row: [] for row in range(len(seq_lens))}
     for item in range(num_items):
         row, split, num_splits, tokens = plan[PLAN_HEADER + item * PLAN_ITEM :][:PLAN_ITEM]
@@ -150,7 +166,7 @@ def test_plan_begins_with_the_longest_rows(device: torch.device) -> None:
     """The last programs to start are short ones, so that no long row keeps a card waiting at the end."""
     torch.manual_seed(0)
     lengths = torch.randint(0, 3000, (100,), dtype=torch.int32)
-    plan = plan_decode(lengths.to(device), 2, 128, 16).tolist()
+    plan = plan_decode(lengths.to(device), torch.empty(1, 2, 2, 16, 128, device=device)).tolist()
     rows = [plan[PLAN_HEADER + item * PLAN_ITEM] for item in range(plan[0])]
     in_order = [int(lengths[row]) for row in rows]
     assert in_order == sorted(in_order, reverse=True)
@@ -163,10 +179,9 @@ def test_plan_does_not_cut_rows_that_fill_the_card(
 ) -> None:
     """On a card for 264 programs, 8 KV heads: rows are cut only while that gives idle multiprocessors work."""
     monkeypatch.setattr(decode_plan, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(
-        decode_plan, "decode_parameters", lambda head_dim, device: {"block_n": 64, "ctas_per_sm": 2, "min_split": 64}
-    )
+    parameters = {"block_n": 64, "ctas_per_sm": 2, "min_split": 64}
+    monkeypatch.setattr(decode_plan, "decode_parameters", lambda num_rows, kv_cache: parameters)
     lengths = torch.full((num_rows,), length, dtype=torch.int32, device=device)
-    plan = plan_decode(lengths, 8, 128, 16).tolist()
+    plan = plan_decode(lengths, torch.empty(1, 2, 8, 16, 128, device=device)).tolist()
     assert plan[0] <= most_items
     assert plan[0] * 8 > 132
