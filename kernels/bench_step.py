@@ -25,7 +25,8 @@ from roofline import HAS_QK_NORM, MODELS
 from cb_backend.cli.benchmarks.machine import conditions, measure_card
 from cb_backend.cli.benchmarks.roofline import decode_seconds
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape
+from cb_backend.engine.runner.step_buffers import StepBuffers
+from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels import launch
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import KVCacheStorage

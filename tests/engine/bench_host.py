@@ -40,7 +40,7 @@ from cb_backend.engine.garbage import GarbageSchedule
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.engine.runner.step_graphs import step_shapes
+from cb_backend.engine.step_shapes import step_shapes
 from cb_backend.messages import (
     AddRequest,
     Hello,

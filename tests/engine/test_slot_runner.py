@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,8 @@ from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner import slot_runner, step_buffers
 from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape
-from cb_backend.engine.runner.step_graphs import decode_sizes, step_shapes
+from cb_backend.engine.runner.step_buffers import StepBuffers
+from cb_backend.engine.step_shapes import StepShape
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for
@@ -111,16 +110,6 @@ def test_no_host_memory_is_made_while_graphs_serve(tmp_path: Path, monkeypatch: 
     used = {replay.buffers.shape for replay in replays if replay.num_replays}
     assert len(used) > 3
     assert not made
-
-
-def test_every_batch_size_has_a_shape_that_holds_it() -> None:
-    sizes = decode_sizes(300)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == 300
-    assert max(later - size for size, later in itertools.pairwise(sizes)) <= 16
-    for shape in step_shapes(300, 1000):
-        assert shape.num_decode <= 300
-        assert shape.num_prefill <= 1000
 
 
 APART = [

@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cb_backend.engine.runner.device_state import new_slot_state
-from cb_backend.engine.runner.step_buffers import StepShape, make_buffers, padding
+from cb_backend.engine.runner.step_buffers import make_buffers, padding
+from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.slot_state import JOIN_COLUMNS, SlotState

@@ -16,8 +16,7 @@ import torch
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.engine.runner.step_buffers import StepShape
-from cb_backend.engine.runner.step_graphs import step_shapes
+from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import new_storage, size_kv_cache

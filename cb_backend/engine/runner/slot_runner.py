@@ -22,9 +22,10 @@ from cb_backend.engine.runner.logprobs import PendingLogprobs
 from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.runner_base import RunnerBase
-from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape, fill, make_buffers, padding, split
-from cb_backend.engine.runner.step_graphs import MAX_GRAPH_PROMPTS, StepGraphs
+from cb_backend.engine.runner.step_buffers import StepBuffers, fill, make_buffers, padding, split
+from cb_backend.engine.runner.step_graphs import StepGraphs
 from cb_backend.engine.runner.token_masks import GuidedRows
+from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, StepShape
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.attention_metadata import AttentionMetadata

@@ -8,7 +8,6 @@ block. This module does not know models or kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,52 +16,10 @@ from torch import Tensor
 
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.engine.runner.input_batch import InputBatch
+from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.slot_state import SamplingState
 from cb_backend.kernels.step_rows import StepRows
 from cb_backend.outputs import SchedulerOutput
-
-_ALIGNED = 4  # int32 elements in 16 bytes
-
-
-class StepShape(NamedTuple):
-    """What a step has room for. `num_rows`: rows that may sample."""
-
-    num_decode: int
-    num_prefill: int = 0  # prompt tokens
-    num_prompts: int = 0  # requests they belong to
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_decode + self.num_prompts
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_decode + self.num_prefill
-
-    @property
-    def num_deltas(self) -> int:
-        return max(self.num_rows, 16)
-
-    def sizes(self) -> dict[str, int]:
-        """The segments of the host array, in order."""
-        sizes = {"slots": self.num_rows, "deltas": 3 * self.num_deltas}
-        if self.num_prefill:
-            tokens = self.num_tokens  # the decode rows' part is filled in on the device
-            sizes |= {"token_ids": tokens, "positions": tokens, "slot_mapping": tokens, "num_prompt_tokens": tokens}
-            sizes |= {"sample_index": self.num_rows, "prompt_slots": self.num_prompts}
-            sizes |= {"query_start_loc": self.num_prompts + 1, "prompt_seq_lens": self.num_prompts}
-        return sizes
-
-    def layout(self) -> tuple[dict[str, slice], int]:
-        """Where each segment lies in the host array, and the array's length.
-
-        Segments begin at 16 bytes: `triton` compiles a kernel anew for pointers that are aligned otherwise.
-        """
-        layout, end = {}, 0
-        for name, size in self.sizes().items():
-            layout[name] = slice(end, end + size)
-            end += -(-size // _ALIGNED) * _ALIGNED
-        return layout, end
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,28 +14,8 @@ from typing import Protocol
 
 import torch
 
-from cb_backend.engine.runner.step_buffers import StepBuffers, StepShape
-
-# Prompt tokens a mixed step has a graph for, and how many requests they may come from. Above the last, the device is
-# busy for longer than the host needs to launch the step kernel by kernel.
-_PROMPTS_OF_PREFILL = {32: 4, 128: 4, 256: 8, 512: 8, 1024: 16, 2048: 16}
-MAX_GRAPH_PROMPTS = max(_PROMPTS_OF_PREFILL.values())
-
-
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Decode batches with a graph of their own, ascending: fine where a row more is felt, coarse where it is not."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs + 32, 32)]
-    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
-
-
-def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
-    """Every shape to capture: all decode sizes, and a few beside each number of prompt tokens."""
-    shapes = [StepShape(size) for size in decode_sizes(max_num_seqs)]
-    beside = [size for size in (0, 8, 32, 64, 128, 256, 512) if size < max_num_seqs]
-    for num_prefill, num_prompts in _PROMPTS_OF_PREFILL.items():
-        if num_prefill <= max_num_batched_tokens:
-            shapes += [StepShape(size, num_prefill, num_prompts) for size in [*beside, max_num_seqs]]
-    return shapes
+from cb_backend.engine.runner.step_buffers import StepBuffers
+from cb_backend.engine.step_shapes import StepShape
 
 
 class Replayable(Protocol):
