@@ -51,6 +51,7 @@ from cb_backend.messages import (
 )
 from cb_backend.request import make_request_id
 from cb_backend.sampling_params import SamplingParams
+from tests.fakes.graphs import NoGraph
 
 CHECKPOINT: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -61,11 +62,6 @@ CHECKPOINT: dict[str, Any] = {
 WARM_UP_TURNS = 150
 TURNS_AT_ONCE = 50
 SHORTEST, LONGEST = 128, 384  # output tokens of a request in turnover
-
-
-class NoGraph:
-    def replay(self) -> None:
-        pass
 
 
 def make_engine(folder: Path, num_rows: int) -> LLMEngine:

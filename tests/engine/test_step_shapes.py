@@ -1,10 +1,24 @@
-"""Which steps have a graph: sizes and number of shapes."""
+"""Which steps have a graph: sizes and number of shapes, and that a full step fits one of the budget's size."""
 
 from __future__ import annotations
 
 import itertools
 
-from cb_backend.engine.step_shapes import decode_sizes, step_shapes
+import pytest
+
+from cb_backend.engine.runner.step_graphs import StepGraphs
+from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, FullSteps, StepShape, decode_sizes, step_shapes
+from tests.fakes.graphs import graphs_of
+
+# Where a step has room for four times the running requests, padding of decode rows is small beside the prompt tokens.
+ROOMY = [(256, 2048), (512, 2048), (300, 1300), (256, 1024), (128, 1100), (100, 777), (128, 512), (5, 600)]
+TIGHT = [(256, 512), (512, 512), (1000, 600), (1024, 2048), (700, 1024)]
+WITHOUT = [(4, 1), (8, 16), (256, 64), (64, 511), (256, 2049), (512, 8192)]
+
+
+def shape_for(graphs: StepGraphs, num_decode: int, num_prefill: int, num_prompts: int) -> StepShape | None:
+    found = graphs.find(num_decode, num_prefill, num_prompts)
+    return None if found is None else found[1].shape
 
 
 def test_every_batch_size_has_a_shape_that_holds_it() -> None:
@@ -15,3 +29,76 @@ def test_every_batch_size_has_a_shape_that_holds_it() -> None:
     for shape in step_shapes(300, 1000):
         assert shape.num_decode <= 300
         assert shape.num_prefill <= 1000
+
+
+def test_sixty_four_rows_leave_1984_prompt_tokens_of_2048() -> None:
+    full_steps, graphs = FullSteps(256, 2048), graphs_of(256, 2048)
+    assert [full_steps.most_prompt_tokens(n) for n in (0, 1, 8, 33, 40, 64)] == [2048, 2040, 2040, 1984, 1984, 1984]
+    assert shape_for(graphs, 40, 1984, 4) == StepShape(64, 1984, MAX_GRAPH_PROMPTS)
+    assert shape_for(graphs, 0, 2048, 1) == StepShape(0, 2048, MAX_GRAPH_PROMPTS)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY)
+def test_every_full_step_fits_a_graph_of_the_budgets_size(max_num_seqs: int, budget: int) -> None:
+    full_steps, graphs = FullSteps(max_num_seqs, budget), graphs_of(max_num_seqs, budget)
+    for num_decode in range(max_num_seqs + 1):
+        most = full_steps.most_prompt_tokens(num_decode)
+        for num_prompts in (1, MAX_GRAPH_PROMPTS):
+            shape = shape_for(graphs, num_decode, most, num_prompts)
+            assert shape is not None
+            assert shape.num_tokens == budget, f"{num_decode} rows beside {most} prompt tokens run as {shape}"
+        for num_prefill in range(1, most, 61):
+            smaller = shape_for(graphs, num_decode, num_prefill, 1)
+            assert smaller is not None
+            assert num_decode + num_prefill <= smaller.num_tokens <= budget
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + TIGHT + WITHOUT)
+def test_prompts_get_most_of_the_room_that_decode_rows_leave(max_num_seqs: int, budget: int) -> None:
+    full_steps = FullSteps(max_num_seqs, budget)
+    for num_decode in range(min(max_num_seqs, budget) + 1):
+        room = budget - num_decode
+        assert 3 * room <= 4 * full_steps.most_prompt_tokens(num_decode) <= 4 * room
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), WITHOUT)
+def test_other_budgets_are_used_to_the_last_token(max_num_seqs: int, budget: int) -> None:
+    full_steps = FullSteps(max_num_seqs, budget)
+    assert all(full_steps.most_prompt_tokens(n) == budget - n for n in range(min(max_num_seqs, budget) + 1))
+
+
+def test_a_large_budget_keeps_graphs_of_its_smaller_steps() -> None:
+    graphs = graphs_of(256, 8192)
+    assert shape_for(graphs, 64, 2048, 4) == StepShape(64, 2048, MAX_GRAPH_PROMPTS)
+    assert shape_for(graphs, 64, 2049, 4) is None
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget", "most_more"), [(256, 2048, 4), (512, 2048, 7), (128, 2048, 1)])
+def test_full_steps_cost_few_more_graphs_than_other_steps(max_num_seqs: int, budget: int, most_more: int) -> None:
+    """As many decode sizes as beside any other number of prompt tokens, and a few in between."""
+    mixed = [shape for shape in step_shapes(max_num_seqs, budget) if shape.num_prefill]
+    num_full = sum(shape.num_tokens == budget for shape in mixed)
+    num_beside = sum(shape.num_prefill == 32 for shape in mixed)
+    assert len({shape[:2] for shape in mixed}) == len(mixed), "the same step twice"
+    assert num_full <= num_beside + most_more
+
+
+def test_the_graph_with_the_fewest_tokens_is_found() -> None:
+    graphs = graphs_of(256, 2048)
+    shapes = graphs.shapes
+    for plan in itertools.product((0, 1, 8, 33, 90, 200, 256), (1, 32, 33, 200, 513, 1024, 1025), (1, 5, 16)):
+        fitting = [one for one in shapes if one.num_prefill and all(a <= b for a, b in zip(plan, one, strict=True))]
+        found = shape_for(graphs, *plan)
+        assert (found is None) == (not fitting)
+        assert found is None or found.num_tokens == min(one.num_tokens for one in fitting)
+    for num_decode in range(1, 257):
+        found = shape_for(graphs, num_decode, 0, 0)
+        assert found == StepShape(min(size for size in decode_sizes(256) if size >= num_decode))
+
+
+def test_no_graph_is_found_after_the_end() -> None:
+    graphs = graphs_of(8, 512)
+    graphs.clear()
+    assert graphs.shapes == []
+    assert graphs.find(4, 0, 0) is None
+    assert graphs.find(4, 20, 1) is None

@@ -29,9 +29,9 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._graphs: dict[StepShape, tuple[Replayable, StepBuffers]] = {}
-        self._decode_sizes: dict[int, list[int]] = {}  # num_prefill -> decode sizes, ascending
-        self._num_prompts: dict[int, int] = {}
-        self._prefill_sizes: list[int] = []
+        # (num_tokens, shape), ascending.
+        self._decode_shapes: list[tuple[int, StepShape]] = []
+        self._mixed_shapes: list[tuple[int, StepShape]] = []
 
     def capture(
         self,
@@ -59,25 +59,21 @@ class StepGraphs:
     def add(self, shape: StepShape, graph: Replayable, buffers: StepBuffers) -> None:
         """Register what replays `shape` on `buffers`."""
         self._graphs[shape] = (graph, buffers)
-        insort(self._decode_sizes.setdefault(shape.num_prefill, []), shape.num_decode)
-        self._num_prompts[shape.num_prefill] = shape.num_prompts
-        self._prefill_sizes = sorted(self._num_prompts)
+        insort(self._mixed_shapes if shape.num_prefill else self._decode_shapes, (shape.num_tokens, shape))
 
     @property
     def shapes(self) -> list[StepShape]:
         return list(self._graphs)
 
     def find(self, num_decode: int, num_prefill: int, num_prompts: int) -> tuple[Replayable, StepBuffers] | None:
-        """The smallest graph that holds a step; None if there is none."""
-        for size in self._prefill_sizes[bisect_left(self._prefill_sizes, num_prefill) :]:
-            if num_prompts > self._num_prompts[size]:
-                continue
-            decode_sizes = self._decode_sizes[size]
-            index = bisect_left(decode_sizes, num_decode)
-            if index < len(decode_sizes):
-                return self._graphs[StepShape(decode_sizes[index], size, self._num_prompts[size])]
+        """The graph with the fewest tokens of those that hold a step; None if there is none."""
+        shapes = self._mixed_shapes if num_prefill else self._decode_shapes
+        for _, shape in shapes[bisect_left(shapes, (num_decode + num_prefill,)) :]:
+            if num_decode <= shape.num_decode and num_prefill <= shape.num_prefill and num_prompts <= shape.num_prompts:
+                return self._graphs[shape]
         return None
 
     def clear(self) -> None:
         self._graphs.clear()
-        self._prefill_sizes.clear()
+        self._decode_shapes.clear()
+        self._mixed_shapes.clear()

@@ -1,9 +1,9 @@
 """How a step's token budget is divided between prompts.
 
-The first in order takes what it needs. Two things hold it back. Beside running streams, `max_itl_ms` bounds the prompt
-tokens of a step. And while a giant prompt is computed (one that a step cannot finish), prompts of at most a quarter of
-what it has left may go before it, in at most half of the step: so short ones wait for each other and not for the
-giant, and the giant gets at least half.
+The first in order takes what it needs. Three things hold it back. A full step is planned to fit its graph
+(`step_shapes`). Beside running streams, `max_itl_ms` bounds the prompt tokens of a step. And while a giant prompt is
+computed (one that a step cannot finish), prompts of at most a quarter of what it has left may go before it, in at most
+half of the step: so short ones wait for each other and not for the giant, and the giant gets at least half.
 
 The hybrid policy drains a queue of prompts faster than `max_itl_ms` alone would let it: while that is better by the
 measured step times, every other step is one of prompts alone, as large as the budget, and running streams wait for it.
@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from cb_backend.config import EngineConfig
 from cb_backend.engine.scheduler.slot_table import SlotTable
 from cb_backend.engine.scheduler.step_plan import StepPlan
 from cb_backend.engine.scheduler.step_time import Pace
+from cb_backend.engine.step_shapes import FullSteps
 
 SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
 _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
@@ -27,23 +29,27 @@ _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
 class PrefillPlanner:
     """Plans chunks of prompts whose requests have slots."""
 
-    def __init__(
-        self, table: SlotTable, is_chunking: bool, pace: Pace | None, budget: int, is_hybrid: bool = False
-    ) -> None:
-        """`budget`: most tokens in a step."""
+    def __init__(self, table: SlotTable, config: EngineConfig, pace: Pace | None) -> None:
         self._table = table
-        self._is_chunking = is_chunking
+        self._is_chunking = config.enable_chunked_prefill
         self._pace = pace
-        self._budget = budget
-        self._is_hybrid = is_hybrid
+        self._budget = config.max_num_batched_tokens
+        self._full_steps = FullSteps(config.max_num_seqs, self._budget)
+        self._is_hybrid = config.prefill_policy == "hybrid"
 
     def slots(self) -> list[int]:
         """Slots whose prompts are not complete, in order."""
         table, order = self._table, self._table.order
         return order[table.num_computed_tokens[order] < table.num_prefill_tokens[order]].tolist()
 
-    def keep_pace(self, plan: StepPlan, slots: list[int]) -> None:
-        """Lower the budget so that running streams get their tokens in time. `slots` as from `slots()`."""
+    def hold_back(self, plan: StepPlan, slots: list[int]) -> None:
+        """Lower the budget to what a full step's graph holds, and so that running streams get their tokens in time.
+
+        `slots` as from `slots()`. Prompts that may not be cut are held to the budget alone: one that fits it, but not
+        the graph, would wait for as long as there are streams.
+        """
+        if self._is_chunking:
+            plan.budget = min(plan.budget, self._full_steps.most_prompt_tokens(plan.num_decode_rows))
         if self._pace is None or plan.decode is None or not plan.num_decode_rows:
             return
         position = int(self._table.num_computed_tokens[slots[0]]) if slots else 0

@@ -64,9 +64,7 @@ class Scheduler:
             self._table, kv, self._in_flight, self._results, self._queue, self._counters, self._swap
         )
         self._pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms)
-        self._prefill = PrefillPlanner(
-            self._table, self._is_chunking, self._pace, self._budget, config.prefill_policy == "hybrid"
-        )
+        self._prefill = PrefillPlanner(self._table, config, self._pace)
         policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv, config)
         if is_static:
             policy = StaticAdmission(kv, num_slots)
@@ -253,7 +251,7 @@ class Scheduler:
         slots = [] if plan.num_rows == self.num_running else prefill.slots()
         if not slots and not can_admit:
             return
-        prefill.keep_pace(plan, slots)
+        prefill.hold_back(plan, slots)
         giant_left = prefill.giant_tokens_left(plan, slots)
         if giant_left:
             budget, share = plan.budget, prefill.share_of_short(plan.budget)
