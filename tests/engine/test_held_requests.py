@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -99,15 +98,18 @@ def test_cancel_and_timeout_while_compiling(folder: Path, compiler: GrammarCompi
     engine.scheduler.check_integrity()
 
 
-def test_a_refusal_while_waiting_and_at_once(folder: Path) -> None:
-    engine = engine_for(folder, "reference")
-    add(engine, 1, StructuredOutput(kind="regex", text="("))
-    while not (refused := engine.release_compiled()):
-        time.sleep(0.001)
-    assert refused[0][0] == 1
-    assert "unclosed group" in str(refused[0][1])
+def test_a_refusal_while_waiting_and_at_once(folder: Path, compiler: GrammarCompiler) -> None:
+    engine, slow, _ = held_engine(folder)
+    unclosed = StructuredOutput(kind="regex", text="(")
+    add(engine, 1, unclosed)
+    refused = compiler.compile(unclosed)
+    slow.pending[0].set_exception(refused.exception())
+    ((request_id, error),) = engine.release_compiled()
+    assert request_id == 1
+    assert "unclosed group" in str(error)
+    engine._held._compiler = compiler  # which has been asked before, and is done
     with pytest.raises(InvalidRequestError, match="unclosed group"):
-        add(engine, 2, StructuredOutput(kind="regex", text="("))
+        add(engine, 2, unclosed)
     assert not engine.has_unfinished()
 
 
