@@ -30,7 +30,8 @@ class RequestRecord:
     scheduled_s: float  # closed loop: when its stream was free to send it
     num_prompt_tokens: int  # as planned
     num_output_tokens_wanted: int
-    sent_s: float = 0.0
+    sent_s: float = 0.0  # when this client began to send it
+    written_s: float = 0.0  # when it had left this client: until then nothing but the client itself is waited for
     end_s: float = 0.0  # final response, error or cancellation
     # Arrays, not lists of pairs: a million chunks are 12 MB, and pickling them between processes is a copy.
     chunk_times: array[float] = field(default_factory=lambda: array("d"))  # arrival of each response with tokens
@@ -49,6 +50,7 @@ class RequestRecord:
             "process": self.process,
             "scheduled_s": round(self.scheduled_s, 6),
             "sent_s": round(self.sent_s, 6),
+            "written_s": round(self.written_s, 6),
             "end_s": round(self.end_s, 6),
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens_wanted": self.num_output_tokens_wanted,

@@ -101,6 +101,7 @@ async def exchange(
     try:
         call = open_stream(timeout=timeout_s)
         await call.write(request)
+        record.written_s = clock()
         await call.done_writing()
         if cancel_after_tokens == 0:
             call.cancel()

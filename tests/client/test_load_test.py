@@ -299,6 +299,7 @@ def test_open_loop_end_to_end(
     assert sorted(row["scheduled_s"] for row in history[:20]) == pytest.approx([i / 20 for i in range(1, 21)])
     assert all(row["sent_s"] >= row["scheduled_s"] for row in history)
     finished = [row for row in history if row["status"] == "ok"]
+    assert all(row["sent_s"] <= row["written_s"] <= row["end_s"] for row in finished)
     assert all([n for _, n in row["chunks"]] == [1, 1, 2] and row["finish_reason"] == "length" for row in finished)
     table = capsys.readouterr().out
     assert "TTFT p99 [ms]" in table

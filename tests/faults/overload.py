@@ -4,6 +4,9 @@
 
 The load is an open loop of client/load_test.py; what it wrote down for each request is judged here. Exit code 0: every
 accepted request ended well, refusals came within the limit (99 of 100 of them), back to normal in 10 s.
+
+Where clients and server share their cores, a client that has to wait for one measures itself. So there are several
+clients, each with a small part of the load, and beside the figure stands how late they were.
 """
 
 from __future__ import annotations
@@ -31,14 +34,19 @@ CAPACITY_S = 15.0
 NORMAL_FACTOR = 2.0  # of the latency before
 NORMAL_IN_A_ROW = 3
 NORMAL_LIMIT_S = 10.0
+NUM_CLIENTS = 4  # processes
 
 
-def run_load(server: RunningServer, folder: Path, name: str, *arguments: str) -> list[dict[str, Any]]:
-    """The history of a run of the load test. Raises `CalledProcessError` if it could not run."""
-    history = folder / f"{name}.jsonl"
+def run_load(
+    server: RunningServer, folder: Path, name: str, *arguments: str
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """History of a run of the load test, and how well its clients kept time. Raises `CalledProcessError`."""
+    history, result = folder / f"{name}.jsonl", folder / f"{name}.json"
     command = [sys.executable, str(checkout_path("client/load_test.py")), "--url", server.url, *LENGTHS]
-    subprocess.run([*command, "--history", str(history), *arguments], check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in history.read_text().splitlines()]
+    command += ["--processes", str(NUM_CLIENTS), "--history", str(history), "--json", str(result)]
+    subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL)
+    client = json.loads(result.read_text())["runs"][0]["client"]
+    return [json.loads(line) for line in history.read_text().splitlines()], client
 
 
 def probe_s(server: RunningServer) -> float:
@@ -67,7 +75,22 @@ def seconds_to_normal(server: RunningServer, normal_s: float) -> float:
     return first - begin
 
 
-def judge(history: list[dict[str, Any]], to_normal_s: float, refusal_limit_s: float) -> list[str]:
+def client_lines(history: list[dict[str, Any]], client: dict[str, float]) -> list[str]:
+    """How much of the refusals' times is the clients' own, as far as they can tell."""
+    own = [1000 * (r["written_s"] - r["sent_s"]) for r in history if r["status"] == "refused" and r["written_s"]]
+    if not own:
+        return []
+    p50, p99 = np.percentile(own, [50, 99])
+    return [
+        f"  of that the clients took {p50:.1f} ms (p50), {p99:.1f} ms (p99) before a request had left them",
+        f"  their event loops woke {client['loop_lag_p99_ms']:.1f} ms late (p99), several times a request; "
+        f"the machine was {client['machine_cpu_share']:.0%} busy",
+    ]
+
+
+def judge(
+    history: list[dict[str, Any]], client: dict[str, float], to_normal_s: float, refusal_limit_s: float
+) -> list[str]:
     """Lines to print; those that tell of a failure begin with '!'."""
     statuses = Counter(record["status"] for record in history)
     refused = np.array([r["end_s"] - r["sent_s"] for r in history if r["status"] == "refused"])
@@ -79,6 +102,7 @@ def judge(history: list[dict[str, Any]], to_normal_s: float, refusal_limit_s: fl
     if len(refused):
         p50, p99 = np.percentile(refused, [50, 99])
         lines.append(f"  refusals took {1000 * p50:.1f} ms (p50), {1000 * p99:.1f} ms (p99)")
+        lines += client_lines(history, client)
         if p99 > refusal_limit_s:
             lines.append(f"! refusals took longer than {1000 * refusal_limit_s:.0f} ms")
     else:
@@ -104,12 +128,13 @@ def main(arguments: list[str] | None = None) -> int:
         (folder / "server").mkdir()
         with running_server(checkpoint, folder / "server", **sizes) as server:  # type: ignore[arg-type]
             normal_s = float(np.median([probe_s(server) for _ in range(10)]))
-            closed = run_load(server, folder, "capacity", "--concurrency", str(NUM_SEQS), "--duration", str(CAPACITY_S))
+            saturating = ("--concurrency", str(NUM_SEQS), "--duration", str(CAPACITY_S))
+            closed, _ = run_load(server, folder, "capacity", *saturating)
             capacity = sum(r["status"] == "ok" for r in closed) / max(r["end_s"] for r in closed)
             print(f"capacity {capacity:.1f} requests/s; one alone takes {normal_s:.2f} s", flush=True)
             rate, seconds = f"{options.factor * capacity:.1f}", str(options.minutes * 60)
-            history = run_load(server, folder, "overload", "--rate", rate, "--duration", seconds)
-            lines = judge(history, seconds_to_normal(server, normal_s), options.refusal_limit_ms / 1000)
+            history, client = run_load(server, folder, "overload", "--rate", rate, "--duration", seconds)
+            lines = judge(history, client, seconds_to_normal(server, normal_s), options.refusal_limit_ms / 1000)
             server.wait_idle()
     print("\n".join(lines))
     is_clean = not any(line.startswith("!") for line in lines)
