@@ -88,7 +88,7 @@ def targets(is_quick: bool) -> list[Target]:
         found += [
             Target(
                 op="prefill_attention",
-                when={"block_d": head_dim, "is_small": is_small},
+                when={"block_d": head_dim, "is_small": is_small, "q_bytes": 2},
                 cases=tuple((models[-1], *sizes, 16) for sizes in prefill[is_small]),
                 compiled=tiles,
                 planned={},

@@ -214,7 +214,9 @@ def prefill_attention(
         return out
     # Few programs leave each a multiprocessor to itself: larger tiles of keys, not a second program, keep it busy.
     is_small = (num_tokens * group // 128 + slots.shape[0]) * num_kv_heads < 3 * num_multiprocessors(q.device)
-    parameters = launch_parameters("prefill_attention", q.device, block_d=block_d, is_small=int(is_small))
+    parameters = launch_parameters(
+        "prefill_attention", q.device, block_d=block_d, is_small=int(is_small), q_bytes=q.element_size()
+    )
     block_m, block_n = max(parameters["block_m"], next_power_of_2(group)), parameters["block_n"]
     queries = block_m // group
     num_tiles = num_tokens // queries + slots.shape[0] + 1

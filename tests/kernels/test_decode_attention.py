@@ -34,6 +34,7 @@ GPU_CASES = [
     Shapes(num_heads=28, num_kv_heads=4, head_dim=128, block_size=32, seq_lens=(900,), window=300, dtype=FP16),
     Shapes(num_heads=32, num_kv_heads=32, head_dim=80, block_size=16, seq_lens=(333, 4000), dtype=BF16),
     Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(1025, 12), dtype=BF16),
+    Shapes(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(513, 7)),
     Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(1025, 12), dtype=BF16, **FP8_SCALES),
     Shapes(
         num_heads=32, num_kv_heads=8, head_dim=64, block_size=16, seq_lens=(512, 513) * 30, dtype=BF16, **FP8_SCALES
@@ -144,7 +145,7 @@ def test_twin(shapes: Shapes, padded_tokens: int, monkeypatch: pytest.MonkeyPatc
 def test_plan_covers_every_token_once(
     seq_lens: tuple[int, ...], window: int, block_size: int, device: torch.device
 ) -> None:
-    kv_cache = torch.empty(1, 2, 2, block_size, 128, device=device)
+    kv_cache = torch.empty(1, 2, 2, block_size, 128, dtype=BF16, device=device)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     plan = plan_decode(lengths, kv_cache, window).tolist()
     num_items = plan[0]
@@ -166,7 +167,7 @@ def test_plan_begins_with_the_longest_rows(device: torch.device) -> None:
     """The last programs to start are short ones, so that no long row keeps a card waiting at the end."""
     torch.manual_seed(0)
     lengths = torch.randint(0, 3000, (100,), dtype=torch.int32)
-    plan = plan_decode(lengths.to(device), torch.empty(1, 2, 2, 16, 128, device=device)).tolist()
+    plan = plan_decode(lengths.to(device), torch.empty(1, 2, 2, 16, 128, dtype=BF16, device=device)).tolist()
     rows = [plan[PLAN_HEADER + item * PLAN_ITEM] for item in range(plan[0])]
     in_order = [int(lengths[row]) for row in rows]
     assert in_order == sorted(in_order, reverse=True)

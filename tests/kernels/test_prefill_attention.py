@@ -46,6 +46,8 @@ GPU_CASES = [
          dtype=FP16)),
     Case((129, 128), Shapes(num_heads=8, num_kv_heads=8, head_dim=80, block_size=32, seq_lens=(129, 400), dtype=BF16)),
     Case((200,), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333,), dtype=BF16)),
+    Case((130, 7), Shapes(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(200, 7))),
+    Case((130,), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(200,))),
     Case((200, 64), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333, 64), dtype=BF16,
          **FP8_SCALES)),
     Case((700, 1, 130), Shapes(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(700, 900, 1300),
