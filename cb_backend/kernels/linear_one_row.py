@@ -23,6 +23,20 @@ def prefetch(pointers, num_bytes, IS_PREFETCHING: tl.constexpr):
 
 
 @jit()
+def prefetch_once(pointers, num_bytes, COUNT: tl.constexpr, IS_PREFETCHING: tl.constexpr):
+    """`prefetch` at COUNT pointers, no more than a program has threads, by the first thread that holds each.
+
+    The other threads hold the same pointers again and would ask as well: of 4 pointers and 256 threads 64 times.
+    """
+    if IS_PREFETCHING:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .u32 thread; mov.u32 thread, %tid.x; setp.lt.u32 p, thread, $3; "
+            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r,r",
+            [pointers.to(tl.uint64), num_bytes, COUNT], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit()
 def gated(gate, up, dtype: tl.constexpr):
     """silu(gate) * up of fp32 sums, rounded where separate kernels would round."""
     gate = gate.to(dtype).to(tl.float32)
@@ -42,7 +56,7 @@ def _one_row_kernel(
     IS_GATED: tl.constexpr,  # two weights, out_size rows each: gate, then up
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     IS_DEPENDENT: tl.constexpr,
-    PREFETCH: tl.constexpr,  # elements of each weight row brought to L2 while waiting
+    PREFETCH: tl.constexpr,  # elements of each weight row, after the first tile, brought to L2 while waiting
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -58,9 +72,8 @@ def _one_row_kernel(
     if IS_GATED:
         up = _tile(weight_tile_ptr + up_shift, k, in_size, IS_EVEN)
     if IS_DEPENDENT:
-        num_bytes = tl.minimum(PREFETCH, in_size) * 2
-        prefetch(weight_row_ptr, num_bytes, PREFETCH > 0)
-        prefetch(weight_row_ptr + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
+        prefetch_once(weight_row_ptr + BLOCK_K, PREFETCH * 2, BLOCK_N, PREFETCH > 0)
+        prefetch_once(weight_row_ptr + up_shift + BLOCK_K, PREFETCH * 2, BLOCK_N, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -108,9 +121,10 @@ def launch_one_row(
     in_size, out_size = x.shape[1], out.shape[1]
     block_n, block_k = parameters["block_n"], parameters["block_k"]
     # Prefetches are of whole 16 bytes, which rows of an odd size do not begin at.
+    prefetched = min(parameters.get("prefetch", 0), max(in_size - block_k, 0)) if in_size % 8 == 0 else 0
     _one_row_kernel[(-(-out_size // block_n),)](
         x, weight, bias, out, out_size, in_size,
         HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0,
-        IS_DEPENDENT=can_overlap(x.device), PREFETCH=parameters.get("prefetch", 0) if in_size % 8 == 0 else 0,
+        IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=parameters["num_warps"], **dependent_options(x.device),
     )  # fmt: skip

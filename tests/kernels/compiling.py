@@ -40,7 +40,7 @@ POINTERS = {
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 # Ops that do not name their module.
 MODULES = {
-    "linear_silu_mul": "linear", "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
+    "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
     "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask", "join_slots": "slot_state",
     "apply_deltas": "slot_state", "prepare_rows": "step_rows", "commit_tokens": "step_rows",
     "mask_stop_ids": "step_rows",
@@ -192,16 +192,11 @@ def _apply_token_bitmask(module: Any, vocab_size: int) -> None:
     module.apply_token_bitmask(torch.zeros(2, vocab_size), bitmask, torch.zeros(2, dtype=torch.int64))
 
 
-def _linear(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
-    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, out_size))
-    with overriding("linear", parameters):
-        module.linear(x, weight)
-
-
-def _linear_silu_mul(module: Any, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
-    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, 2 * out_size))
-    with overriding("linear_silu_mul", parameters):
-        module.linear_silu_mul(x, weight)
+def _linear(module: Any, op: str, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
+    weight_rows = out_size * (2 if op == "linear_silu_mul" else 1)
+    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, weight_rows))
+    with overriding(op, parameters):
+        getattr(module, op)(x, weight)
 
 
 def _linear_fp8(module: Any, op: str, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
@@ -259,7 +254,6 @@ LAUNCHES = {
     "apply_marks": _apply_marks,
     "apply_token_bitmask": _apply_token_bitmask,
     "linear": _linear,
-    "linear_silu_mul": _linear_silu_mul,
     "linear_fp8": _linear_fp8,
     "add_rms_norm_fp8": _add_rms_norm_fp8,
     "quantize_rows": _quantize_rows,
@@ -272,29 +266,29 @@ LAUNCHES = {
 
 
 def compile_case(case: dict[str, Any]) -> dict[str, Any]:
-    """What the compiler made of one case: its resources, and signs of what was meant in the intermediate code."""
+    """What the compiler made of one case: resources, buffers of each multi-buffered tile, signs of what was meant."""
     recorder = record(case["op"], case["kernel"], case["call"], case["arch"])
     source, options = recorder.source(case.get("overrides", {}))
     options.update(case.get("options", {}))
     compiled = triton.compile(source, target=GPUTarget("cuda", case["arch"], 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
+        Path(file.name).write_bytes(compiled.asm["cubin"])
         usage = subprocess.run(
             [str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    before_wait, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
-    stages = [int(size) for size in re.findall(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x", compiled.asm["ttgir"])]
+    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    before_wait, wait, _ = ptx.partition("griddepcontrol.wait")
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir))
     return {
         "registers": int(numbers["REG"]),
         "stack_bytes": int(numbers["STACK"]) + int(numbers["LOCAL"]),
         "shared_bytes": compiled.metadata.shared,
-        "num_buffers": stages,  # leading dimension of each multi-buffered tile
-        "has_wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
-        "has_tensor_core": "mma.sync" in compiled.asm["ptx"] or "wgmma" in compiled.asm["ptx"]
-        or "tcgen05.mma" in compiled.asm["ptx"],
-        "has_async_copy": "cp.async" in compiled.asm["ptx"],
+        "num_buffers": [int(size) for size in re.findall(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x", ttgir)],
+        "prefetch_layouts": [layouts[name] for name in re.findall(r"prefetch\.L2.*?xi64, (#\w+)>", ttgir)],
+        "has_wgmma": "wgmma.mma_async" in ptx,
+        "has_tensor_core": any(sign in ptx for sign in ("mma.sync", "wgmma", "tcgen05.mma")),
+        "has_async_copy": "cp.async" in ptx,
         "waits": bool(wait),
         "loads_before_wait": len(re.findall(r"ld\.global|cp\.async\.c", before_wait)) if wait else 0,
         "stores_before_wait": len(re.findall(r"st\.global|atom\.|red\.global", before_wait)) if wait else 0,

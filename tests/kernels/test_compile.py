@@ -42,8 +42,9 @@ def prefill(arch: int, head_dim: int, **given: Any) -> dict[str, Any]:
 
 def product(op: str, kernel: str, num_rows: int, **parameters: int) -> dict[str, Any]:
     """gate_up or down of an 8192-wide MLP."""
-    call = {"parameters": {"num_warps": 4, **parameters}, "num_rows": num_rows, "out_size": 8192, "in_size": 2048}
-    return case(op, kernel, 90, call)
+    parameters = {"num_warps": 4, **parameters}
+    call = {"op": op, "parameters": parameters, "num_rows": num_rows, "out_size": 8192, "in_size": 2048}
+    return case("linear", kernel, 90, call)
 
 
 def tiled(num_rows: int, op: str = "linear", **parameters: int) -> dict[str, Any]:
@@ -107,6 +108,8 @@ CASES = {
     "quantize_rows": case("quantize_rows", "_quantize_kernel", 90, {"size": 14336}),
     "one row": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512),
     "one row, gated": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024, prefetch=256),
+    "one row, one tile": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=2, block_k=2048,
+                                 prefetch=256),
 }  # fmt: skip
 
 # Exact arithmetic for comparisons, in which registers are spilled; it has to run, on any GPU.
@@ -203,6 +206,14 @@ def test_products_of_fp8_are_multi_buffered(compiled: dict[str, dict[str, Any]])
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear") and "sm_100" not in name])
 def test_products_use_warp_group_products_on_hopper(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[name]["has_wgmma"]
+
+
+def test_one_row_prefetches_what_its_first_tile_does_not_load(compiled: dict[str, dict[str, Any]]) -> None:
+    """Of both weights; nothing where the first tile is all. The first threads must hold a row each: they alone ask."""
+    layouts = compiled["one row, gated"]["prefetch_layouts"]
+    assert len(layouts) == 2
+    assert all(layout.startswith("sizePerThread = [1], threadsPerWarp = [32],") for layout in layouts)
+    assert compiled["one row, one tile"]["prefetch_layouts"] == []
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("decode", "prefill"))])
