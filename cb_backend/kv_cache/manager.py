@@ -100,14 +100,13 @@ class KVCacheManager:
 
     def num_findable_blocks(self, request: Request) -> int:
         """About how many blocks `get_computed_blocks` would find, in a few look-ups: digests only, by bisection."""
+        if not request.may_read_cache:
+            return 0
         low, high = 0, (len(request.token_ids) - 1) // self.block_size
-        if high and not request.block_hashes:
-            self._digest_until(request, high)
-        hashes = request.block_hashes
-        high = min(high, len(hashes))
+        self._digest_until(request, high)
         while low < high:
             middle = (low + high) // 2
-            if self.pool.has_digest(hashes[middle]):
+            if self.pool.has_digest(request.block_hashes[middle]):
                 low = middle + 1
             else:
                 high = middle

@@ -64,21 +64,61 @@ def test_nobody_passes_the_more_urgent_or_another_tenants_turn(other: Scheduling
     assert joined(engine)[1] == 1 or other.tenant
 
 
+def make_request(number: int, tokens: list[int], params: SamplingParams | None = None) -> Request:
+    return Request(number, np.array(tokens, np.int32), len(tokens), params or SamplingParams(), (), 200)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_findable_blocks_are_those_that_are_found(seed: int) -> None:
     rng = random.Random(seed)
     kv = KVCacheManager(40, 4)
-    requests = []
-    for number in range(12):
-        tokens = np.array([*SHARED[: rng.randint(0, 40)], *(rng.randint(0, 3) for _ in range(9))], np.int32)
-        request = Request(number, tokens, len(tokens), SamplingParams(), (), 200)
+    waiting: list[Request] = []
+    running: list[Request] = []
+    for number in range(20):
+        tokens = [*SHARED[: rng.randint(0, 40)], *(rng.randint(0, 3) for _ in range(rng.randint(1, 9)))]
+        params = SamplingParams(prompt_logprobs=0 if rng.random() < 0.2 else None)
+        waiting.append(make_request(number, tokens, params))
+        if rng.random() < 0.5:
+            kv.get_computed_blocks(waiting[-1])  # it was tried while nobody waited beside it
+        for request in rng.sample(waiting, rng.randint(0, len(waiting))):
+            assert kv.num_findable_blocks(request) == len(kv.get_computed_blocks(request)[0])
+        if rng.random() < 0.4:
+            continue
+        request = waiting.pop(rng.randrange(len(waiting)))  # never empty: one comes a turn, and one leaves at most
         found = kv.get_computed_blocks(request)[0]
-        assert kv.num_findable_blocks(request) == len(found)
-        if kv.allocate_slots(request, len(tokens), found) is not None:
-            kv.cache_full_blocks(request, tokens, len(tokens))
-            requests.append(request)
-        if rng.random() < 0.5 and requests:
-            kv.free(requests.pop(rng.randrange(len(requests))))
+        if kv.allocate_slots(request, len(request.token_ids), found) is not None:
+            kv.cache_full_blocks(request, request.token_ids, len(request.token_ids))
+            running.append(request)
+        if rng.random() < 0.5 and running:
+            kv.free(running.pop(rng.randrange(len(running))))
+
+
+@pytest.mark.parametrize("length", [1, 36, 37, 38, 39, 40])
+def test_the_last_token_is_not_findable_as_it_is_computed_in_any_case(length: int) -> None:
+    kv = KVCacheManager(40, 4)
+    first = make_request(1, SHARED)
+    assert kv.allocate_slots(first, 40) is not None
+    kv.cache_full_blocks(first, first.token_ids, 40)
+    request = make_request(2, SHARED[:length])
+    assert kv.num_findable_blocks(request) == (length - 1) // 4 == len(kv.get_computed_blocks(request)[0])
+
+
+def test_who_finds_nothing_because_it_may_not_passes_nobody() -> None:
+    engine = warm_engine()
+    engine.add(1, 20, max_tokens=1)
+    engine.add(2, [*SHARED, 5], max_tokens=1, prompt_logprobs=0)
+    engine.run()
+    assert joined(engine)[1:] == [1, 2]
+
+
+def test_what_a_request_generates_is_found_though_its_hits_were_counted_while_it_waited() -> None:
+    engine = warm_engine()
+    engine.add(1, [*SHARED, 1, 2, 3], max_tokens=10)
+    engine.add(2, 20, max_tokens=1)
+    engine.run()
+    again = engine.add(3, [*SHARED, 1, 2, 3, *engine.tokens[1], 9], max_tokens=1)
+    engine.run()
+    assert again.num_cached_tokens == 52, "all but the last of its tokens, in blocks of four"
 
 
 # ---- reset --------------------------------------------------------------------------------------------------------
