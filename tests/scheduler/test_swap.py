@@ -5,9 +5,12 @@ P1 no swap room aborts the engine · P3 new prefills always win, swapped ones ne
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS
+from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS, SwapSpace
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.request import FinishReason, Request, RequestStatus
 from cb_backend.sampling_params import SamplingParams
@@ -65,6 +68,39 @@ def test_short_requests_are_cheaper_to_compute_again() -> None:
     assert FIXED_COST_TOKENS > 8 + 20
     assert [request.num_preemptions for request in requests] == [0, 1]
     assert swaps(engine) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_host_blocks", "is_moved"),
+    [
+        # Moving n tokens costs as much as computing FIXED_COST_TOKENS + n / 5.
+        (FIXED_COST_TOKENS * 5 // 4, 100, False),
+        (FIXED_COST_TOKENS * 5 // 4 + 1, 100, True),
+        (100, 25, True),
+        (100, 24, False),
+    ],
+)
+def test_a_victim_is_moved_where_that_is_cheaper_and_there_is_just_room(
+    num_tokens: int, num_host_blocks: int, is_moved: bool
+) -> None:
+    engine = FakeEngine(num_host_blocks=num_host_blocks, max_num_seqs=1)
+    victim = engine.add(1, num_tokens, scheduling=SchedulingParams(priority=1))
+    engine.step()
+    engine.add(2, 4, max_tokens=1)
+    engine.run()
+    assert (victim.num_preemptions, victim.num_swaps) == (1, is_moved)
+    assert engine.tokens[1] == list(range(10, 18))
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_prompt_that_is_not_complete_is_computed_again(run_ahead: int) -> None:
+    engine = hash_engine(run_ahead, max_num_batched_tokens=64, enable_prefix_caching=False)
+    victim = engine.add(1, 200, max_tokens=4, scheduling=SchedulingParams(priority=1))
+    engine.step()
+    engine.add(2, 4, max_tokens=1)
+    engine.run()
+    assert (victim.num_preemptions, victim.num_swaps) == (1, 0)
+    assert engine.tokens == {1: lone_output([1] * 200, 4), 2: lone_output([2] * 4, 1)}
 
 
 def test_p3_swapped_requests_return_before_newcomers() -> None:
@@ -125,13 +161,19 @@ def test_what_a_failed_step_was_to_copy_is_computed_again() -> None:
     assert engine.tokens[2] == list(range(10, 50))
 
 
+def hash_engine(run_ahead: int, **arguments: Any) -> FakeEngine:
+    """One slot, 100 blocks of 4 and as many in host memory; a token depends on what is in all blocks before it."""
+    engine = FakeEngine(num_host_blocks=100, run_ahead=run_ahead, max_num_seqs=1, **arguments)
+    engine.runner = HashRunner(HashModel(vocab_size=1000), 101, 4, is_delayed=True, num_host_blocks=100)
+    return engine
+
+
 def brought_in_while_its_copy_is_in_flight(run_ahead: int = 1) -> tuple[FakeEngine, Request]:
     """Request 1 has left its slot to request 2 in a step, and has it again in the next; both steps are in flight.
 
-    The runner's tokens depend on what is in the blocks, and it does nothing before a result is asked for.
+    The runner does nothing before a result is asked for.
     """
-    engine = FakeEngine(num_host_blocks=100, run_ahead=run_ahead, max_num_seqs=1)
-    engine.runner = HashRunner(HashModel(vocab_size=1000), 101, 4, is_delayed=True, num_host_blocks=100)
+    engine = hash_engine(run_ahead)
     first = engine.add(1, 100, max_tokens=20)
     for _ in range(4):
         engine.step()
@@ -203,12 +245,47 @@ def test_who_has_ended_meanwhile_does_not_come_back_when_its_copy_fails() -> Non
     engine.run()
 
 
-def test_copies_planned_before_a_cancel_are_not_made() -> None:
-    engine, second = growing_pair(num_host_blocks=100)
-    while second.num_preemptions == 0:
+def test_who_is_computed_again_before_its_copy_fails_is_not_once_more() -> None:
+    engine, first = brought_in_while_its_copy_is_in_flight(run_ahead=4)
+    engine.add(3, 5, scheduling=SchedulingParams(priority=-1))
+    engine.launch()  # in its slot again, before anything it has computed is known
+    engine.scheduler.cancel(3)
+    again = engine.launch()
+    assert again is not None
+    assert (again.swap_in, again.num_computed_tokens.tolist()) == ((), [0])
+    assert fail_oldest(engine) == []
+    assert (first.status, first.num_preemptions) == (RequestStatus.RUNNING, 2)
+    engine.run()
+    assert engine.tokens[1] == lone_output([1] * 100, 20)
+
+
+@pytest.mark.parametrize("is_back_before", [False, True])
+@pytest.mark.parametrize(("last_back", "distrusted"), [(6, [1]), (7, [])])
+def test_who_runs_on_a_copy_is_remembered_until_the_copy_has_come_back(
+    last_back: int, distrusted: list[int], is_back_before: bool
+) -> None:
+    space = SwapSpace(num_blocks=50, block_size=4)
+    request = Request(1, np.ones(101, np.int32), 100, SamplingParams(), (), 200, block_table=list(range(1, 27)))
+    assert space.put_out(request, request.block_table, 100)
+    assert len(space.launch(7)) == 25
+    if is_back_before:
+        space.came_back(last_back)
+    space.bring_in(request, 0)
+    if not is_back_before:
+        space.came_back(last_back)
+    assert space.distrust(7) == distrusted
+
+
+@pytest.mark.parametrize("event", ["cancel", "reset"])
+def test_copies_that_no_plan_has_taken_are_not_made_for_who_needs_them_no_more(event: str) -> None:
+    engine, second = growing_pair(num_host_blocks=100, run_ahead=2)
+    while not second.num_swaps:
         engine.step()
-    slot_like = engine.scheduler._swap
-    assert slot_like._outgoing == [], "the plan that preempted has taken them"
-    assert slot_like.put_out(Request(9, second.token_ids, 4, second.params, (), 200), list(range(1, 51)), 200)
-    slot_like.forget(Request(9, second.token_ids, 4, second.params, (), 200))
-    assert slot_like.launch(99) == ()
+    assert engine.launch() is None, "the victim's blocks are still written"
+    if event == "cancel":
+        engine.scheduler.cancel(2)
+    else:
+        engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert swaps(engine) == ([], [])
+    assert engine.tokens[1] == list(range(10, 50))
