@@ -134,6 +134,7 @@ class _FakeRunner:
         is_sampling, num_decode_rows = plan.is_sampling.tolist(), plan.num_decode_rows
         assert scheduled[:num_decode_rows] == [1] * num_decode_rows, "a decode row computes one token"
         assert all(is_sampling[:num_decode_rows]), "a decode row must sample"
+        assert all(scheduled), "a row computes at least one token"
         return list(zip(map(self.slots.__getitem__, slots), computed, scheduled, is_sampling, strict=True))
 
     def _written_blocks(self, work: list[tuple[_Slot, int, int, bool]]) -> set[int]:
