@@ -11,6 +11,8 @@ _WORLDS = ("tests/mutation/check_worlds.py",)
 _SCHEDULING = tuple(
     f"tests/scheduler/test_{name}.py"
     for name in (
+        "admission",
+        "victims",
         "scheduler",
         "scheduler_cases",
         "priorities",
@@ -36,7 +38,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             *_SCHEDULING,
         ),
     ),
-    "admission": (f"{_SCHEDULER}.admission", ("tests/scheduler/test_admission.py", *_SCHEDULING, _REUSE, *_WORLDS)),
+    "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, _REUSE, *_WORLDS)),
     "request_queue": (
         f"{_SCHEDULER}.request_queue",
         (
