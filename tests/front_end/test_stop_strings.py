@@ -16,6 +16,7 @@ def run(pieces: list[str], stops: list[str], *, include: bool = False, num_passe
     matcher = StopStringMatcher(stops, include)
     sent = []
     for number, piece in enumerate(pieces):
+        assert matcher.matched is None, "though one may have been passed over"
         text, is_stopped = matcher.push(piece, number >= num_passed)
         sent.append(text)
         if is_stopped:

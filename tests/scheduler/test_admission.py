@@ -57,6 +57,19 @@ def test_a_newcomer_that_fits_is_seen_though_the_queue_was_stuck() -> None:
     assert joined(engine) == [1, 3]
 
 
+def test_who_waits_no_longer_does_not_hold_up_those_behind() -> None:
+    engine = FakeEngine(num_blocks=20, enable_prefix_caching=False)
+    engine.add(1, 61, max_tokens=30)  # leaves four blocks, one of them to grow into
+    engine.step()
+    engine.add(2, 60, max_tokens=1)
+    engine.add(3, 15, max_tokens=1)  # short beside 2, and needs four
+    engine.add(4, 5, max_tokens=1)  # not short beside 3
+    for _ in range(2):
+        assert start_of(engine.step()) == []
+    engine.scheduler.cancel(3)
+    assert start_of(engine.step()) == [4]
+
+
 def test_who_leaves_makes_way_though_no_more_blocks_are_free() -> None:
     # One block is kept free for every running request: with one request less, the same free blocks are enough.
     engine = FakeEngine(num_blocks=20, enable_prefix_caching=False)
@@ -115,6 +128,28 @@ def test_a_hit_is_worth_passing_for_from_as_many_blocks_on_as_one_is_waited_for(
         engine.add(2, [*prefix, 1], max_tokens=1)
         engine.run()
         assert joined(engine) == [0, *expected]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(100, [3]), (101, [2])])
+def test_beside_a_giant_the_longest_hit_goes_first_if_it_is_short(num_tokens: int, expected: list[int]) -> None:
+    engine = FakeEngine(num_blocks=400, max_num_batched_tokens=32)
+    engine.add(0, [*PREFIX[:40], 1], max_tokens=1)
+    engine.run()
+    engine.add(1, 432, max_tokens=1)
+    engine.step()  # 400 are left
+    engine.add(2, 30, max_tokens=1)
+    engine.add(3, [*PREFIX[:40], *range(num_tokens - 40)], max_tokens=1)
+    assert start_of(engine.step()) == expected
+
+
+def test_exactly_a_quarter_of_a_giant_waits_for_a_prefix_that_the_giant_computes() -> None:
+    engine = FakeEngine(num_blocks=400, max_num_batched_tokens=32)
+    engine.add(1, PREFIX[:432], max_tokens=1)
+    engine.step()  # 400 are left
+    engine.add(2, [*PREFIX[:96], 1, 2, 3, 4], max_tokens=1)
+    assert start_of(engine.step()) == []
+    engine.run()
+    assert engine.runner.num_computed[2] == 4
 
 
 def test_others_start_beside_the_longest_hit_in_the_same_step() -> None:

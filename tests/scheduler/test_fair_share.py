@@ -77,6 +77,19 @@ def test_nobody_saves_up_idle_time() -> None:
     assert 8 <= sum(number >= 100 for number in after) <= 12
 
 
+def test_who_comes_does_not_pay_less_than_others_for_what_still_runs() -> None:
+    engine = FakeEngine(num_blocks=400, max_num_seqs=5, enable_prefix_caching=False)
+    for number in range(4):  # long ones: charged for their prompts, and none of them has ended
+        engine.add(number, 40, max_tokens=200, scheduling=of("busy"))
+    engine.step()
+    for number in range(10):
+        engine.add(100 + number, 40, max_tokens=1, scheduling=of("busy"))
+        engine.add(200 + number, 40, max_tokens=1, scheduling=of("late"))
+    while len(joined(engine)) < 4 + 8:
+        engine.step()
+    assert 3 <= sum(number >= 200 for number in joined(engine)[4 : 4 + 8]) <= 5, "turn by turn"
+
+
 def test_nobody_washes_a_debt_away_by_leaving_for_a_moment() -> None:
     engine = FakeEngine(num_blocks=400, max_num_seqs=2)
     for number in range(10):
@@ -149,8 +162,8 @@ def test_the_number_of_accounts_is_bounded() -> None:
 
 
 def test_as_many_debts_as_documented_are_remembered_and_then_the_greater_half() -> None:
-    share = FairShare()
-    tenants = [f"t{number}" for number in range(MAX_REMEMBERED + 1)]
+    share, num_documented = FairShare(), 1024
+    tenants = [f"t{number}" for number in range(num_documented + 1)]
 
     def in_debt() -> list[str]:
         return [tenant for tenant in tenants if share.num_served(tenant) > share.virtual_time]
@@ -162,9 +175,9 @@ def test_as_many_debts_as_documented_are_remembered_and_then_the_greater_half() 
         num_tokens = 1_000_000 + number
         share.start(request, num_tokens)
         share.end(request, num_tokens, has_started=True)
-        if number == MAX_REMEMBERED - 1:
+        if number == num_documented - 1:
             assert in_debt() == tenants[:-1]
-    assert in_debt() == tenants[MAX_REMEMBERED // 2 :]
+    assert in_debt() == tenants[num_documented // 2 :]
 
 
 def slow_fair_order(waiting: list[Request], most: int, share: FairShare) -> list[Request]:

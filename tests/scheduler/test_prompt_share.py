@@ -69,6 +69,18 @@ def test_short_prompts_get_half_of_a_step_and_the_giant_the_other_half() -> None
     assert len(engine.reasons) >= 7, "ten steps of half a budget are eight prompts of 40 tokens"
 
 
+@pytest.mark.parametrize(("num_first", "expected"), [(31, {2: 31, 3: 1, 1: 32}), (32, {2: 32, 1: 32})])
+def test_short_prompts_get_their_half_to_the_last_token_and_none_starts_with_nothing(
+    num_first: int, expected: dict[int, int]
+) -> None:
+    engine = FakeEngine(num_blocks=2000, max_model_len=5000, max_num_batched_tokens=64, enable_prefix_caching=False)
+    engine.add(1, 4000, max_tokens=2)
+    engine.step()
+    engine.add(2, num_first, max_tokens=1)
+    engine.add(3, 40, max_tokens=1)
+    assert tokens_of(engine.launch(), engine) == expected
+
+
 def test_a_short_prompt_passes_a_second_giant_in_the_queue_but_only_so_often() -> None:
     engine = FakeEngine(num_blocks=4000, max_model_len=9000, max_num_batched_tokens=64, enable_prefix_caching=False)
     engine.add(1, 8000, max_tokens=2)

@@ -30,8 +30,15 @@ def test_the_queue_says_how_many_it_takes() -> None:
     assert FakeEngine(max_num_seqs=2, max_queue_size=TOLD_BELOW).scheduler.queue_room == QueueRoom(None)
 
 
-def test_no_room_for_a_single_token_is_no_room() -> None:
-    engine = FakeEngine(num_blocks=100, max_num_seqs=1, max_queue_size=9, max_queue_tokens=20)
+@pytest.mark.parametrize(("num_requests", "told"), [(TOLD_BELOW - 1, TOLD_BELOW - 1), (TOLD_BELOW, None)])
+def test_how_many_it_takes_is_told_as_long_as_they_are_few(num_requests: int, told: int | None) -> None:
+    engine = FakeEngine(max_num_seqs=2, max_queue_size=num_requests - 2)
+    assert engine.scheduler.queue_room.num_requests == told
+
+
+@pytest.mark.parametrize("max_queue_size", [9, 1000])
+def test_no_room_for_a_single_token_is_no_room(max_queue_size: int) -> None:
+    engine = FakeEngine(num_blocks=100, max_num_seqs=1, max_queue_size=max_queue_size, max_queue_tokens=20)
     engine.add(0, 4)
     engine.step()
     engine.add(1, 20)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
+from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.errors import InvalidRequestError, UnavailableError
+from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import ModelRunnerOutput, SchedulerOutput
-from cb_backend.request import FinishReason
+from cb_backend.request import FinishReason, Request, RequestStatus
+from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
@@ -76,12 +80,15 @@ def test_without_chunking_a_prompt_beyond_the_budget_runs_alone_and_decodes_take
     assert [len(engine.tokens[request_id]) for request_id in (1, 2, 3)] == [9, 1, 1]
 
 
-def test_without_chunking_a_prompt_that_just_fits_beside_the_decodes_holds_nobody_up() -> None:
+@pytest.mark.parametrize(("num_tokens", "expected"), [(7, [[1, 7], [1]]), (8, [[8], [1]])])
+def test_without_chunking_a_prompt_holds_up_the_decodes_if_it_does_not_just_fit_beside_them(
+    num_tokens: int, expected: list[list[int]]
+) -> None:
     engine = FakeEngine(max_num_batched_tokens=8, enable_chunked_prefill=False)
     engine.add(1, 3, max_tokens=9)
     engine.step()
-    engine.add(2, 7, max_tokens=1)
-    assert scheduled(engine.step()) == [1, 7]
+    engine.add(2, num_tokens, max_tokens=1)
+    assert [scheduled(engine.step()) for _ in range(2)] == expected
 
 
 def test_a_stop_id_ends_the_request_and_is_part_of_the_output() -> None:
@@ -116,6 +123,25 @@ def test_running_ahead_never_passes_a_length_limit(run_ahead: int) -> None:
     engine.add(1, 5, max_tokens=3)
     engine.run()
     assert engine.runner.num_computed[1] == 5 + 2
+
+
+@pytest.mark.parametrize(("run_ahead", "num_steps"), [(0, 1), (2, 3), (None, 1 + MAX_RUN_AHEAD)])
+def test_no_more_steps_are_launched_than_the_engine_may_run_ahead(run_ahead: int | None, num_steps: int) -> None:
+    config = EngineConfig(model="fake", block_size=4, run_ahead=run_ahead)
+    scheduler = Scheduler(config, KVCacheManager(101, 4), 1000)
+    scheduler.add_request(Request(1, np.ones(5, np.int32), 5, SamplingParams(), (), 100))
+    assert [scheduler.schedule() is not None for _ in range(num_steps + 1)] == [True] * num_steps + [False]
+    assert scheduler.stats().num_host_blocks == 0
+
+
+def test_a_request_that_was_cancelled_waits_like_any_other_when_it_is_sent_again() -> None:
+    engine = FakeEngine()
+    request = engine.add(1, 5)
+    engine.scheduler.cancel(1)
+    engine.scheduler.add_request(request)
+    assert request.status is RequestStatus.WAITING
+    engine.run()
+    assert engine.tokens[1] == list(range(10, 18))
 
 
 def test_the_queue_is_bounded() -> None:
