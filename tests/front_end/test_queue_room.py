@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import deque
 
 import pytest
 
 from cb_backend.errors import UnavailableError
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
+from cb_backend.messages import AddRequest
 from cb_backend.queue_room import KnownRoom, QueueRoom
-from tests.front_end.engines import counting_config, submit
+from cb_backend.sampling_params import SamplingParams
+from tests.front_end.engines import Sink, counting_config, submit
 from tests.front_end.test_supervisor import Fleet, engine_pid, fleet
+from tests.simulation.network import SimulatedClient
 from tests.waiting import eventually
 
 __all__ = ["fleet"]  # a fixture
@@ -45,6 +49,24 @@ def test_what_is_known_counts_down_and_is_forgotten() -> None:
     assert told is not None
     assert told.num_requests == 2
     assert room.take_refused() is None, "told once"
+
+
+def test_a_place_is_taken_before_the_engine_can_hear_of_the_request() -> None:
+    """Afterwards the next telling, which has it in it, may have come already: the request would count twice."""
+    client = SimulatedClient(1)
+    client._is_ready = True
+    client.room.told(QueueRoom(1, "full"))
+    was_full = []
+
+    class Outbox(deque[bytes]):
+        def append(self, frame: bytes) -> None:
+            was_full.append(client.room.is_full)
+            super().append(frame)
+
+    client._outbox = Outbox()
+    client.submit(AddRequest(1, b"", SamplingParams(seed=0)), Sink())
+    client.give_back()
+    assert was_full == [True]
 
 
 def test_front_ends_refuse_by_themselves_while_the_queue_is_full(fleet: Fleet) -> None:

@@ -124,8 +124,8 @@ class EngineClient:
             if not self._is_ready:
                 raise UnavailableError(ENGINE_STARTING if self.life is None else ENGINE_GONE)
             self._sinks[request.request_id] = sink
+            self.room.take()  # first: a telling that counts the request already may come once it is sent
             self._outbox.append(frame)
-            self.room.take()
             self._wake()
 
     def cancel(self, request_ids: Iterable[int]) -> None:
