@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from cb_backend.engine.runner import slot_runner, step_buffers
 from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
-from cb_backend.engine.step_shapes import StepShape
+from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for
@@ -44,7 +46,9 @@ class EagerReplay:
         self.runner.run_step(self.buffers)
 
 
-def slot_engine(engine: LLMEngine, has_graphs: bool) -> tuple[LLMEngine, list[EagerReplay]]:
+def slot_engine(
+    engine: LLMEngine, has_graphs: bool, shapes: Sequence[StepShape] = SHAPES
+) -> tuple[LLMEngine, list[EagerReplay]]:
     """An engine over the same weights whose steps are run by a `SlotRunner`."""
     old = engine.runner
     assert isinstance(old, ModelRunner)
@@ -52,7 +56,7 @@ def slot_engine(engine: LLMEngine, has_graphs: bool) -> tuple[LLMEngine, list[Ea
         old.model, old.ops, old.rotary, old.storage, engine.config.max_num_seqs, engine.info.max_model_len
     )
     replays = []
-    for shape in SHAPES if has_graphs else ():
+    for shape in shapes if has_graphs else ():
         replays.append(EagerReplay(runner, runner.new_buffers(shape)))
         runner.graphs.add(shape, replays[-1], replays[-1].buffers)
     runner.pin_host_memory()
@@ -92,6 +96,24 @@ def test_same_tokens_as_the_reference_runner(name: str, has_graphs: bool, run_ah
     if has_graphs:
         used = {replay.buffers.shape.num_prefill for replay in replays if replay.num_replays}
         assert used == {0, 6, 12}, "decode and mixed steps must both have been replayed"
+
+
+def test_full_steps_run_in_graphs_of_the_budgets_size_and_give_the_same_tokens(tmp_path: Path) -> None:
+    """With the shapes that an engine has: what the scheduler leaves out for them is computed in the next step."""
+    budget, max_num_seqs, num_requests = 512, 20, 40
+    settings = {"block_size": 16, "max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs, "run_ahead": 1}
+    reference = create_engine(config(str(write_checkpoint("qwen3", tmp_path)), **settings, num_gpu_blocks_override=200))
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, reference.info.vocab_size, (num_requests, 115)).tolist()
+    params = [msgspec.structs.replace(GREEDY, max_tokens=5 + index % 6) for index in range(num_requests)]
+    expected = run(reference, prompts, params)
+    engine, replays = slot_engine(reference, has_graphs=True, shapes=step_shapes(max_num_seqs, budget))
+    got = run(engine, prompts, params)
+    assert got.token_ids == expected.token_ids
+    used = [replay for replay in replays if replay.num_replays]
+    full = {replay.buffers.shape.num_decode for replay in used if replay.buffers.shape.num_tokens == budget}
+    assert full == {0, 8, 20}
+    assert sum(replay.num_replays for replay in used) == got.num_steps, "no step but in a graph"
 
 
 def test_no_host_memory_is_made_while_graphs_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
