@@ -121,27 +121,35 @@ def max_shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
 
 
-_overrides: dict[str, dict[str, int]] = {}
+_overrides: list[tuple[str, dict[str, int], dict[str, int]]] = []  # op, conditions, parameters; the last goes first
 
 
 @contextlib.contextmanager
-def overriding(op: str, parameters: dict[str, int]) -> Iterator[None]:
-    """Launch `op` with these parameters meanwhile: how the tuner tries them."""
-    _overrides[op] = parameters
+def overriding(op: str, parameters: dict[str, int], **when: int) -> Iterator[None]:
+    """Launch `op` with these parameters meanwhile, wherever `when` agrees with its conditions: how the tuners try them.
+
+    To be left in the opposite order of entering, as `with` and `ExitStack` do.
+    """
+    _overrides.append((op, when, parameters))
     try:
         yield
     finally:
-        del _overrides[op]
+        _overrides.pop()
 
 
 def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[str, int]:
     """The launch parameters of `op`, from the first entry whose `when` agrees with `conditions`.
 
     A file maps an op to a list of {"when": {condition: value}, "shared_bytes": n, "use": {parameter: value}}; an entry
-    that needs more shared memory than a program may have here is passed over. The GPU's own file, or else that of a
-    GPU of the same compute capability, goes before the default. Raises `KeyError` for an op that no file knows.
+    that needs more shared memory than a program may have here is passed over, and its "by" is the tuners' own note. The
+    GPU's own file, or else that of a GPU of the same compute capability, goes before the default. Raises `KeyError` for
+    an op that no file knows.
     """
-    return _overrides.get(op) or _tuned_parameters(op, device, **conditions)
+    if _overrides:
+        for its_op, when, parameters in reversed(_overrides):
+            if its_op == op and when.items() <= conditions.items():
+                return parameters
+    return _tuned_parameters(op, device, **conditions)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -38,6 +39,24 @@ def test_gpu_file_goes_before_default_and_conditions_select(tuned: Path) -> None
     assert launch.launch_parameters("other", CPU) == {"n": 3}
     with pytest.raises(KeyError, match="no launch parameters for missing"):
         launch.launch_parameters("missing", CPU)
+
+
+def test_overrides_hold_for_the_conditions_they_name_and_the_inner_one_goes_first(tuned: Path) -> None:
+    (tuned / "default.json").write_text(json.dumps({"op": [{"use": {"n": 1}}], "other": [{"use": {"n": 2}}]}))
+
+    def used(op: str = "op", **conditions: int) -> int:
+        return launch.launch_parameters(op, CPU, **conditions)["n"]
+
+    with launch.overriding("op", {"n": 3}, k=8):
+        with launch.overriding("op", {"n": 4}, k=8, m=1), launch.overriding("other", {"n": 5}, k=8):
+            assert (used(k=8, m=1), used(k=8, m=2), used(k=9, m=1), used()) == (4, 3, 1, 1)
+            assert (used("other", k=8), used("other", k=9)) == (5, 2)
+        assert (used(k=8, m=1), used("other", k=8)) == (3, 2)
+        with contextlib.suppress(ValueError), launch.overriding("op", {"n": 6}):
+            assert (used(k=8), used(k=9)) == (6, 6)
+            raise ValueError
+        assert (used(k=8), used(k=9)) == (3, 1)
+    assert used(k=8, m=1) == 1
 
 
 def test_an_entry_that_does_not_fit_the_gpu_is_passed_over(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
