@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -30,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import time_graph
 from cases import CACHE_BYTES, Launch, make_decode, make_prefill
 from roofline import MODELS, decode_attention, prefill_attention
+from tuned_table import own_path, put, read_table, replace, write_table
 
-from cb_backend.kernels.launch import TUNED, gpu_slug, launch_parameters, overriding
+from cb_backend.kernels.launch import launch_parameters, overriding
 
 Parameters = dict[str, int]
 
@@ -158,35 +158,21 @@ def tune(target: Target) -> tuple[Parameters, float, float]:
     return best, best_cost, now_cost
 
 
-def write(found: list[tuple[Target, Parameters]], path: Path) -> None:
-    """Put the entries into the GPU's file; other entries of it stay."""
-    tuned: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.is_file() else {}
-    for target, parameters in found:
-        kept = [entry for entry in tuned.get(target.op, []) if entry.get("when") != target.when]
-        tuned[target.op] = [{"when": target.when, "use": parameters}, *kept]
-    write_table(tuned, path)
-
-
-def write_table(tuned: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """One line an entry."""
-    ops = (
-        f'  "{op}": [\n' + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
-        for op, entries in sorted(tuned.items())
-    )
-    path.write_text("{\n" + ",\n".join(ops) + "\n}\n")
-
-
 def tune_linear_products(arguments: argparse.Namespace) -> int:
     import tune_linear  # its helper processes import it by name
 
     found = tune_linear.run(arguments)
     if not arguments.dry_run:
-        path = TUNED / f"{gpu_slug(torch.device('cuda', torch.cuda.current_device()))}.json"
-        tuned = json.loads(path.read_text()) if path.is_file() else {}
+        device = torch.device("cuda", torch.cuda.current_device())
+        path, table = own_path(device), read_table(device)
         for op, entries in found.items():
-            kept = [entry for entry in tuned.get(op, []) if not tune_linear.is_of(entry, arguments)]
-            tuned[op] = [*kept, *entries]
-        write_table({op: entries for op, entries in tuned.items() if entries}, path)
+            table[op] = replace(
+                table.get(op, []),
+                entries,
+                lambda entry: tune_linear.is_of(entry, arguments),
+                keeps_steps=not arguments.replace_steps,
+            )
+        write_table(table, path)
         print(path.read_text())
     return 0
 
@@ -198,6 +184,9 @@ def main() -> int:
     parser.add_argument("--ops", default="decode_attention,prefill_attention")
     parser.add_argument("--models", default=",".join(MODELS), help="of linear: whose weights")
     parser.add_argument("--rows", help="of linear: only the groups that begin with these numbers of rows: 1,256")
+    parser.add_argument(
+        "--replace-steps", action="store_true", help="of linear: entries that were chosen in whole steps too"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print, do not write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -224,9 +213,12 @@ def main() -> int:
         best, best_cost, now_cost = tune(target)
         found.append((target, best))
         lines.append(f"{target.op} {target.when}: {best} ({now_cost / best_cost:.2f} times as fast as before)")
-    path = TUNED / f"{gpu_slug(device)}.json"
+    path = own_path(device)
     if not arguments.dry_run:
-        write(found, path)
+        table = read_table(device)
+        for target, parameters in found:
+            table[target.op] = put(table.get(target.op, []), [{"when": target.when, "use": parameters}])
+        write_table(table, path)
     print(*lines, path.read_text() if path.is_file() else "nothing written", sep="\n")
     return 0
 

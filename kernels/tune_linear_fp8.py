@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import multiprocessing
 import os
@@ -29,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import about_card, relative_error, time_graph, write_csv
 from linear_shapes import Parameters, Shape, candidates, shapes_of
 from roofline import MODELS
-from tune import write_table
+from tuned_table import own_path, read_table, write_table
 
 from cb_backend.cli.benchmarks.machine import measure_card
 from cb_backend.kernels.fp8 import Fp8Rows, quantize_rows_torch
-from cb_backend.kernels.launch import TUNED, gpu_slug, num_multiprocessors, overriding
+from cb_backend.kernels.launch import num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.linear_fp8 import linear_fp8, linear_fp8_torch, linear_silu_mul_fp8, linear_silu_mul_fp8_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
@@ -220,13 +219,13 @@ def main() -> int:
     rows = tune_all(fp8_shapes(arguments.models.split(",")), arguments.quick, card.bandwidth, helpers)
     if not arguments.dry_run:
         write_csv(arguments.out, "linear_fp8", rows, about)
-        path = TUNED / f"{gpu_slug(torch.device('cuda', torch.cuda.current_device()))}.json"
-        tuned = json.loads(path.read_text()) if path.is_file() else {}
+        device = torch.device("cuda", torch.cuda.current_device())
+        tuned = read_table(device)
         for op in ("linear_fp8", "linear_silu_mul_fp8"):
             measured = {(each["n"], each["k"]) for each in rows if each["op"] == op}
             others = [e for e in tuned.get(op, []) if (e["when"]["n"], e["when"]["k"]) not in measured]
             tuned[op] = [*others, *entries(rows, op)]
-        write_table({op: found for op, found in tuned.items() if found}, path)
+        write_table(tuned, own_path(device))
     return 0
 
 

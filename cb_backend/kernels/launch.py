@@ -154,7 +154,7 @@ def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[
 
 @functools.cache
 def _tuned_parameters(op: str, device: torch.device, **conditions: int) -> dict[str, int]:
-    entries = [entry for name in _tuned_files(device) for entry in _read(name).get(op, [])]
+    entries = [entry for name in tuned_files(device) for entry in _read(name).get(op, [])]
     for entry in entries:
         if entry.get("shared_bytes", 0) > max_shared_bytes(device):
             continue
@@ -169,7 +169,7 @@ def gpu_slug(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-def _tuned_files(device: torch.device) -> tuple[str, ...]:
+def tuned_files(device: torch.device) -> tuple[str, ...]:
     """The files to look into, first one first."""
     if device.type != "cuda":
         return ("default.json",)

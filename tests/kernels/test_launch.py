@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in place of `tuned`, and nothing remembered."""
     monkeypatch.setattr(launch, "TUNED", tmp_path)
-    monkeypatch.setattr(launch, "_tuned_files", lambda device: ("some-gpu.json", "default.json"))
+    monkeypatch.setattr(launch, "tuned_files", lambda device: ("some-gpu.json", "default.json"))
     for cached in (launch._read, launch._tuned_parameters):
         cached.cache_clear()
     yield tmp_path
@@ -71,7 +71,8 @@ def test_files_hold_entries(path: Path) -> None:
     for op, entries in json.loads(path.read_text()).items():
         assert entries, op
         for entry in entries:
-            assert entry.keys() <= {"when", "shared_bytes", "use"}
+            assert entry.keys() <= {"when", "shared_bytes", "use", "by"}
+            assert entry.get("by", "steps") == "steps"
             assert all(isinstance(value, int) and value > 0 for value in entry["use"].values())
     if path.stem == "default":
         for entries in json.loads(path.read_text()).values():
