@@ -97,15 +97,27 @@ def seat(runner: SlotRunner, lengths: list[int]) -> None:
 
 @torch.inference_mode()
 def capture(runner: SlotRunner, num_rows: int) -> tuple[torch.cuda.CUDAGraph, StepBuffers]:
+    buffers = new_step(runner, num_rows)
+    compile_ahead(lambda: runner.run_step(buffers))
+    return record(runner, buffers), buffers
+
+
+def new_step(runner: SlotRunner, num_rows: int) -> StepBuffers:
+    """Buffers of a step of the first slots."""
     buffers = runner.new_buffers(StepShape(num_rows))
     buffers.slots.copy_(torch.arange(num_rows, dtype=torch.int32, device=DEVICE))
-    compile_ahead(lambda: runner.run_step(buffers))
+    return buffers
+
+
+@torch.inference_mode()
+def record(runner: SlotRunner, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
+    """The step's graph. Takes one step: what cannot be launched raises there, outside of the capture."""
     runner.run_step(buffers)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         runner.run_step(buffers)
-    return graph, buffers
+    return graph
 
 
 def time_step(graph: torch.cuda.CUDAGraph) -> float:

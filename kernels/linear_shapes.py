@@ -1,6 +1,6 @@
 """Which products the models have, and the launch parameters worth trying on each.
 
-Knows sizes only; `tune_linear.py` times them.
+Knows sizes only; `tune_linear.py` and `tune_steps.py` time them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from roofline import MODELS
+
+from cb_backend.kernels.launch import next_power_of_2
 
 Parameters = dict[str, int]
 # Rows that one compiled variant serves, so a row's result is the same in any batch of them; the first stands for all.
@@ -21,6 +23,7 @@ SHARED_BYTES = 227 << 10
 # (block_n, block_k, num_warps), of one row
 VECTOR_TILES = (
     (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (4, 512, 2), (16, 256, 4), (2, 1024, 2), (4, 1024, 8), (4, 2048, 8),
+    (2, 2048, 4), (2, 2048, 8),
 )  # fmt: skip
 # (block_n, block_k, num_warps, num_stages)
 SMALL_TILES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (32, 256, 4, 4), (128, 64, 4, 5))
@@ -78,10 +81,21 @@ def shapes_of(models: list[str]) -> list[Shape]:
     return list(found.values())
 
 
+def served_with(num_rows: int) -> list[int]:
+    """`m` of all entries that are to be the same as that of `num_rows`. Raises `ValueError` above the last group."""
+    for group in ROW_GROUPS:
+        keys = {next_power_of_2(m) for m in group}
+        if next_power_of_2(num_rows) in keys:
+            return sorted(keys)
+    raise ValueError(f"products of {num_rows} rows have no entries")
+
+
 def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Iterator[Parameters]:
     """Launch parameters worth timing: tiles that fit, with splits that give every multiprocessor something to read."""
     if num_rows == 1 and not shape.is_fp8:
         for tile in VECTOR_TILES:
+            if tile[1] > shape.k:
+                continue
             yield {"vector": 1, **dict(zip(("block_n", "block_k", "num_warps"), tile, strict=True))}
     if num_rows >= 32:
         yield {"library": 2}

@@ -2,6 +2,7 @@
 
     python kernels/tune.py [attention] [--quick] [--ops decode_attention,prefill_attention] [--dry-run]
     python kernels/tune.py linear [--quick] [--models llama-3.2-1b] [--rows 256] [--dry-run]    # see tune_linear.py
+    python kernels/tune.py steps [--models llama-3.2-1b] [--rows 1,8] [--seconds 120] [--dry-run]   # see tune_steps.py
 
 For each op and head size every combination of a small grid is timed on cases that stand for serving, and the one with
 the least geometric mean of time per unit of work wins. Variants are compiled first, by several processes at once, into
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import time_graph
 from cases import CACHE_BYTES, Launch, make_decode, make_prefill
 from roofline import MODELS, decode_attention, prefill_attention
-from tuned_table import own_path, put, read_table, replace, write_table
+from tuned_table import Table, own_path, put, read_table, replace, write_table
 
 from cb_backend.kernels.launch import launch_parameters, overriding
 
@@ -177,13 +179,36 @@ def tune_linear_products(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def tune_steps_products(arguments: argparse.Namespace) -> int:
+    import tune_steps
+
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def save(found: Table) -> None:
+        if arguments.dry_run:
+            print(json.dumps(found), flush=True)
+            return
+        table = read_table(device)
+        write_table(
+            {**table, **{op: put(table.get(op, []), entries) for op, entries in found.items()}}, own_path(device)
+        )
+
+    tune_steps.run(arguments, save)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["attention", "linear"], default="attention")
+    parser.add_argument("what", nargs="?", choices=["attention", "linear", "steps"], default="attention")
     parser.add_argument("--quick", action="store_true", help="a small grid")
     parser.add_argument("--ops", default="decode_attention,prefill_attention")
-    parser.add_argument("--models", default=",".join(MODELS), help="of linear: whose weights")
-    parser.add_argument("--rows", help="of linear: only the groups that begin with these numbers of rows: 1,256")
+    parser.add_argument("--models", default=",".join(MODELS), help="of linear and steps: whose weights")
+    parser.add_argument(
+        "--rows",
+        help="of linear: only the groups that begin with these numbers of rows: 1,256; of steps: the rows of a step",
+    )
+    parser.add_argument("--seconds", type=float, default=120, help="of steps: how long to search a model")
+    parser.add_argument("--context", type=int, default=640, help="of steps: of every row")
     parser.add_argument(
         "--replace-steps", action="store_true", help="of linear: entries that were chosen in whole steps too"
     )
@@ -194,6 +219,8 @@ def main() -> int:
         return 2
     if arguments.what == "linear":
         return tune_linear_products(arguments)
+    if arguments.what == "steps":
+        return tune_steps_products(arguments)
     chosen = [target for target in targets(arguments.quick) if target.op in arguments.ops.split(",")]
     device = torch.device("cuda", torch.cuda.current_device())
     jobs = {  # one a model: its other cases compile to the same

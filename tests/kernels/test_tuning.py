@@ -1,4 +1,4 @@
-"""kernels/tuned_table.py: what the tuners leave of a GPU's file, and what a new one begins with. No GPU."""
+"""The tuners of kernels/: what they leave of a GPU's file, what a new one begins with, which products have entries."""
 
 from __future__ import annotations
 
@@ -20,10 +20,28 @@ H200 = torch.device("cuda", 0)
 def workshop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The scripts of `kernels/`, which import each other by name."""
     monkeypatch.syspath_prepend(str(checkout_path("kernels")))
+    import linear_shapes
+    import tune
     import tune_linear
+    import tune_steps
     import tuned_table
 
-    return SimpleNamespace(tune_linear=tune_linear, tuned_table=tuned_table)
+    return SimpleNamespace(
+        linear_shapes=linear_shapes,
+        tune=tune,
+        tune_linear=tune_linear,
+        tune_steps=tune_steps,
+        tuned_table=tuned_table,
+    )
+
+
+def on_an_h200(tuned_table: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the files of `folder`."""
+    for module in (launch, tuned_table):
+        monkeypatch.setattr(module, "TUNED", folder)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 def entry(n: int, m: int, block_n: int, **by: str) -> dict[str, Any]:
@@ -60,10 +78,7 @@ def test_a_file_of_its_own_begins_as_the_relatives(
 ) -> None:
     """With the new entries alone it would hide all others: it is looked into instead of the relative's."""
     table = workshop.tuned_table
-    for module in (launch, table):
-        monkeypatch.setattr(module, "TUNED", tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_an_h200(table, tmp_path, monkeypatch)
     assert table.read_table(H200) == {}
     relatives = {"linear": [entry(64, 1, 8)], "sample": [entry(64, 2, 8)]}
     (tmp_path / launch._RELATIVES[9, 0]).write_text(json.dumps(relatives))
@@ -75,3 +90,50 @@ def test_a_file_of_its_own_begins_as_the_relatives(
     assert (tmp_path / "nvidia-h200.json").read_text().count("\n") == 5  # a line an entry, none for an op without
     assert table.read_table(H200) == {"linear": [entry(64, 1, 16)]}
     assert json.loads((tmp_path / launch._RELATIVES[9, 0]).read_text()) == relatives
+
+
+def test_steps_give_all_rows_of_a_group_the_same_entry(workshop: SimpleNamespace) -> None:
+    """So that a row's result is the same in any batch of 2 to 16."""
+    shape = workshop.linear_shapes.Shape("linear", 3072, 2048, "qkv")
+    table = workshop.tune_steps.entries({shape: {"block_n": 64}}, 3)
+    assert [each["when"] for each in table["linear"]] == [{"n": 3072, "k": 2048, "m": m} for m in (2, 4, 8, 16)]
+    assert all(each["use"] == {"block_n": 64} and each["by"] == "steps" for each in table["linear"])
+    served_with = workshop.linear_shapes.served_with
+    assert (served_with(1), served_with(17), served_with(48), served_with(256)) == ([1], [32], [64], [256])
+    with pytest.raises(ValueError, match="9000 rows"):
+        served_with(9000)
+
+
+@pytest.mark.parametrize("path", sorted(launch.TUNED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_search_in_steps_can_find_what_it_has_found_for_one_row(workshop: SimpleNamespace, path: Path) -> None:
+    table = json.loads(path.read_text())
+    for op in ("linear", "linear_silu_mul"):
+        for each in table.get(op, []):
+            if each.get("by") == "steps" and each["when"]["m"] == 1:
+                shape = workshop.linear_shapes.Shape(op, each["when"]["n"], each["when"]["k"], "")
+                tiles = list(workshop.linear_shapes.candidates(shape, 1, 132, False))
+                assert {name: value for name, value in each["use"].items() if name != "prefetch"} in tiles
+                assert each["use"].get("prefetch", 0) in workshop.tune_steps.PREFETCHES
+                assert all(tile["block_k"] <= shape.k for tile in tiles if "vector" in tile)
+
+
+def test_steps_are_saved_as_they_are_found_and_dry_runs_not(
+    workshop: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_an_h200(workshop.tuned_table, tmp_path, monkeypatch)
+    (tmp_path / launch._RELATIVES[9, 0]).write_text(json.dumps({"linear": [entry(64, 1, 8), entry(64, 2, 8)]}))
+    own = tmp_path / "nvidia-h200.json"
+
+    def run(arguments: Any, save: Any) -> None:
+        save({"linear": [entry(64, 2, 16, by="steps")]})
+        assert own.is_file() != arguments.dry_run
+        save({"linear_silu_mul": [entry(32, 1, 16, by="steps")]})
+
+    monkeypatch.setattr(workshop.tune_steps, "run", run)
+    assert workshop.tune.tune_steps_products(SimpleNamespace(dry_run=True)) == 0
+    assert not own.exists()
+    assert workshop.tune.tune_steps_products(SimpleNamespace(dry_run=False)) == 0
+    assert json.loads(own.read_text()) == {
+        "linear": [entry(64, 1, 8), entry(64, 2, 16, by="steps")],
+        "linear_silu_mul": [entry(32, 1, 16, by="steps")],
+    }
