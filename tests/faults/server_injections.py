@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import resource
 import signal
@@ -35,7 +36,7 @@ def kill_stub(world: World, number: int) -> None:
     time.sleep(3.0)
     try:
         _reload(world)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         restart_aborted(world)
     window(world, begin, codes=GOING | {"NOT_HEALTHY"}, recovery_limit_s=60.0, may_give_up=True)
     world.wait_for_canary(world.windows[-1].end)
@@ -46,7 +47,7 @@ def kill_stub(world: World, number: int) -> None:
 
 
 def _reload(world: World) -> None:
-    """Raises `OSError` if the server ends over it."""
+    """Raises `OSError` or `HTTPException` if the server ends over it."""
     for verb in ("unload", "load"):
         status, text = world.server.post(f"/v2/repository/models/llm/{verb}", {})
         if status != 200:

@@ -28,6 +28,12 @@ CASES = [
     ),
 ]
 GPU_CASES = [
+    # Launch parameters are chosen by the number of rows: a case for each power of two from 16 on.
+    *(
+        Shapes(num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, seq_lens=(511, 1, 130) * n, dtype=BF16)
+        for head_dim in (64, 128)
+        for n in (5, 10, 20, 40, 80, 130)
+    ),
     Shapes(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(5000, 1, 0, 777, 64), dtype=BF16),
     Shapes(num_heads=32, num_kv_heads=8, head_dim=64, block_size=16, seq_lens=(511, 512, 513) * 30, dtype=BF16),
     Shapes(num_heads=32, num_kv_heads=8, head_dim=128, block_size=64, seq_lens=(2000, 31, 6000), dtype=BF16),
