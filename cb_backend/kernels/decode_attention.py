@@ -227,7 +227,7 @@ def decode_attention(
     block_n = parameters["block_n"]
     is_paired = kv_cache.dtype == FP8 and q.element_size() == 2 and block_d >= 32
     unit = 256.0 if is_paired else 1.0  # what `halves` makes of 1/256
-    bound = max_items(num_rows, kv_cache)
+    bound = max_items(num_rows, kv_cache, parameters)
     partial = torch.empty(bound * num_heads, head_dim + 1, dtype=torch.float32, device=q.device)
     _decode_attention_kernel[(num_kv_heads, bound)](
         q, kv_cache, block_tables, slots, seq_lens, plan,

@@ -123,7 +123,7 @@ def plan_decode(seq_lens: Tensor, kv_cache: Tensor, window: int = 0) -> Tensor:
     parameters = decode_parameters(num_rows, kv_cache)
     block_n = parameters["block_n"]
     target = _target_items(kv_cache, parameters)
-    bound = max_items(num_rows, kv_cache)
+    bound = max_items(num_rows, kv_cache, parameters)
     size = PLAN_HEADER + bound * PLAN_ITEM + num_rows * num_kv_heads
     out = torch.empty(size, dtype=torch.int32, device=device)
     rows = max(next_power_of_2(num_rows), 16)
@@ -155,9 +155,9 @@ def padded_head_dim(head_dim: int) -> int:
     return max(next_power_of_2(head_dim), 16)
 
 
-def max_items(num_rows: int, kv_cache: Tensor) -> int:
+def max_items(num_rows: int, kv_cache: Tensor, parameters: dict[str, int]) -> int:
     """No plan for `num_rows` rows has more items, whatever their lengths: the grid of a captured launch."""
-    return num_rows + _target_items(kv_cache, decode_parameters(num_rows, kv_cache))
+    return num_rows + _target_items(kv_cache, parameters)
 
 
 def tile_alignment(block_n: int, block_size: int) -> int:

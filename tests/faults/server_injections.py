@@ -35,8 +35,9 @@ def kill_stub(world: World, number: int) -> None:
     os.kill(victim, signal.SIGKILL)
     time.sleep(3.0)
     try:
-        _reload(world)
-    except (OSError, http.client.HTTPException):
+        for verb in ("unload", "load"):
+            _ask(world, verb)
+    except (OSError, http.client.HTTPException):  # the server has ended over it
         restart_aborted(world)
     window(world, begin, codes=GOING | {"NOT_HEALTHY"}, recovery_limit_s=60.0, may_give_up=True)
     world.wait_for_canary(world.windows[-1].end)
@@ -46,12 +47,11 @@ def kill_stub(world: World, number: int) -> None:
         world.notes.append(f"shared memory left behind: {left}")
 
 
-def _reload(world: World) -> None:
-    """Raises `OSError` or `HTTPException` if the server ends over it."""
-    for verb in ("unload", "load"):
-        status, text = world.server.post(f"/v2/repository/models/llm/{verb}", {})
-        if status != 200:
-            world.notes.append(f"{verb} after the end of a stub: {status} {text}")
+def _ask(world: World, verb: str) -> None:
+    """To load or unload the model, by hand. Raises `OSError` or `HTTPException` if there is no answer."""
+    status, text = world.server.post(f"/v2/repository/models/llm/{verb}", {})
+    if status != 200:
+        world.notes.append(f"{verb}: {status} {text}")
 
 
 def restart_aborted(world: World) -> None:
@@ -116,13 +116,9 @@ def end_server(world: World, number: int) -> None:
 def reload_model(world: World, number: int) -> None:
     """F16. The model is unloaded and loaded again under load."""
     begin = time.monotonic()
-    for verb in ("unload", "load"):
-        status, text = world.server.post(f"/v2/repository/models/llm/{verb}", {})
-        if status != 200:
-            world.notes.append(f"{verb}: {status} {text}")
-        if verb == "unload":
-            stopped = lambda: world.server.engine_pids() == []  # noqa: E731
-            world.wait(stopped, 40, "the engine has ended with its model")
+    _ask(world, "unload")
+    world.wait(lambda: world.server.engine_pids() == [], 40, "the engine has ended with its model")
+    _ask(world, "load")
     restart_window(world, begin, codes=GOING)
     world.wait_for_canary(world.windows[-1].end)
 

@@ -8,7 +8,7 @@ import torch
 from cb_backend.kernels import decode_attention_torch as module
 from cb_backend.kernels import decode_plan
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
-from cb_backend.kernels.decode_plan import PLAN_HEADER, PLAN_ITEM, max_items, plan_decode
+from cb_backend.kernels.decode_plan import PLAN_HEADER, PLAN_ITEM, decode_parameters, max_items, plan_decode
 
 from .paged import Paged, Shapes, attend, make_paged
 
@@ -155,7 +155,8 @@ def test_plan_covers_every_token_once(
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     plan = plan_decode(lengths, kv_cache, window).tolist()
     num_items = plan[0]
-    assert num_items <= max_items(len(seq_lens), kv_cache)
+    parameters = decode_parameters(len(seq_lens), kv_cache)
+    assert num_items <= max_items(len(seq_lens), kv_cache, parameters)
     covered: dict[int, list[int]] = {row: [] for row in range(len(seq_lens))}
     for item in range(num_items):
         row, split, num_splits, tokens = plan[PLAN_HEADER + item * PLAN_ITEM :][:PLAN_ITEM]
