@@ -80,8 +80,8 @@ def _linear_kernel(
     let_next_start(IS_DEPENDENT)
     if IS_DEPENDENT:
         num_bytes = tl.minimum(PREFETCH, end - start) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(weight_row_ptr + start, num_bytes, PREFETCH > 0)
-        prefetch(weight_row_ptr + start + up_shift, num_bytes, IS_GATED and PREFETCH > 0)
+        prefetch(weight_row_ptr + start, num_bytes, BLOCK_N, PREFETCH > 0)
+        prefetch(weight_row_ptr + start + up_shift, num_bytes, BLOCK_N, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
     weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
     # NOTE: rows of padding are not read. As copies of a real row they would be read by every multiprocessor at once,

@@ -13,20 +13,11 @@ from cb_backend.kernels.launch import await_previous, can_overlap, dependent_opt
 
 
 @jit()
-def prefetch(pointers, num_bytes, IS_PREFETCHING: tl.constexpr):
-    """Ask for `num_bytes` (a multiple of 16) at each pointer to come into L2; waits for nothing."""
-    if IS_PREFETCHING:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [pointers.to(tl.uint64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def prefetch(pointers, num_bytes, COUNT: tl.constexpr, IS_PREFETCHING: tl.constexpr):
+    """Ask for `num_bytes` (a multiple of 16) at each of COUNT pointers to come into L2; waits for nothing.
 
-
-@jit()
-def prefetch_once(pointers, num_bytes, COUNT: tl.constexpr, IS_PREFETCHING: tl.constexpr):
-    """`prefetch` at COUNT pointers, no more than a program has threads, by the first thread that holds each.
-
-    The other threads hold the same pointers again and would ask as well: of 4 pointers and 256 threads 64 times.
+    COUNT: at most a program's threads, of which the first that holds a pointer asks. The others hold the same pointers
+    again and would ask as well: of 4 pointers and 256 threads 64 times.
     """
     if IS_PREFETCHING:
         tl.inline_asm_elementwise(
@@ -72,8 +63,8 @@ def _one_row_kernel(
     if IS_GATED:
         up = _tile(weight_tile_ptr + up_shift, k, in_size, IS_EVEN)
     if IS_DEPENDENT:
-        prefetch_once(weight_row_ptr + BLOCK_K, PREFETCH * 2, BLOCK_N, PREFETCH > 0)
-        prefetch_once(weight_row_ptr + up_shift + BLOCK_K, PREFETCH * 2, BLOCK_N, IS_GATED and PREFETCH > 0)
+        prefetch(weight_row_ptr + BLOCK_K, PREFETCH * 2, BLOCK_N, PREFETCH > 0)
+        prefetch(weight_row_ptr + up_shift + BLOCK_K, PREFETCH * 2, BLOCK_N, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

@@ -208,11 +208,17 @@ def test_products_use_warp_group_products_on_hopper(name: str, compiled: dict[st
     assert compiled[name]["has_wgmma"]
 
 
-def test_one_row_prefetches_what_its_first_tile_does_not_load(compiled: dict[str, dict[str, Any]]) -> None:
-    """Of both weights; nothing where the first tile is all. The first threads must hold a row each: they alone ask."""
-    layouts = compiled["one row, gated"]["prefetch_layouts"]
-    assert len(layouts) == 2
+@pytest.mark.parametrize(("name", "num_weights"), [("one row, gated", 2), ("linear, 128 rows", 1)])
+def test_products_prefetch_by_threads_that_hold_a_row_each(
+    name: str, num_weights: int, compiled: dict[str, dict[str, Any]]
+) -> None:
+    """The first threads alone ask, so no row of a weight may be with later ones only."""
+    layouts = compiled[name]["prefetch_layouts"]
+    assert len(layouts) == num_weights
     assert all(layout.startswith("sizePerThread = [1], threadsPerWarp = [32],") for layout in layouts)
+
+
+def test_one_row_does_not_prefetch_what_its_first_tile_loads(compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled["one row, one tile"]["prefetch_layouts"] == []
 
 
