@@ -80,9 +80,11 @@ def num_multiprocessors(device: torch.device) -> int:
 def can_overlap(device: torch.device) -> bool:
     """Whether kernels of a step are dependent launches: each may start while the one before still runs.
 
-    What holds such a chain together: every kernel of it waits (`await_previous`) before it reads or writes anything but
-    weights, so a kernel that has waited knows all earlier ones to be complete. `CB_BACKEND_DEPENDENT_LAUNCHES=0` in the
-    environment makes every launch a plain one; results are the same, bit for bit.
+    What holds such a chain together: every kernel of it waits (`await_previous`) before it writes anything or reads
+    what the chain writes, so a kernel that has waited knows all earlier ones to be complete. Weights may be read at
+    once, and so may what was there before a step's first layer: the embedding is a plain launch, which waits for all
+    before it. `CB_BACKEND_DEPENDENT_LAUNCHES=0` in the environment makes every launch a plain one; results are the
+    same, bit for bit.
     """
     if device.type != "cuda" or os.environ.get("CB_BACKEND_DEPENDENT_LAUNCHES") == "0":
         return False

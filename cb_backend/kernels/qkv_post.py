@@ -28,6 +28,23 @@ SMALL_STEP = 128
 
 
 @jit()
+def _norm_weights(q_norm_ptr, k_norm_ptr, is_q, column, is_inside):
+    """Those of each head's norm at these columns, fp32 [HEADS, BLOCK_D]."""
+    q_weight = tl.load(q_norm_ptr + column, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+    k_weight = tl.load(k_norm_ptr + column, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_q[:, None], q_weight, k_weight)
+
+
+@jit()
+def _angles(angles_ptr, column, HALF: tl.constexpr):
+    """(cosine, sine with its sign) by which each column is turned."""
+    angle = tl.where(column < HALF, column, column - HALF)
+    cos = tl.load(angles_ptr + angle, mask=column < 2 * HALF, other=1.0)
+    sin = tl.load(angles_ptr + HALF + angle, mask=column < 2 * HALF, other=0.0)
+    return cos, tl.where(column < HALF, -sin, sin)
+
+
+@jit()
 def _qkv_post_kernel(
     qkv_ptr,
     cos_sin_ptr,
@@ -53,14 +70,11 @@ def _qkv_post_kernel(
     eps: tl.constexpr,
     FP8_MAX: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    IS_AHEAD: tl.constexpr,  # started while the projection still runs, with time to load the angles
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """HEADS heads of one token a program; the heads of a row are q's, then k's, then v's."""
-    # NOTE: in this order. Decode attention, which comes next, reads the step's plan, lengths and block tables before it
-    # waits: it may start only when the kernels before this one are complete.
-    await_previous(IS_DEPENDENT)
-    let_next_start(IS_DEPENDENT)
     token = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)  # [HEADS]
     column = tl.arange(0, BLOCK_D)
@@ -68,30 +82,32 @@ def _qkv_post_kernel(
     is_inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :]
     # Column c of the first half is turned with column c + HALF, and the other way round.
     partner = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
+    # All but the projection's output was there before the first layer began: see `launch.can_overlap`.
+    slot = tl.load(slot_mapping_ptr + token)
+    angles_ptr = cos_sin_ptr + tl.load(cos_sin_rows_ptr + token).to(tl.int64) * cos_sin_stride
+    if IS_AHEAD:
+        cos, sin = _angles(angles_ptr, column, HALF)
+    if HAS_NORM:
+        weight = _norm_weights(q_norm_ptr, k_norm_ptr, is_q, column, column < HEAD_DIM)
+        partner_weight = _norm_weights(q_norm_ptr, k_norm_ptr, is_q, partner, column < HEAD_DIM)
+    # NOTE: in this order. Decode attention, which comes next, reads the step's plan, lengths and block tables before it
+    # waits: it may start only when the kernels before this one are complete.
+    await_previous(IS_DEPENDENT)
+    let_next_start(IS_DEPENDENT)
     row_ptr = qkv_ptr + token.to(tl.int64) * qkv_stride + head[:, None] * HEAD_DIM
     x = tl.load(row_ptr + column[None, :], mask=is_inside, other=0.0)  # [HEADS, BLOCK_D]
     x_partner = tl.load(row_ptr + partner[None, :], mask=is_inside & is_rotated[:, None], other=0.0)
+    if not IS_AHEAD:  # their address is late: what comes after them is asked for late
+        cos, sin = _angles(angles_ptr, column, HALF)
     rotated, rotated_partner = x.to(tl.float32), x_partner.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / HEAD_DIM + eps)[:, None]
-        in_head = column < HEAD_DIM
-        q_weight = tl.load(q_norm_ptr + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-        k_weight = tl.load(k_norm_ptr + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-        weight = tl.where(is_q[:, None], q_weight, k_weight)
         rotated = ((rotated * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
-        q_weight = tl.load(q_norm_ptr + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
-        k_weight = tl.load(k_norm_ptr + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
-        weight = tl.where(is_q[:, None], q_weight, k_weight)
-        rotated_partner = ((rotated_partner * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
-    angles_ptr = cos_sin_ptr + tl.load(cos_sin_rows_ptr + token).to(tl.int64) * cos_sin_stride
-    angle = tl.where(column < HALF, column, column - HALF)
-    cos = tl.load(angles_ptr + angle, mask=column < 2 * HALF, other=1.0)
-    sin = tl.load(angles_ptr + HALF + angle, mask=column < 2 * HALF, other=0.0)
-    sin = tl.where(column < HALF, -sin, sin)
+        rotated_partner = ((rotated_partner * scale).to(x.dtype).to(tl.float32) * partner_weight).to(x.dtype)
+        rotated_partner = rotated_partner.to(tl.float32)
     rotated = (rotated * cos[None, :] + rotated_partner * sin[None, :]).to(x.dtype)
     q_ptr = out_ptr + (token.to(tl.int64) * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
     tl.store(q_ptr, rotated, mask=is_inside & is_q[:, None])
-    slot = tl.load(slot_mapping_ptr + token)
     block = (slot // BLOCK_SIZE).to(tl.int64)  # a large cache has more elements than an int32 counts
     kv_head = tl.where(is_rotated, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
     cell = block * block_stride + kv_head * head_stride + (slot % BLOCK_SIZE) * HEAD_DIM
@@ -120,7 +136,11 @@ def qkv_post(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """`qkv_post_torch` in one launch; rows of qkv and of cos_sin may be strided. Both norms are given, or none."""
+    """`qkv_post_torch` in one launch; rows of qkv and of cos_sin may be strided. Both norms are given, or none.
+
+    All but qkv may be read before the kernels launched since the last plain launch are complete: none of them must have
+    written it.
+    """
     if needs_twin(qkv):
         return qkv_post_torch(
             qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, num_heads, num_kv_heads, head_dim,
@@ -134,14 +154,14 @@ def qkv_post(
     parameters = launch_parameters(
         "qkv_post", qkv.device, is_large=int(num_tokens > SMALL_STEP), has_norm=int(q_norm is not None)
     )
-    heads = parameters["heads"]
+    heads, options = parameters["heads"], dependent_options(qkv.device, num_tokens)
     _qkv_post_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // heads))](
         qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, q_norm, k_norm, out, 1 / key_scale, 1 / value_scale,
         qkv.stride(0), cos_sin.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
         HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, eps=eps, FP8_MAX=FP8_MAX,
-        IS_DEPENDENT=can_overlap(qkv.device), HEADS=heads, BLOCK_D=next_power_of_2(head_dim),
-        num_warps=parameters["num_warps"], **dependent_options(qkv.device, num_tokens),
+        IS_DEPENDENT=can_overlap(qkv.device), IS_AHEAD=bool(options), HEADS=heads, BLOCK_D=next_power_of_2(head_dim),
+        num_warps=parameters["num_warps"], **options,
     )  # fmt: skip
     return out
 

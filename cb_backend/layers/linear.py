@@ -84,6 +84,7 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int -> [num_tokens, hidden_size]."""
+        # NOTE: a plain launch. Kernels of the layers read before they wait what is older than it: `launch.can_overlap`.
         return functional.embedding(token_ids, self.weight)
 
 

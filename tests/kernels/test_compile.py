@@ -239,5 +239,5 @@ def test_a_dependent_launch_waits_before_it_touches_results(name: str, compiled:
     report = compiled[name]
     assert report["waits"]
     assert report["stores_before_wait"] == 0
-    reads_early = ("one row", "rms_norm", "decode")  # weights; the plan and the slots' state
+    reads_early = ("one row", "rms_norm", "decode", "qkv_post")  # weights; the plan, the slots' state, angles
     assert (report["loads_before_wait"] > 0) == name.startswith(reads_early)
