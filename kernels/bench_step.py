@@ -120,10 +120,10 @@ def record(runner: SlotRunner, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_step(graph: torch.cuda.CUDAGraph) -> float:
+def time_step(graph: torch.cuda.CUDAGraph, replays: int = REPLAYS) -> float:
     """Seconds of a replay: median of single ones, the device idle before each."""
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()

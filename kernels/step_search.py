@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from linear_shapes import Parameters, Shape
 
-Settings = dict[Shape, Parameters]  # of every product of a step
+Settings = dict[Any, Parameters]  # of every product (`Shape`) of a step, or of what else is searched
 LEAST_GAIN = 0.0015  # share of a step: less is noise
 ROUNDS, CONFIRMING_ROUNDS = 3, 8
 
@@ -134,4 +134,6 @@ def short(parameters: Parameters) -> str:
         return "cuBLASLt" if parameters["library"] == 2 else "cuBLAS"
     sizes = (parameters.get(name) for name in ("block_n", "block_k", "num_warps", "num_stages"))
     tile = "x".join(str(size) for size in sizes if size is not None)
+    if "min_split" in parameters:  # decode attention's
+        return f"{tile}/{parameters['ctas_per_sm']} of {parameters['min_split']}"
     return f"{tile}/{parameters.get('splits', 1)}+{parameters.get('prefetch', 0)}"

@@ -3,6 +3,7 @@
     python kernels/tune.py [attention] [--quick] [--ops decode_attention,prefill_attention] [--dry-run]
     python kernels/tune.py linear [--quick] [--models llama-3.2-1b] [--rows 256] [--dry-run]    # see tune_linear.py
     python kernels/tune.py steps [--models llama-3.2-1b] [--rows 1,8] [--seconds 120] [--dry-run]   # see tune_steps.py
+    python kernels/tune.py attention-steps [--rows 32,64] [--dry-run]                     # see tune_attention_steps.py
 
 For each op and head size every combination of a small grid is timed on cases that stand for serving, and the one with
 the least geometric mean of time per unit of work wins. Variants are compiled first, by several processes at once, into
@@ -19,7 +20,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import time_graph
 from cases import CACHE_BYTES, Launch, make_decode, make_prefill
 from roofline import MODELS, decode_attention, prefill_attention
-from tuned_table import Table, own_path, put, read_table, replace, write_table
+from tuned_table import Table, is_by_steps, own_path, put, read_table, replace, write_table
 
 from cb_backend.kernels.launch import launch_parameters, overriding
 
@@ -179,9 +180,15 @@ def tune_linear_products(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def tune_steps_products(arguments: argparse.Namespace) -> int:
-    import tune_steps
+def chosen_in_steps(table: Table) -> list[tuple[str, dict[str, int]]]:
+    """(op, conditions) of the entries that `tune` leaves."""
+    return [(op, entry["when"]) for op, entries in table.items() for entry in entries if is_by_steps(entry)]
 
+
+def tune_in_steps(
+    run: Callable[[argparse.Namespace, Callable[[Table], None]], None], arguments: argparse.Namespace
+) -> int:
+    """What `run` finds goes into the table as it is found."""
     device = torch.device("cuda", torch.cuda.current_device())
 
     def save(found: Table) -> None:
@@ -193,24 +200,40 @@ def tune_steps_products(arguments: argparse.Namespace) -> int:
             {**table, **{op: put(table.get(op, []), entries) for op, entries in found.items()}}, own_path(device)
         )
 
-    tune_steps.run(arguments, save)
+    run(arguments, save)
     return 0
+
+
+def tune_steps_products(arguments: argparse.Namespace) -> int:
+    import tune_steps
+
+    return tune_in_steps(tune_steps.run, arguments)
+
+
+def tune_steps_attention(arguments: argparse.Namespace) -> int:
+    import tune_attention_steps
+
+    return tune_in_steps(tune_attention_steps.run, arguments)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["attention", "linear", "steps"], default="attention")
+    parser.add_argument(
+        "what", nargs="?", choices=["attention", "linear", "steps", "attention-steps"], default="attention"
+    )
     parser.add_argument("--quick", action="store_true", help="a small grid")
     parser.add_argument("--ops", default="decode_attention,prefill_attention")
-    parser.add_argument("--models", default=",".join(MODELS), help="of linear and steps: whose weights")
+    parser.add_argument("--models", default=",".join(MODELS), help="of linear and both kinds of steps: whose")
     parser.add_argument(
         "--rows",
-        help="of linear: only the groups that begin with these numbers of rows: 1,256; of steps: the rows of a step",
+        help="of linear: only the groups that begin with these numbers of rows: 1,256; of steps: a step's",
     )
-    parser.add_argument("--seconds", type=float, default=120, help="of steps: how long to search a model")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="of steps: how long to search a model, or those of a head size"
+    )
     parser.add_argument("--context", type=int, default=640, help="of steps: of every row")
     parser.add_argument(
-        "--replace-steps", action="store_true", help="of linear: entries that were chosen in whole steps too"
+        "--replace-steps", action="store_true", help="of attention and linear: entries chosen in whole steps too"
     )
     parser.add_argument("--dry-run", action="store_true", help="print, do not write")
     arguments = parser.parse_args()
@@ -221,8 +244,15 @@ def main() -> int:
         return tune_linear_products(arguments)
     if arguments.what == "steps":
         return tune_steps_products(arguments)
-    chosen = [target for target in targets(arguments.quick) if target.op in arguments.ops.split(",")]
+    if arguments.what == "attention-steps":
+        return tune_steps_attention(arguments)
     device = torch.device("cuda", torch.cuda.current_device())
+    kept = [] if arguments.replace_steps else chosen_in_steps(read_table(device))
+    chosen = [
+        target
+        for target in targets(arguments.quick)
+        if target.op in arguments.ops.split(",") and (target.op, target.when) not in kept
+    ]
     jobs = {  # one a model: its other cases compile to the same
         (target.op, case[0], *parameters.values()): (
             target.op, case, {**launch_parameters(target.op, device, **target.when), **parameters}

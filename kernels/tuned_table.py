@@ -1,7 +1,8 @@
 """The file of this GPU's launch parameters, `cb_backend/kernels/tuned/<gpu>.json`, as the tuners change it.
 
 An entry is {"when": {condition: value}, "use": {parameter: value}}, and has "by": "steps" where whole steps chose it
-(`tune_steps.py`): what a product takes alone does not tell what it takes in a step, so `tune_linear.py` leaves it.
+(`tune_steps.py`, `tune_attention_steps.py`): what a kernel takes alone does not tell what it takes in a step, so the
+tuners of kernels alone leave it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from cb_backend.kernels.launch import TUNED, gpu_slug, tuned_files
 Entry = dict[str, Any]
 Table = dict[str, list[Entry]]  # op -> its entries; the first that agrees with a launch serves it
 BY_STEPS = {"by": "steps"}
+
+
+def is_by_steps(entry: Entry) -> bool:
+    return BY_STEPS.items() <= entry.items()
 
 
 def own_path(device: torch.device) -> Path:
@@ -61,6 +66,6 @@ def replace(
 
     `keeps_steps`: not instead of entries that were chosen in whole steps.
     """
-    kept = [entry for entry in entries if not is_tuned(entry) or (keeps_steps and BY_STEPS.items() <= entry.items())]
+    kept = [entry for entry in entries if not is_tuned(entry) or (keeps_steps and is_by_steps(entry))]
     conditions = [entry["when"] for entry in kept]
     return [*kept, *(entry for entry in found if entry["when"] not in conditions)]

@@ -1,0 +1,170 @@
+"""Choose decode attention's launch parameters in whole captured decode steps.
+
+    python kernels/tune.py attention-steps [--rows 8,32,64,128] [--models llama-3.2-1b] [--seconds 120] [--dry-run]
+
+What is best alone (`tune.py attention`) need not be in a step: a tile's size decides what else fits on a multiprocessor
+beside attention, and so how early the kernels before and after it can start. Models whose heads have the same size
+share entries and are searched together, at a short and a long context, by the geometric mean of their steps. Plan and
+kernel are launched with the same parameters. Entries are marked, and `tune.py attention` leaves them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_step import DEVICE, make_model, make_runner, new_step, record, seat, time_step
+from roofline import MODELS
+from step_search import CONFIRMING_ROUNDS, Parameters, Search
+from tuned_table import BY_STEPS, Table
+
+from cb_backend.kernels.compile_ahead import compile_ahead
+from cb_backend.kernels.decode_plan import padded_head_dim
+from cb_backend.kernels.launch import launch_parameters, next_power_of_2, overriding
+from cb_backend.models.decoder import DecoderForCausalLM
+
+DEFAULT_ROWS = "1,8,32,64,128"
+CONTEXTS = (640, 1280)  # of 128 rows both caches of heads of 128 fit beside the weights into 80 GB
+REPLAYS = 5
+TILES = (  # keys, warps, stages
+    (32, 2, 3), (32, 2, 4), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 2, 3), (128, 4, 2),
+    (128, 4, 3),
+)  # fmt: skip
+CTAS_PER_SM = (1, 2, 3, 4, 6)
+MIN_SPLITS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is searched: the entry of one head size and number of rows. Stands where a product's shape does."""
+
+    block_d: int
+    m: int
+    op: str = "decode_attention"
+
+    @property
+    def when(self) -> dict[str, int]:
+        return {"block_d": self.block_d, "kv_bytes": 2, "m": self.m}
+
+
+Settings = dict[Entry, Parameters]
+
+
+class AttentionSteps:
+    """A captured step of each model; their time is the geometric mean over models and contexts."""
+
+    def __init__(self, models: list[DecoderForCausalLM], num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.runners = [make_runner(model, [max(CONTEXTS)] * num_rows) for model in models]
+        self.buffers = [new_step(runner, num_rows) for runner in self.runners]
+
+    def compile(self, many: list[Settings]) -> None:
+        torch.cuda.empty_cache()  # of the graphs before
+        try:
+            compile_ahead(lambda: self._rehearse(many))
+        except TimeoutError as error:
+            print(f"    {error}; the rest is compiled one by one", flush=True)
+
+    def _rehearse(self, many: list[Settings]) -> None:
+        for settings in many:
+            with contextlib.suppress(Exception), using(settings):  # `make` raises it again
+                for runner, buffers in zip(self.runners, self.buffers, strict=True):
+                    runner.run_step(buffers)
+
+    def make(self, settings: Settings) -> list[torch.cuda.CUDAGraph]:
+        with using(settings):
+            graphs = []
+            for runner, buffers in zip(self.runners, self.buffers, strict=True):
+                seat(runner, [max(CONTEXTS)] * self.num_rows)
+                graphs.append(record(runner, buffers))
+            return graphs
+
+    def milliseconds(self, step: list[torch.cuda.CUDAGraph]) -> float:
+        times = []
+        for runner, graph in zip(self.runners, step, strict=True):
+            for context in CONTEXTS:
+                seat(runner, [context] * self.num_rows)
+                times.append(1e3 * time_step(graph, REPLAYS))
+        return statistics.geometric_mean(times)
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.close()
+
+
+def using(settings: Settings) -> contextlib.ExitStack:
+    """Launch plan and kernel so meanwhile."""
+    stack = contextlib.ExitStack()
+    for entry, parameters in settings.items():
+        stack.enter_context(overriding(entry.op, parameters, **entry.when))
+    return stack
+
+
+def changes(now: Parameters) -> list[tuple[str, list[Parameters]]]:
+    """What is tried on the parameters `now`, in this order: tiles, then how rows are cut."""
+    return [
+        ("tile", [{**now, "block_n": n, "num_warps": warps, "num_stages": stages} for n, warps, stages in TILES]),
+        ("programs", [{**now, "ctas_per_sm": ctas} for ctas in CTAS_PER_SM]),
+        ("split", [{**now, "min_split": split} for split in MIN_SPLITS]),
+    ]
+
+
+def run_search(search: Search, entry: Entry) -> None:
+    """Each kind of change on the best so far, over and over until nothing gains or time is over."""
+    before: Parameters | None = None
+    while before != search.best[entry]:
+        before = search.best[entry]
+        for kind in range(len(changes(before))):
+            title, many = changes(search.best[entry])[kind]
+            if not search.choose(title, [{entry: parameters} for parameters in many]):
+                return
+
+
+def tune(models: list[DecoderForCausalLM], entry: Entry, seconds: float) -> Table:
+    """The entry found; of one that stays as it is nothing."""
+    started = time.perf_counter()
+    print(f"heads of {entry.block_d}, {entry.m} rows of {' and '.join(map(str, CONTEXTS))}", flush=True)
+    first = {entry: dict(launch_parameters(entry.op, DEVICE, **entry.when))}
+    steps = AttentionSteps(models, entry.m)
+    try:
+        search = Search(
+            steps, first, lambda: time.perf_counter() - started > seconds, lambda line: print(line, flush=True)
+        )
+        run_search(search, entry)
+        before, after = search.times(search.make_all([first, search.best]), CONFIRMING_ROUNDS)
+    finally:
+        steps.close()
+    print(f"  first {before:.4f} ms, best {after:.4f} ms ({after / before - 1:+.2%}): {search.best[entry]}", flush=True)
+    if search.best == first or not math.isfinite(after):
+        return {}
+    return {entry.op: [{"when": entry.when, "use": search.best[entry], **BY_STEPS}]}
+
+
+@torch.inference_mode()
+def run(arguments: argparse.Namespace, save: Callable[[Table], None]) -> None:
+    """Search every head size and number of rows; `save` has each entry as soon as it is found."""
+    torch.manual_seed(0)
+    by_head: dict[int, list[str]] = {}
+    for name in arguments.models.split(","):
+        by_head.setdefault(padded_head_dim(MODELS[name].head_dim), []).append(name)
+    rows = sorted({next_power_of_2(int(number)) for number in (arguments.rows or DEFAULT_ROWS).split(",")})
+    for block_d, names in by_head.items():
+        models = [make_model(name) for name in names]
+        ends = time.perf_counter() + arguments.seconds
+        for index, m in enumerate(rows):
+            save(tune(models, Entry(block_d, m), (ends - time.perf_counter()) / (len(rows) - index)))
+            torch.cuda.empty_cache()
+        del models
+        torch.cuda.empty_cache()
+    print(torch.cuda.get_device_name())
