@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.gumbel import gumbel_noise_torch
+from cb_backend.kernels.gumbel import gumbel_noise_torch, least_uniforms_log2
 from cb_backend.kernels.launch import (
     await_previous,
     can_overlap,
@@ -25,7 +25,8 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
-from cb_backend.kernels.sample_filters import choose_filtered, score_of, weight_of
+from cb_backend.kernels.sample_filters import choose_filtered, weight_of
+from cb_backend.kernels.sample_scores import best_within, scale_of, score_bound_of
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 _PARTS = 8  # of a tile, each with its largest logit known
@@ -34,7 +35,7 @@ _ELEMENTS_AT_ONCE = 1 << 16  # the twin's intermediate results stay in a CPU's c
 
 
 @jit()
-def _tile_kernel(
+def _bound_kernel(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -42,8 +43,7 @@ def _tile_kernel(
     min_p_ptr,
     seeds_ptr,
     positions_ptr,
-    best_score_ptr,
-    best_id_ptr,
+    bound_ptr,
     part_max_ptr,
     tile_mass_ptr,
     row_stride,
@@ -55,37 +55,39 @@ def _tile_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The best token of one tile of one row a program, no filter applied; a tile that holds NaN has the score NaN.
+    """What no score of a tile of one row exceeds, a program; of a tile that holds NaN it is NaN.
 
     For a row that filters also the largest logit of each of the tile's PARTS parts, and the tile's weight.
     """
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)
     row, tile = tl.program_id(0), tl.program_id(1)
+    place = (row * num_tiles + tile).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     token_ids = tile * TILE + tl.arange(0, TILE)
     is_inside = token_ids < vocab_size
     logits_ptr += row.to(tl.int64) * row_stride
-    logit = tl.load(logits_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
-    num_nans = tl.sum((logit != logit).to(tl.int32), axis=0)
-    temperature = tl.load(temperature_ptr + row)
-    score = logit
+    logit = tl.load(logits_ptr + token_ids, mask=is_inside, other=float("-inf"))
+    # The noise, which needs no logits, comes before their first use: there it is computed while they are on their way.
+    scale = 1.0
+    even_log2 = tl.zeros([TILE // 2], tl.float32)
+    odd_log2 = even_log2
     if temperature >= GREEDY_BELOW:
-        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        score = score_of(logit, temperature, seed, position, token_ids)
-        score = tl.where(is_inside, score, float("-inf"))
-        if HAS_FILTERS:
-            top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-            if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-                place = (row * num_tiles + tile).to(tl.int64)
-                largest_of = tl.max(tl.reshape(logit, [PARTS, TILE // PARTS]), axis=1)
-                tl.store(part_max_ptr + place * PARTS + tl.arange(0, PARTS), largest_of)
-                largest = tl.max(largest_of, axis=0)
-                mass = tl.sum(tl.where(is_inside, weight_of(logit, largest, temperature), 0.0), axis=0)
-                tl.store(tile_mass_ptr + place, mass)
-    best, index = tl.max(score, axis=0, return_indices=True)
-    best = tl.where(num_nans > 0, float("nan"), best)
-    tl.store(best_score_ptr + row * num_tiles + tile, best)
-    tl.store(best_id_ptr + row * num_tiles + tile, tile * TILE + index)
+        scale = scale_of(temperature)
+        pairs = tile * (TILE // 2) + tl.arange(0, TILE // 2)
+        even_log2, odd_log2 = least_uniforms_log2(seed, position, pairs)
+    logit = logit.to(tl.float32)
+    even, odd = tl.split(tl.reshape(logit, [TILE // 2, 2]))
+    tl.store(bound_ptr + place, score_bound_of(even, odd, scale, even_log2, odd_log2))
+    if HAS_FILTERS:
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        if ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)) & (temperature >= GREEDY_BELOW):
+            largest_of = tl.max(tl.reshape(logit, [PARTS, TILE // PARTS]), axis=1)
+            tl.store(part_max_ptr + place * PARTS + tl.arange(0, PARTS), largest_of)
+            largest = tl.max(largest_of, axis=0)
+            mass = tl.sum(tl.where(is_inside, weight_of(logit, largest, temperature), 0.0), axis=0)
+            tl.store(tile_mass_ptr + place, mass)
 
 
 @jit()
@@ -97,8 +99,7 @@ def _choose_kernel(
     min_p_ptr,
     seeds_ptr,
     positions_ptr,
-    best_score_ptr,
-    best_id_ptr,
+    bound_ptr,
     part_max_ptr,
     tile_mass_ptr,
     values_ptr,
@@ -116,33 +117,37 @@ def _choose_kernel(
     PARTS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """One row a program: the best of its tiles' best tokens, of equal ones the first; then the row's filters."""
+    """One row a program: the best token, of equal ones the first; then the row's filters."""
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * row_stride
     tile, part = tl.arange(0, TILES), tl.arange(0, PARTS)
     is_tile = tile < num_tiles
-    score = tl.load(best_score_ptr + row * num_tiles + tile, mask=is_tile, other=float("-inf"))
-    num_nans = tl.sum((score != score).to(tl.int32), axis=0)
-    best, index = tl.max(score, axis=0, return_indices=True)
-    is_failed = (num_nans > 0) | (best == float("-inf")) | (best == float("inf"))
-    token_id = tl.load(best_id_ptr + row * num_tiles + index)
+    place = row.to(tl.int64) * num_tiles + tile
+    bounds = tl.load(bound_ptr + place, mask=is_tile, other=float("-inf"))
+    num_nans = tl.sum((bounds != bounds).to(tl.int32), axis=0)
+    largest = tl.max(bounds, axis=0)
+    is_failed = (num_nans > 0) | (largest == float("-inf")) | (largest == float("inf"))
+    temperature = tl.load(temperature_ptr + row)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    token_id = 0
+    if not is_failed:
+        token_id = best_within(logits_ptr, bounds, temperature, seed, position, vocab_size, GREEDY_BELOW, TILE, TILES)
     if HAS_FILTERS:
-        temperature = tl.load(temperature_ptr + row)
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         is_filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
         if is_filtered & (temperature >= GREEDY_BELOW) & (not is_failed):
-            place = row.to(tl.int64) * num_tiles + tile
             part_max = tl.load(
                 part_max_ptr + place[:, None] * PARTS + part[None, :], mask=is_tile[:, None], other=float("-inf")
             )
             tile_mass = tl.load(tile_mass_ptr + place, mask=is_tile, other=0.0)
             token_id = choose_filtered(
-                token_id, logits_ptr + row.to(tl.int64) * row_stride, values_ptr + row * LISTED, ids_ptr + row * LISTED,
-                part_max, tile_mass, temperature, top_k, top_p, min_p, tl.load(seeds_ptr + row),
-                tl.load(positions_ptr + row), vocab_size, num_tiles, TILE, TILES, LISTED,
+                token_id, logits_ptr, values_ptr + row * LISTED, ids_ptr + row * LISTED,
+                part_max, tile_mass, bounds, temperature, top_k, top_p, min_p, seed,
+                position, vocab_size, num_tiles, TILE, TILES, LISTED,
             )  # fmt: skip
-    tl.store(token_ids_ptr + row, tl.where(is_failed, 0, token_id))
+    tl.store(token_ids_ptr + row, token_id)
     tl.store(is_failed_ptr + row, is_failed)
 
 
@@ -174,24 +179,23 @@ def sample(
     parameters = launch_parameters("sample", logits.device)
     tile = min(parameters["tile"], max(next_power_of_2(vocab_size), 2 * _PARTS))
     num_tiles = -(-vocab_size // tile)
-    best_score = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
-    tile_mass = torch.empty_like(best_score)
-    best_id = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
+    bounds = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
+    tile_mass = torch.empty_like(bounds)
     part_max = torch.empty(num_rows, num_tiles, _PARTS, dtype=torch.float32, device=logits.device)
     values = torch.empty(num_rows, _LISTED, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, _LISTED, dtype=torch.int32, device=logits.device)
     constants = {"HAS_FILTERS": has_filters, "GREEDY_BELOW": GREEDY_BELOW, "TILE": tile, "PARTS": _PARTS}
     constants |= {"IS_DEPENDENT": can_overlap(logits.device), **dependent_options(logits.device, num_rows)}
     row_values = (logits, temperature, top_k, top_p, min_p, seeds, positions)
-    _tile_kernel[(num_rows, num_tiles)](
-        *row_values, best_score, best_id, part_max, tile_mass, logits.stride(0), vocab_size, num_tiles,
+    _bound_kernel[(num_rows, num_tiles)](
+        *row_values, bounds, part_max, tile_mass, logits.stride(0), vocab_size, num_tiles,
         **constants, num_warps=parameters["num_warps"],
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
-        *row_values, best_score, best_id, part_max, tile_mass, values, ids, *out,
+        *row_values, bounds, part_max, tile_mass, values, ids, *out,
         logits.stride(0), vocab_size, num_tiles,
         **constants, TILES=next_power_of_2(num_tiles), LISTED=_LISTED,
-        num_warps=parameters["choose_num_warps"] if has_filters else 1,
+        num_warps=parameters["choose_num_warps"],
     )  # fmt: skip
     return out
 

@@ -10,8 +10,8 @@ Logits are compared as integers of the same order (`ordered`). Called by `sample
 
 from __future__ import annotations
 
-from cb_backend.kernels.gumbel import gumbel_noise_log2
 from cb_backend.kernels.launch import jit, tl
+from cb_backend.kernels.sample_scores import rounding_of, score_of
 
 
 @jit()
@@ -25,12 +25,6 @@ def ordered(x):
 def weight_of(x, largest, temperature):
     """The probability of logit x relative to that of the largest."""
     return tl.where(x == largest, 1.0, tl.exp((x - largest) / temperature))  # the first case: inf - inf is NaN
-
-
-@jit()
-def score_of(x, temperature, seed, position, token_ids):
-    """Scaled logit plus noise, in units of ln 2: the order is the same."""
-    return x * (1.0 / temperature) * 1.4426950408889634 + gumbel_noise_log2(seed, position, token_ids)
 
 
 @jit()
@@ -112,7 +106,7 @@ def _best_of_list(values_ptr, ids_ptr, num_listed, bound, largest, temperature, 
 
 
 @jit()
-def _best_above(logits_ptr, bound, tile_max, largest, temperature, seed, position, vocab_size, num_tiles,
+def _best_above(logits_ptr, bound, tile_max, score_bounds, largest, temperature, seed, position, vocab_size, num_tiles,
                 TILE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The tokens strictly above `bound`: their weight together, and the one with the best score (-1: there is none)."""
     column, tiles = tl.arange(0, TILE), tl.arange(0, TILES)
@@ -126,21 +120,24 @@ def _best_above(logits_ptr, bound, tile_max, largest, temperature, seed, positio
             x = tl.load(logits_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
             is_above = is_inside & (ordered(x) > bound)
             mass += tl.sum(tl.where(is_above, weight_of(x, largest, temperature), 0.0), axis=0)
-            score = tl.where(is_above, score_of(x, temperature, seed, position, token_ids), float("-inf"))
-            score, index = tl.max(score, axis=0, return_indices=True)
-            best_id = tl.where(score > best, tile * TILE + index, best_id)
-            best = tl.maximum(best, score)
+            score_bound = tl.max(tl.where(tiles == tile, score_bounds, float("-inf")), axis=0)
+            if score_bound > best - rounding_of(score_bound):
+                score = tl.where(is_above, score_of(x, temperature, seed, position, token_ids), float("-inf"))
+                score, index = tl.max(score, axis=0, return_indices=True)
+                best_id = tl.where(score > best, tile * TILE + index, best_id)
+                best = tl.maximum(best, score)
     return mass, best_id
 
 
 @jit()
-def choose_filtered(token_id, logits_ptr, values_ptr, ids_ptr, part_max, tile_mass, temperature, top_k, top_p, min_p,
-                    seed, position, vocab_size, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr,
+def choose_filtered(token_id, logits_ptr, values_ptr, ids_ptr, part_max, tile_mass, score_bounds, temperature, top_k,
+                    top_p, min_p, seed, position, vocab_size, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr,
                     LISTED: tl.constexpr):  # fmt: skip
     """The token of a row that filters, given its best token without filters.
 
     part_max [TILES, parts]: the largest logit of each part of each tile; tile_mass [TILES]: the weight of each tile
-    relative to its largest logit; values_ptr, ids_ptr: room for LISTED tokens.
+    relative to its largest logit; score_bounds [TILES]: what no score of a tile exceeds; values_ptr, ids_ptr: room for
+    LISTED tokens.
     """
     tile_max = tl.max(part_max, axis=1)
     largest = tl.max(tile_max, axis=0)
@@ -161,14 +158,14 @@ def choose_filtered(token_id, logits_ptr, values_ptr, ids_ptr, part_max, tile_ma
             is_chosen = 1
         else:
             border = _kth_largest_of_row(logits_ptr, top_k, bound, ordered(largest), vocab_size, TILE)
-            total, token_id = _best_above(logits_ptr, border - 1, tile_max, largest, temperature, seed, position,
-                                          vocab_size, num_tiles, TILE, TILES)  # fmt: skip
+            total, token_id = _best_above(logits_ptr, border - 1, tile_max, score_bounds, largest, temperature, seed,
+                                          position, vocab_size, num_tiles, TILE, TILES)  # fmt: skip
     if is_chosen == 0:
         is_searching = ((top_p < 1.0) | (min_p > 0.0)).to(tl.int32)
         while is_searching > 0:
             x = tl.load(logits_ptr + token_id).to(tl.float32)
-            mass, next_id = _best_above(logits_ptr, ordered(x), tile_max, largest, temperature, seed, position,
-                                        vocab_size, num_tiles, TILE, TILES)  # fmt: skip
+            mass, next_id = _best_above(logits_ptr, ordered(x), tile_max, score_bounds, largest, temperature, seed,
+                                        position, vocab_size, num_tiles, TILE, TILES)  # fmt: skip
             is_kept = ((top_p >= 1.0) | (mass < top_p * total)) & (x * (1.0 / temperature) >= scaled_border)
             is_searching = ((next_id >= 0) & (not is_kept)).to(tl.int32)  # the largest logit is always kept
             token_id = tl.where(is_searching > 0, next_id, token_id)

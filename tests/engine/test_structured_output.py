@@ -25,7 +25,6 @@ from tests.engine.structured import (
     check_texts,
     engine_for,
     is_valid,
-    json_schema,
     params,
     run_to_end,
 )
@@ -82,7 +81,8 @@ def test_preempted_as_alone(folder: Path, alone: list[list[int]], kind: str, run
 def test_guides_go_with_their_requests(folder: Path) -> None:
     """Cancelled, finished or failed: nobody keeps a guide, whoever still has the slot."""
     engine = engine_for(folder, "slots", run_ahead=2)
-    request = engine.make_request(1, np.array(PROMPTS[0], np.int32), params(json_schema({"type": "object"}), seed=1))
+    endless = StructuredOutput(kind="regex", text=r"\d{200}")  # no draw ends it before it is cancelled
+    request = engine.make_request(1, np.array(PROMPTS[0], np.int32), params(endless, seed=1))
     engine.add_request(request)
     while request.guide is None:
         engine.release_compiled()

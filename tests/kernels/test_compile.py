@@ -82,7 +82,7 @@ CASES = {
                                 "head_dim": 64, "has_norm": False, "kv_dtype": "float8_e4m3fn"}),
     "rms_norm": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096}),
     "silu_mul": case("silu_mul", "_silu_mul_kernel", 90, {"intermediate_size": 8192}),
-    "sample, tiles": case("sample", "_tile_kernel", 90, {"vocab_size": 151936}),
+    "sample, tiles": case("sample", "_bound_kernel", 90, {"vocab_size": 151936}),
     "sample, choice": case("sample", "_choose_kernel", 90, {"vocab_size": 151936}),
     "top_logprobs, tiles": case("top_logprobs", "_tile_logprobs_kernel", 90, {"vocab_size": 151936}),
     "top_logprobs, rows": case("top_logprobs", "_merge_logprobs_kernel", 90, {"vocab_size": 151936}),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels import sample as module
-from cb_backend.kernels.gumbel import random_bits_torch
-from cb_backend.kernels.launch import overriding
+from cb_backend.kernels.gumbel import gumbel_noise_log2, gumbel_noise_torch, least_uniforms_log2, random_bits_torch
+from cb_backend.kernels.launch import jit, overriding, tl
 from cb_backend.kernels.sample import sample, sample_torch
 
 LOG_PROBS = [math.log(p) for p in (0.05, 0.5, 0.1, 0.2, 0.15)]
@@ -120,6 +120,51 @@ def test_tiles_and_passes(listed: int, device: torch.device, monkeypatch: pytest
     assert token_ids.tolist() == sample_torch(logits, **values)[0].tolist()
 
 
+def test_failures_and_ties_of_several_tiles(device: torch.device) -> None:
+    """NaN or infinity in any tile fails a row; of equal logits in several tiles a greedy row takes the first."""
+    torch.manual_seed(4)
+    logits = torch.randn(8, 700)
+    logits[0, [500, 130, 600]] = 9.0
+    logits[1, :] = 0.25
+    logits[2, 699], logits[3, 128], logits[4, 300] = float("nan"), float("inf"), float("-inf")
+    logits[5, :690] = float("-inf")
+    logits[6, :] = float("-inf")
+    for temperature in (0.0, 0.9):
+        values = {name: value.to(device) for name, value in arguments(8, temperature=temperature).items()}
+        with overriding("sample", {"tile": 128, "num_warps": 4, "choose_num_warps": 4}):
+            token_ids, is_failed = sample(logits.to(device), **values)
+        assert is_failed.tolist() == [False, False, True, True, False, False, True, False]
+        assert token_ids.tolist() == sample_torch(logits.to(device), **values)[0].tolist()
+        if temperature == 0:
+            assert token_ids[:2].tolist() == [130, 0]
+
+
+@jit()
+def _noise_kernel(noise_ptr, bound_ptr, seed_ptr, position_ptr, num_pairs: tl.constexpr):
+    """Noise and its bound of tokens 0 to 2 * num_pairs - 1."""
+    seed, position = tl.load(seed_ptr), tl.load(position_ptr)
+    pairs, token_ids = tl.arange(0, num_pairs), tl.arange(0, 2 * num_pairs)
+    even, odd = least_uniforms_log2(seed, position, pairs)
+    tl.store(bound_ptr + 2 * pairs, -even)
+    tl.store(bound_ptr + 2 * pairs + 1, -odd)
+    tl.store(noise_ptr + token_ids, gumbel_noise_log2(seed, position, token_ids))
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (7, 123), (-(2**63), 2**40)])
+def test_no_noise_exceeds_its_bound(seed: int, position: int, device: torch.device) -> None:
+    """And the bound is close where it matters, of the largest noises; both are of the twin's bits."""
+    num_tokens = 1 << 13
+    noise, bound = (torch.full((num_tokens,), float("nan"), device=device) for _ in range(2))
+    seeds, positions = (torch.tensor([value], device=device) for value in (seed, position))
+    _noise_kernel[(1,)](noise, bound, seeds, positions, num_pairs=num_tokens // 2)
+    wanted = gumbel_noise_torch(seeds, positions, num_tokens)[0] / math.log(2)
+    torch.testing.assert_close(noise, wanted, atol=1e-4, rtol=1e-4)
+    assert (noise <= bound + 1e-5).all()
+    is_large = noise > 4  # one in 16
+    assert (bound - noise)[is_large].max() < 0.1
+    assert bound.max() <= 33
+
+
 def test_a_draw_does_not_depend_on_the_batch(device: torch.device) -> None:
     logits, values = make_rows(130, torch.float32)
     logits, values = logits.to(device), {name: value.to(device) for name, value in values.items()}
@@ -154,8 +199,24 @@ def test_random_bits_are_uniform_and_differ_between_rows() -> None:
     seeds, positions = torch.tensor([0, 0, 1, -1]), torch.tensor([0, 1, 0, 2**33])
     bits = random_bits_torch(seeds, positions, 1 << 16)
     assert len(bits.unique()) > 4 * 65536 - 40  # about 8 of 262,144 draws of 32 bits meet
+    even, odd = bits[:, 0::2] >> 24 & 0xFF, bits[:, 1::2] >> 24 & 0xFF
+    for first, second in ((even, odd), (odd[:, :-1], even[:, 1:])):  # neighbours have one word, mixed once or twice
+        together = torch.bincount((first * 256 + second).long().flatten(), minlength=65536).float()
+        expected = together.sum() / 65536
+        assert ((together - expected).square() / expected).sum() < 65536 + 5 * math.sqrt(2 * 65536)
     for bit in range(32):  # each bit is a fair coin: 5 standard deviations of 65,536 throws
         assert (((bits >> bit) & 1).float().mean(1) - 0.5).abs().max() < 5 * 0.5 / 256
     low = bits & 0xFF
     together = torch.bincount((low[0] * 256 + low[1]).long(), minlength=65536).float()
     assert (together - 1).square().sum() < 65536 + 5 * math.sqrt(2 * 65536)  # chi-squared: two rows, no relation
+
+
+def test_equal_logits_are_drawn_equally_often() -> None:
+    """Of flat rows: winners are spread evenly, over halves of the vocabulary and over even and odd ids."""
+    num_draws = 8192
+    rows = torch.zeros(num_draws, 1024)
+    token_ids, _ = sample_torch(rows, **arguments(num_draws, temperature=1.0) | {"positions": torch.arange(num_draws)})
+    counts = torch.bincount(token_ids.long(), minlength=1024).float()
+    assert (counts - 8).square().sum() / 8 < 1023 + 5 * math.sqrt(2 * 1023)
+    for share in (counts[0::2], counts[:512]):
+        assert abs(float(share.sum()) - num_draws / 2) < 5 * math.sqrt(num_draws) / 2
