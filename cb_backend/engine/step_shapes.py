@@ -5,6 +5,10 @@ A graph computes its rows whether the plan fills them or not, and libraries' pro
 prompts is as large as the budget. So the shapes of such steps have the budget's tokens and not one more, and the
 scheduler plans just what they hold. Scheduler and runner both read the rule here. It knows numbers alone, neither
 plans nor devices.
+
+Up to 2,048 prompt tokens every shape has a graph. Above, whether the device is busy for longer than the host needs to
+launch the step kernel by kernel depends on model and machine: the runner measures it, and makes no graphs of such full
+steps where they gain nothing. What is planned does not depend on that.
 """
 
 from __future__ import annotations
@@ -13,14 +17,17 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 _ALIGNED = 4  # int32 elements in 16 bytes
-# Prompt tokens a mixed step has a graph for, and how many requests they may come from. Above the last, the device is
-# busy for longer than the host needs to launch the step kernel by kernel.
+# Prompt tokens a mixed step has a graph for, and how many requests they may come from.
 _PROMPTS_OF_PREFILL = {32: 4, 128: 4, 256: 8, 512: 8, 1024: 16, 2048: 16}
-MAX_GRAPH_PROMPTS = max(_PROMPTS_OF_PREFILL.values())
+_MOST_PREFILL = max(_PROMPTS_OF_PREFILL)
+_LEAST_PROMPTS = max(_PROMPTS_OF_PREFILL.values())  # room of every full step
+_TOKENS_OF_PROMPT = 128  # and of larger ones: as many prompts as are this long
 # Budgets whose full steps have shapes of their own. Below, a step takes as long as reading the weights, whatever its
-# rows; above, full steps are launched kernel by kernel, at their exact size.
-_LEAST_BUDGET, _MOST_BUDGET = 512, max(_PROMPTS_OF_PREFILL)
+# rows; above, the device is slower than any host.
+_LEAST_BUDGET, _MOST_BUDGET = 512, 8192
+MAX_GRAPH_PROMPTS = _MOST_BUDGET // _TOKENS_OF_PROMPT
 _LEAST_PART = 4  # a full step may leave one in so many prompt tokens out to fit its graph
+_MOST_PADDING = 16  # of a graph of more prompt tokens than those above at most one token in so many is padding
 
 
 class StepShape(NamedTuple):
@@ -37,6 +44,16 @@ class StepShape(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.num_decode + self.num_prefill
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it depends on model and machine if a graph of this shape gains anything."""
+        return self.num_prefill > _MOST_PREFILL
+
+    @property
+    def least_tokens(self) -> int:
+        """Steps of fewer tokens are better launched kernel by kernel, at their own size, than run in this shape."""
+        return self.num_tokens - self.num_tokens // _MOST_PADDING if self.is_large else 0
 
     @property
     def num_deltas(self) -> int:
@@ -72,19 +89,21 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
     """Every shape to capture: all decode sizes, a few beside each number of prompt tokens, and those of full steps."""
-    beside = [*(size for size in (0, 8, 32, 64, 128, 256, 512) if size < max_num_seqs), max_num_seqs]
-    of_full_steps = FullSteps(max_num_seqs, max_num_batched_tokens).decode_sizes
-    # Hardly smaller than a full step is not worth graphs of its own.
-    longest = max_num_batched_tokens * 3 // 4 if of_full_steps else max_num_batched_tokens
+    most_rows = min(max_num_seqs, max_num_batched_tokens)  # a running request has a token in every step
+    beside = [*(size for size in (0, 8, 32, 64, 128, 256, 512) if size < most_rows), most_rows]
+    full_steps = FullSteps(max_num_seqs, max_num_batched_tokens)
+    longest = max_num_batched_tokens
+    if full_steps.decode_sizes and longest <= _MOST_PREFILL:
+        longest = longest * 3 // 4  # hardly smaller than a full step is not worth graphs of its own
     prompts = {
         (size, num_prefill): num_prompts
         for num_prefill, num_prompts in _PROMPTS_OF_PREFILL.items()
         if num_prefill <= longest
         for size in beside
     }
-    prompts |= {(size, max_num_batched_tokens - size): MAX_GRAPH_PROMPTS for size in of_full_steps}
+    prompts |= {(size, max_num_batched_tokens - size): full_steps.num_prompts for size in full_steps.decode_sizes}
     return [
-        *(StepShape(size) for size in decode_sizes(max_num_seqs)),
+        *(StepShape(size) for size in decode_sizes(most_rows)),
         *(StepShape(*size, num_prompts) for size, num_prompts in prompts.items()),
     ]
 
@@ -94,12 +113,17 @@ class FullSteps:
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self._budget = max_num_batched_tokens
+        most_rows = min(max_num_seqs, max_num_batched_tokens)
         # What is missing to the next size is missing to the prompts: finer than beside fewer prompt tokens.
-        sizes = [0, 8, *range(32, 257, 32), *range(320, 513, 64), *range(640, max_num_seqs, 128)]
-        sizes = [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+        few = [*range(32, 257, 32), *range(320, 513, 64)]
+        if max_num_batched_tokens > _MOST_PREFILL:
+            few = [*range(64, 513, 64)]  # it is missed less, and each graph takes longer to capture
+        sizes = [*(size for size in (0, 8, *few, *range(640, most_rows, 128)) if size < most_rows), most_rows]
         has_shapes = _LEAST_BUDGET <= max_num_batched_tokens <= _MOST_BUDGET
         # Ascending; the rest of the budget is prompt tokens.
         self.decode_sizes = [size for size in sizes if size < max_num_batched_tokens] if has_shapes else []
+        # Requests they may belong to: no more than can run, but for a few of padding.
+        self.num_prompts = max(_LEAST_PROMPTS, min(max_num_batched_tokens // _TOKENS_OF_PROMPT, max_num_seqs))
 
     def most_prompt_tokens(self, num_decode: int) -> int:
         """Prompt tokens to plan at most beside so many decode rows: the graph's, and with none of these the budget's.

@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from cb_backend.engine.llm_engine import create_engine
+from cb_backend.engine.runner import cuda_warm_up
+from cb_backend.engine.runner.slot_runner import SlotRunner
+from cb_backend.engine.runner.step_buffers import StepBuffers
+from cb_backend.engine.runner.step_graphs import Replayable
+from cb_backend.engine.step_shapes import StepShape
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for
@@ -51,6 +57,34 @@ def test_same_tokens_in_float32(name: str, settings: dict[str, object], tmp_path
     assert got.token_ids == expected.token_ids
     assert got.reasons == expected.reasons
     assert engine.stats().num_free_blocks == engine.info.num_blocks
+
+
+def test_graphs_of_large_full_steps_give_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few long prompts and of many short ones, beside a changing number of decode rows."""
+    common = {
+        "device": "cuda", "max_model_len": 512, "max_num_batched_tokens": 4096, "max_num_seqs": 48,
+        "num_gpu_blocks_override": 4000, "enable_prefix_caching": False,
+    }  # fmt: skip
+    monkeypatch.setattr(cuda_warm_up, "_is_launch_bound", lambda runner, shape: True)
+    rng = np.random.default_rng(1)
+    eager = create_engine(config(str(folder), **common, enforce_eager=True, run_ahead=0))
+    lengths = [*rng.integers(250, 500, 60), *rng.integers(100, 250, 60)]
+    prompts = [rng.integers(3, eager.info.vocab_size, length).tolist() for length in lengths]
+    params = [msgspec.structs.replace(PARAMS[index % 2], max_tokens=1 + index % 4) for index in range(len(prompts))]
+    expected = run(eager, prompts, params)
+    engine = create_engine(config(str(folder), **common))
+    runner = engine.runner
+    assert isinstance(runner, SlotRunner)
+    find, used = runner.graphs.find, set[StepShape]()
+
+    def find_and_record(*step: int) -> tuple[Replayable, StepBuffers] | None:
+        found = find(*step)
+        used.update(() if found is None else (found[1].shape,))
+        return found
+
+    monkeypatch.setattr(runner.graphs, "find", find_and_record)
+    assert run(engine, prompts, params).token_ids == expected.token_ids
+    assert sum(shape.is_large for shape in used) >= 2
 
 
 @pytest.mark.parametrize("run_ahead", [0, 4])

@@ -12,8 +12,9 @@ from tests.fakes.graphs import graphs_of
 
 # Where a step has room for four times the running requests, padding of decode rows is small beside the prompt tokens.
 ROOMY = [(256, 2048), (512, 2048), (300, 1300), (256, 1024), (128, 1100), (100, 777), (128, 512), (5, 600)]
-TIGHT = [(256, 512), (512, 512), (1000, 600), (1024, 2048), (700, 1024)]
-WITHOUT = [(4, 1), (8, 16), (256, 64), (64, 511), (256, 2049), (512, 8192)]
+TIGHT = [(256, 512), (512, 512), (1000, 600), (1024, 2048), (700, 1024), (4000, 4096)]
+LARGE = [(256, 2049), (256, 2176), (200, 2304), (512, 3000), (256, 4096), (8, 8192), (256, 8192), (1024, 8192)]
+WITHOUT = [(4, 1), (8, 16), (256, 64), (64, 511), (256, 8193), (512, 16384)]
 
 
 def shape_for(graphs: StepGraphs, num_decode: int, num_prefill: int, num_prompts: int) -> StepShape | None:
@@ -34,26 +35,38 @@ def test_every_batch_size_has_a_shape_that_holds_it() -> None:
 def test_sixty_four_rows_leave_1984_prompt_tokens_of_2048() -> None:
     full_steps, graphs = FullSteps(256, 2048), graphs_of(256, 2048)
     assert [full_steps.most_prompt_tokens(n) for n in (0, 1, 8, 33, 40, 64)] == [2048, 2040, 2040, 1984, 1984, 1984]
-    assert shape_for(graphs, 40, 1984, 4) == StepShape(64, 1984, MAX_GRAPH_PROMPTS)
-    assert shape_for(graphs, 0, 2048, 1) == StepShape(0, 2048, MAX_GRAPH_PROMPTS)
+    assert shape_for(graphs, 40, 1984, 4) == StepShape(64, 1984, 16)
+    assert shape_for(graphs, 0, 2048, 1) == StepShape(0, 2048, 16)
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY)
+@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + LARGE)
 def test_every_full_step_fits_a_graph_of_the_budgets_size(max_num_seqs: int, budget: int) -> None:
     full_steps, graphs = FullSteps(max_num_seqs, budget), graphs_of(max_num_seqs, budget)
     for num_decode in range(max_num_seqs + 1):
         most = full_steps.most_prompt_tokens(num_decode)
-        for num_prompts in (1, MAX_GRAPH_PROMPTS):
+        for num_prompts in (1, full_steps.num_prompts):
             shape = shape_for(graphs, num_decode, most, num_prompts)
             assert shape is not None
             assert shape.num_tokens == budget, f"{num_decode} rows beside {most} prompt tokens run as {shape}"
-        for num_prefill in range(1, most, 61):
-            smaller = shape_for(graphs, num_decode, num_prefill, 1)
-            assert smaller is not None
-            assert num_decode + num_prefill <= smaller.num_tokens <= budget
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + TIGHT + WITHOUT)
+@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + LARGE)
+def test_lesser_steps_have_graphs_that_are_not_much_larger_once_the_device_is_busy(
+    max_num_seqs: int, budget: int
+) -> None:
+    full_steps, graphs = FullSteps(max_num_seqs, budget), graphs_of(max_num_seqs, budget)
+    for num_decode in range(0, max_num_seqs + 1, 7):
+        for num_prefill in range(1, full_steps.most_prompt_tokens(num_decode), 61):
+            shape = shape_for(graphs, num_decode, num_prefill, 1)
+            num_tokens = num_decode + num_prefill
+            if num_prefill <= 2048:
+                assert shape is not None
+            if shape is not None:
+                assert num_tokens <= shape.num_tokens <= budget + max_num_seqs
+                assert num_prefill <= 2048 or num_tokens >= shape.num_tokens * 15 / 16
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + TIGHT + LARGE + WITHOUT)
 def test_prompts_get_most_of_the_room_that_decode_rows_leave(max_num_seqs: int, budget: int) -> None:
     full_steps = FullSteps(max_num_seqs, budget)
     for num_decode in range(min(max_num_seqs, budget) + 1):
@@ -69,8 +82,30 @@ def test_other_budgets_are_used_to_the_last_token(max_num_seqs: int, budget: int
 
 def test_a_large_budget_keeps_graphs_of_its_smaller_steps() -> None:
     graphs = graphs_of(256, 8192)
-    assert shape_for(graphs, 64, 2048, 4) == StepShape(64, 2048, MAX_GRAPH_PROMPTS)
+    assert shape_for(graphs, 64, 2048, 4) == StepShape(64, 2048, 16)
     assert shape_for(graphs, 64, 2049, 4) is None
+    assert shape_for(graphs, 64, 7679 - 64, 4) is None
+    assert shape_for(graphs, 64, 7680 - 64, 4) == StepShape(64, 8128, 64)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + TIGHT + LARGE + WITHOUT)
+def test_no_graph_has_more_decode_rows_than_the_budget_or_prompts_than_there_is_room_for(
+    max_num_seqs: int, budget: int
+) -> None:
+    for shape in step_shapes(max_num_seqs, budget):
+        assert shape.num_decode <= min(max_num_seqs, budget)
+        assert shape.num_prefill <= budget
+        assert shape.num_prompts <= MAX_GRAPH_PROMPTS
+        # Of a result, pinned memory is kept for so many.
+        assert shape.num_rows <= 2 * max_num_seqs + 32
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), LARGE)
+def test_large_shapes_are_few(max_num_seqs: int, budget: int) -> None:
+    """Each takes an eager step and a capture at the start."""
+    large = [shape for shape in step_shapes(max_num_seqs, budget) if shape.is_large]
+    assert all(shape.num_tokens == budget for shape in large)
+    assert 1 <= len(large) <= 4 + min(max_num_seqs, 512) // 64 + max(max_num_seqs - 512, 0) // 128
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget", "most_more"), [(256, 2048, 4), (512, 2048, 7), (128, 2048, 1)])

@@ -30,20 +30,22 @@ def busy_engine(num_streams: int, **arguments: object) -> FakeEngine:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 3])
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(128, 2048), (64, 1024), (100, 700), (96, 512)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "budget"), [(128, 2048), (64, 1024), (100, 700), (96, 512), (100, 2304), (256, 4096), (256, 8192)]
+)
 def test_every_plan_under_full_load_fits_a_graph_of_at_most_the_budget(
     max_num_seqs: int, budget: int, run_ahead: int
 ) -> None:
     engine = FakeEngine(
-        num_blocks=6000, max_model_len=5000, block_size=16, run_ahead=run_ahead, enable_prefix_caching=False,
+        num_blocks=10_000, max_model_len=5000, block_size=64, run_ahead=run_ahead, enable_prefix_caching=False,
         max_num_batched_tokens=budget, max_num_seqs=max_num_seqs,
     )  # fmt: skip
     graphs, rng, number = graphs_of(max_num_seqs, budget), random.Random(1), 0
     decode_rows: set[int] = set()
     num_full = 0
     for _ in range(300):
-        while engine.scheduler.num_waiting < 4:
-            engine.add(number, rng.randint(budget // 8, 2 * budget), max_tokens=rng.randint(1, 120))
+        while engine.scheduler.num_waiting < 4 + budget // 1024:
+            engine.add(number, rng.randint(budget // 8, min(2 * budget, 4800)), max_tokens=rng.randint(1, 120))
             number += 1
         plan = engine.step()
         if plan is None or not num_prompt_tokens(plan):

@@ -29,6 +29,10 @@ from cb_backend.sampling_params import SamplingParams
 
 GRAPH_MEMORY = 512 << 20  # kept free for graph capture and library workspaces
 MIB = 1 << 20
+LAUNCH_PART = 3
+# Seconds. Of longer steps no graphs are made: so they cannot make the start much longer, and with very many layers the
+# driver's queue of launches fills up, so that the host only seems to need as long as the device.
+LONGEST_LAUNCH_BOUND = 0.1
 
 
 def log(message: str) -> None:
@@ -52,9 +56,10 @@ def create_cuda_runner(
     torch.cuda.reset_peak_memory_stats()
     small = new_storage(config, model_config, 2, kv_dtype, device)
     runner = SlotRunner(model, ops, rotary, small, config.max_num_seqs, max_model_len)
-    _compile_kernels(runner, config.max_num_seqs)
+    _compile_kernels(runner, min(config.max_num_seqs, config.max_num_batched_tokens))
     try:
         warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, model_config.vocab_size)
+        shapes = [] if config.enforce_eager or not rotary.is_static else _shapes_to_capture(runner, config)
     except torch.cuda.OutOfMemoryError:
         raise ConfigError(
             f"a step of max_num_batched_tokens {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}"
@@ -62,14 +67,14 @@ def create_cuda_runner(
         ) from None
     torch.cuda.synchronize()
     log(f"warm-up took {time.perf_counter() - start:.1f} s")
-    num_blocks = size_kv_cache(config, model_config, kv_dtype, device, _step_bytes())
+    has_large_graphs = any(shape.is_large for shape in shapes)
+    num_blocks = size_kv_cache(config, model_config, kv_dtype, device, _step_bytes(has_large_graphs))
     runner.storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
     log(
         f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB of"
         f" {str(kv_dtype).removeprefix('torch.')}"
     )
-    if not config.enforce_eager and rotary.is_static:
-        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+    if shapes:
         runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
         runner.pin_host_memory()
     return runner
@@ -127,8 +132,41 @@ def warm_up(
     runner.ops.apply_token_bitmask(logits, every_token, torch.zeros(1, dtype=torch.int64, device=runner.device))
 
 
-def _step_bytes() -> int:
-    """Memory that steps will take beside the cache, after the largest has run: its peak, and room for the graphs."""
+def _shapes_to_capture(runner: SlotRunner, config: EngineConfig) -> list[StepShape]:
+    """All shapes; of the large ones none where the device takes much longer for such a step than the host."""
+    shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+    large = [shape for shape in shapes if shape.is_large]
+    if not large or _is_launch_bound(runner, max(large, key=lambda shape: shape.num_prefill)):
+        return shapes
+    return [shape for shape in shapes if not shape.is_large]
+
+
+def _is_launch_bound(runner: SlotRunner, shape: StepShape) -> bool:
+    """Whether launching a step kernel by kernel takes the host more than a third of the device's time for it.
+
+    A part, for while serving the host has more to do for a step than to launch it.
+    """
+    buffers = runner.new_buffers(shape)
+    for _ in range(2):  # the first time the host may have kernels to load
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        runner.run_step(buffers)
+        launch_seconds = time.perf_counter() - start
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        is_bound = LAUNCH_PART * launch_seconds > seconds
+        if not is_bound:
+            break
+    log(f"a step of {shape.num_tokens} tokens takes {seconds * 1e3:.1f} ms, its launches {launch_seconds * 1e3:.1f} ms")
+    return is_bound and seconds < LONGEST_LAUNCH_BOUND
+
+
+def _step_bytes(has_large_graphs: bool) -> int:
+    """Memory that steps will take beside the cache, after the largest has run: its peak, and room for the graphs.
+
+    Graphs have a pool of their own. It takes as much as the largest step that they hold.
+    """
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
-    return peak - torch.cuda.memory_reserved() + GRAPH_MEMORY
+    largest_step = peak - torch.cuda.memory_reserved()
+    return largest_step * (2 if has_large_graphs else 1) + GRAPH_MEMORY

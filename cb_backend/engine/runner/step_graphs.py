@@ -66,10 +66,14 @@ class StepGraphs:
         return list(self._graphs)
 
     def find(self, num_decode: int, num_prefill: int, num_prompts: int) -> tuple[Replayable, StepBuffers] | None:
-        """The graph with the fewest tokens of those that hold a step; None if there is none."""
+        """The graph with the fewest tokens of those that hold a step and are worth it; None if there is none."""
         shapes = self._mixed_shapes if num_prefill else self._decode_shapes
-        for _, shape in shapes[bisect_left(shapes, (num_decode + num_prefill,)) :]:
-            if num_decode <= shape.num_decode and num_prefill <= shape.num_prefill and num_prompts <= shape.num_prompts:
+        num_tokens = num_decode + num_prefill
+        for _, shape in shapes[bisect_left(shapes, (num_tokens,)) :]:
+            is_held = (
+                num_decode <= shape.num_decode and num_prefill <= shape.num_prefill and num_prompts <= shape.num_prompts
+            )
+            if is_held and num_tokens >= shape.least_tokens:
                 return self._graphs[shape]
         return None
 
