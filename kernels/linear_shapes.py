@@ -23,7 +23,7 @@ SHARED_BYTES = 227 << 10
 # (block_n, block_k, num_warps), of one row
 VECTOR_TILES = (
     (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (4, 512, 2), (16, 256, 4), (2, 1024, 2), (4, 1024, 8), (4, 2048, 8),
-    (2, 2048, 4), (2, 2048, 8),
+    (2, 2048, 4), (2, 2048, 8), (4, 512, 4), (2, 1024, 4),
 )  # fmt: skip
 # (block_n, block_k, num_warps, num_stages)
 SMALL_TILES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (32, 256, 4, 4), (128, 64, 4, 5))
@@ -96,7 +96,8 @@ def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Ite
         for tile in VECTOR_TILES:
             if tile[1] > shape.k:
                 continue
-            yield {"vector": 1, **dict(zip(("block_n", "block_k", "num_warps"), tile, strict=True))}
+            vector = {"vector": 1, **dict(zip(("block_n", "block_k", "num_warps"), tile, strict=True))}
+            yield from (vector, {**vector, "fold": 8})
     if num_rows >= 32:
         yield {"library": 2}
     if num_rows > MAX_ROWS:

@@ -136,4 +136,5 @@ def short(parameters: Parameters) -> str:
     tile = "x".join(str(size) for size in sizes if size is not None)
     if "min_split" in parameters:  # decode attention's
         return f"{tile}/{parameters['ctas_per_sm']} of {parameters['min_split']}"
-    return f"{tile}/{parameters.get('splits', 1)}+{parameters.get('prefetch', 0)}"
+    kinds = "".join(f" {kind}" for kind in ("norm", "fold") if kind in parameters)
+    return f"{tile}/{parameters.get('splits', 1)}+{parameters.get('prefetch', 0)}{kinds}"

@@ -48,10 +48,15 @@ def _one_row_kernel(
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     IS_DEPENDENT: tl.constexpr,
     PREFETCH: tl.constexpr,  # elements of each weight row, after the first tile, brought to L2 while waiting
+    FOLD: tl.constexpr,  # neighbours whose products are added at once; above 1 the row's next tile is loaded ahead too
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N output columns a program. The next tile of weights is on its way while one is multiplied."""
+    """BLOCK_N output columns a program. The next tile of weights is on its way while one is multiplied.
+
+    A sum for each element of a tile takes half the registers. With FOLD it is one for FOLD elements, so more programs
+    share a multiprocessor: that is faster where reading the weights takes longer than what comes after the last one.
+    """
     let_next_start(IS_DEPENDENT)
     program = tl.program_id(0)
     n, k = program * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -66,8 +71,10 @@ def _one_row_kernel(
         prefetch(weight_row_ptr + BLOCK_K, PREFETCH * 2, BLOCK_N, PREFETCH > 0)
         prefetch(weight_row_ptr + up_shift + BLOCK_K, PREFETCH * 2, BLOCK_N, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // FOLD], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K // FOLD], tl.float32)
+    if FOLD > 1:
+        x = tl.load(x_ptr + k, mask=k < in_size, other=0.0)
     for offset in range(0, in_size, BLOCK_K):
         column = offset + k
         # After the last tile all of the next one's loads are masked.
@@ -81,19 +88,39 @@ def _one_row_kernel(
                 weight_tile_ptr + up_shift + offset + BLOCK_K, mask=(column + BLOCK_K < in_size)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-        is_inside = column < in_size
-        row = tl.load(x_ptr + column, mask=is_inside, other=0.0).to(tl.float32)
-        acc += weight.to(tl.float32) * row[None, :]
+        if FOLD > 1:
+            row = x.to(tl.float32)
+            x = tl.load(x_ptr + column + BLOCK_K, mask=column + BLOCK_K < in_size, other=0.0)
+        else:
+            row = tl.load(x_ptr + column, mask=column < in_size, other=0.0).to(tl.float32)
+        acc += _folded(weight.to(tl.float32) * row[None, :], FOLD)
         weight = next_weight
         if IS_GATED:
-            acc_up += up.to(tl.float32) * row[None, :]
+            acc_up += _folded(up.to(tl.float32) * row[None, :], FOLD)
             up = next_up
-    product = tl.sum(acc, axis=1)  # [BLOCK_N]
+    if IS_GATED and FOLD > 1:  # in one exchange between warps
+        product, product_up = tl.reduce((acc, acc_up), axis=1, combine_fn=_add_both)  # [BLOCK_N] each
+    else:
+        product, product_up = tl.sum(acc, axis=1), tl.sum(acc_up, axis=1)
     if HAS_BIAS:
         product += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)
     if IS_GATED:
-        product = gated(product, tl.sum(acc_up, axis=1), out_ptr.dtype.element_ty)
+        product = gated(product, product_up, out_ptr.dtype.element_ty)
     tl.store(out_ptr + n, product.to(out_ptr.dtype.element_ty), mask=n < out_size)
+
+
+@jit()
+def _folded(values, FOLD: tl.constexpr):
+    """Sums of FOLD neighbours of each row, which a thread holds: [rows, columns] -> [rows, columns / FOLD]."""
+    if FOLD > 1:
+        return tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // FOLD, FOLD]), axis=2)
+    else:
+        return values
+
+
+@jit()
+def _add_both(first, first_up, second, second_up):
+    return first + second, first_up + second_up
 
 
 @jit()
@@ -116,6 +143,6 @@ def launch_one_row(
     _one_row_kernel[(-(-out_size // block_n),)](
         x, weight, bias, out, out_size, in_size,
         HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0,
-        IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched,
+        IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched, FOLD=parameters.get("fold", 1),
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=parameters["num_warps"], **dependent_options(x.device),
     )  # fmt: skip

@@ -108,6 +108,9 @@ CASES = {
     "quantize_rows": case("quantize_rows", "_quantize_kernel", 90, {"size": 14336}),
     "one row": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512),
     "one row, gated": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024, prefetch=256),
+    "one row, folded": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512, fold=8),
+    "one row, gated, folded": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024,
+                                      prefetch=256, fold=8),
     "one row, one tile": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=2, block_k=2048,
                                  prefetch=256),
 }  # fmt: skip
@@ -220,6 +223,11 @@ def test_products_prefetch_by_threads_that_hold_a_row_each(
 
 def test_one_row_does_not_prefetch_what_its_first_tile_loads(compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled["one row, one tile"]["prefetch_layouts"] == []
+
+
+def test_folded_sums_of_one_row_take_fewer_registers(compiled: dict[str, dict[str, Any]]) -> None:
+    """So that more programs share a multiprocessor."""
+    assert compiled["one row, gated, folded"]["registers"] < 0.75 * compiled["one row, gated"]["registers"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("decode", "prefill"))])

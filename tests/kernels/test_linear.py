@@ -21,6 +21,7 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The interpreter multiplies the bits of bf16 as integers in tensor-core products.
 TILED = {"block_n": 32, "block_k": 32, "splits": 1, "num_warps": 4, "num_stages": 2}
 VECTOR = {"vector": 1, "block_n": 8, "block_k": 64, "num_warps": 4}
+FOLDED = {**VECTOR, "fold": 8}
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 
 
@@ -70,12 +71,14 @@ def test_tiled_kernel(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("out_size", "in_size"), [(16, 128), (21, 200), (8, 64), (9, 40)])
+@pytest.mark.parametrize("parameters", [VECTOR, FOLDED], ids=["each", "folded"])
 def test_kernel_for_one_row(
-    out_size: int, in_size: int, dtype: torch.dtype, device: torch.device, launches: list[int]
-) -> None:
+    parameters: dict[str, int], out_size: int, in_size: int, dtype: torch.dtype, device: torch.device,
+    launches: list[int],
+) -> None:  # fmt: skip
     x, weight, bias = inputs(1, out_size, in_size, dtype)
     wanted = x.double() @ weight.double().T + bias.double()
-    with overriding("linear", VECTOR):
+    with overriding("linear", parameters):
         found = linear(x.to(device), weight.to(device), bias.to(device))
     torch.testing.assert_close(found.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert launches == [1]
@@ -84,7 +87,14 @@ def test_kernel_for_one_row(
 @pytest.mark.parametrize("dtype", [torch.float16, ON_GPU])
 @pytest.mark.parametrize(
     ("num_rows", "out_size", "in_size", "parameters"),
-    [(3, 64, 128, TILED), (18, 37, 97, TILED), (4, 40, 128, {**TILED, "splits": 3}), (1, 20, 130, VECTOR)],
+    [
+        (3, 64, 128, TILED),
+        (18, 37, 97, TILED),
+        (4, 40, 128, {**TILED, "splits": 3}),
+        (1, 20, 130, VECTOR),
+        (1, 20, 130, FOLDED),
+        (1, 24, 192, FOLDED),
+    ],
 )
 def test_gated_kernel(
     num_rows: int, out_size: int, in_size: int, parameters: dict[str, int], dtype: torch.dtype, device: torch.device,
@@ -133,12 +143,14 @@ def test_shapes_without_an_entry_are_the_librarys(device: torch.device, launches
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 128])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_replays_of_a_graph_agree(num_rows: int, splits: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "parameters", [TILED, {**TILED, "splits": 4}, {**TILED, **FOLDED}], ids=["whole", "split", "folded"]
+)
+def test_replays_of_a_graph_agree(num_rows: int, parameters: dict[str, int], device: torch.device) -> None:
     """Dependent launches with prefetches, back to back in one graph: the same bits each time, close to float64."""
     x, weight, _ = (tensor.to(device) for tensor in inputs(num_rows, 1024, 2048, torch.bfloat16))
     second = torch.randn(512, 1024, device=device).div_(32).to(torch.bfloat16)
-    parameters = {**TILED, "block_n": 64, "block_k": 64, "splits": splits, "num_stages": 4}
+    parameters = {**parameters, "block_n": 64, "block_k": 64, "num_stages": 4}
     if torch.cuda.get_device_capability(device)[0] >= 9:
         parameters |= {"prefetch": 256}
     with overriding("linear", parameters):
