@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_step import DEVICE, make_model, make_runner, new_step, record, seat, time_step
-from linear_shapes import candidates, served_with, shapes_of
+from linear_shapes import Parameters, Shape, candidates, served_with, shapes_of
 from step_search import CONFIRMING_ROUNDS, Search, Settings
 from tuned_table import BY_STEPS, Table
 
@@ -35,6 +35,16 @@ from cb_backend.models.decoder import DecoderForCausalLM
 PREFETCHES = (0, 256, 512, 1024)
 COMPARED_STEPS = 8
 DEFAULT_ROWS = "1,8,32,64,128"
+
+
+def tried(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> list[Parameters]:
+    """What is worth trying on a product in a step: its tiles, alone and with the norm before it, and the library."""
+    many = list(candidates(shape, num_rows, num_sms, is_quick))
+    if shape.can_have_norm:
+        many += [{**tile, "norm": 1} for tile in many if "vector" in tile and "fold" in tile]
+    if {"library": 2} in many:
+        many.append({"library": 1})
+    return many
 
 
 @contextlib.contextmanager
@@ -122,10 +132,7 @@ def tune(model: DecoderForCausalLM, name: str, rows: list[int], arguments: argpa
     print(f"{name}, {' and '.join(map(str, rows))} rows of context {arguments.context}, {seconds:.0f} s", flush=True)
     shapes, most = shapes_of([name]), max(rows)
     key, num_sms = served_with(most)[-1], num_multiprocessors(DEVICE)
-    tiles = {shape: list(candidates(shape, key, num_sms, arguments.quick)) for shape in shapes}
-    for many in tiles.values():
-        if {"library": 2} in many:
-            many.append({"library": 1})
+    tiles = {shape: tried(shape, key, num_sms, arguments.quick) for shape in shapes}
     first = {s: launch_parameters(s.op, DEVICE, n=s.n, k=s.k, m=next_power_of_2(most)) for s in shapes}
     steps = DecodeSteps(model, rows, arguments.context)
     try:

@@ -1,11 +1,14 @@
-"""Products of a single row with weights, plain or gated.
+"""Products of a single row with weights, plain or gated, or with the residual addition and RMSNorm before them.
 
 One request that decodes alone is bound by reading weights and by the gaps between kernels. So a program asks for its
-first weights before it waits for the kernel before it, and there are no tensor cores to feed. Called by `linear`'s
-launchers; knows no tuned table.
+first weights before it waits for the kernel before it, and there are no tensor cores to feed. The norm needs no pass of
+its own over the row: its scale is one number, so it multiplies the finished sums, and the squares are summed beside
+them. Called by `linear`'s and `add_norm_linear`'s launchers; knows no tuned table.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,20 +38,34 @@ def gated(gate, up, dtype: tl.constexpr):
     return activated * up.to(dtype).to(tl.float32)
 
 
+class AddNorm(NamedTuple):
+    """What comes before a product: `out_residual` = x + residual, of whose RMSNorm the product is."""
+
+    residual: Tensor  # [1, in_size]
+    weight: Tensor  # [in_size]
+    eps: float
+    out_residual: Tensor  # [1, in_size]; no input's memory: programs that have not begun will still read those
+
+
 @jit()
 def _one_row_kernel(
     x_ptr,
+    residual_ptr,
+    norm_weight_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    out_residual_ptr,
     out_size,
     in_size,
+    eps: tl.constexpr,
+    HAS_NORM: tl.constexpr,  # the row is the norm of x + residual, which is stored to out_residual; not where gated
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,  # two weights, out_size rows each: gate, then up
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     IS_DEPENDENT: tl.constexpr,
     PREFETCH: tl.constexpr,  # elements of each weight row, after the first tile, brought to L2 while waiting
-    FOLD: tl.constexpr,  # neighbours whose products are added at once; above 1 the row's next tile is loaded ahead too
+    FOLD: tl.constexpr,  # neighbours whose products are added at once; above 1 the next tile of x is loaded ahead too
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -67,13 +84,17 @@ def _one_row_kernel(
     up = weight
     if IS_GATED:
         up = _tile(weight_tile_ptr + up_shift, k, in_size, IS_EVEN)
+    if HAS_NORM:
+        norm_weight = tl.load(norm_weight_ptr + k, mask=k < in_size, other=0.0)  # [BLOCK_K]
+        squares = tl.zeros([BLOCK_K // FOLD], tl.float32)
+        own = program * BLOCK_K  # the next columns of out_residual to store: programs have all of them and take turns
     if IS_DEPENDENT:
         prefetch(weight_row_ptr + BLOCK_K, PREFETCH * 2, BLOCK_N, PREFETCH > 0)
         prefetch(weight_row_ptr + up_shift + BLOCK_K, PREFETCH * 2, BLOCK_N, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_K // FOLD], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K // FOLD], tl.float32)
-    if FOLD > 1:
+    if FOLD > 1 and not HAS_NORM:
         x = tl.load(x_ptr + k, mask=k < in_size, other=0.0)
     for offset in range(0, in_size, BLOCK_K):
         column = offset + k
@@ -88,7 +109,18 @@ def _one_row_kernel(
                 weight_tile_ptr + up_shift + offset + BLOCK_K, mask=(column + BLOCK_K < in_size)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-        if FOLD > 1:
+        if HAS_NORM:
+            # Not ahead: three tiles more in registers would leave room for fewer programs.
+            x = tl.load(x_ptr + column, mask=column < in_size, other=0.0)
+            residual = tl.load(residual_ptr + column, mask=column < in_size, other=0.0)
+            total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+            tl.store(out_residual_ptr + column, total, mask=(column < in_size) & (offset == own))
+            own += tl.where(offset == own, tl.num_programs(0) * BLOCK_K, 0)
+            row = total.to(tl.float32)
+            squares += tl.sum(tl.reshape(row * row, [BLOCK_K // FOLD, FOLD]), axis=1)
+            row *= norm_weight.to(tl.float32)
+            norm_weight = tl.load(norm_weight_ptr + column + BLOCK_K, mask=column + BLOCK_K < in_size, other=0.0)
+        elif FOLD > 1:
             row = x.to(tl.float32)
             x = tl.load(x_ptr + column + BLOCK_K, mask=column + BLOCK_K < in_size, other=0.0)
         else:
@@ -102,6 +134,8 @@ def _one_row_kernel(
         product, product_up = tl.reduce((acc, acc_up), axis=1, combine_fn=_add_both)  # [BLOCK_N] each
     else:
         product, product_up = tl.sum(acc, axis=1), tl.sum(acc_up, axis=1)
+    if HAS_NORM:
+        product *= tl.rsqrt(tl.sum(squares, axis=0) / in_size + eps)
     if HAS_BIAS:
         product += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)
     if IS_GATED:
@@ -133,15 +167,24 @@ def _tile(pointers, k, in_size, IS_EVEN: tl.constexpr):
 
 
 def launch_one_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parameters: dict[str, int], *, is_gated: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    parameters: dict[str, int],
+    *,
+    is_gated: bool,
+    norm: AddNorm | None = None,
 ) -> None:
-    """Write the product of x [1, in_size] to `out` [1, out_size]."""
+    """Write the product of x [1, in_size], or of what the norm makes of it, to `out` [1, out_size]."""
     in_size, out_size = x.shape[1], out.shape[1]
     block_n, block_k = parameters["block_n"], parameters["block_k"]
     # Prefetches are of whole 16 bytes, which rows of an odd size do not begin at.
     prefetched = min(parameters.get("prefetch", 0), max(in_size - block_k, 0)) if in_size % 8 == 0 else 0
+    residual, norm_weight, eps, out_residual = norm or (None, None, None, None)
     _one_row_kernel[(-(-out_size // block_n),)](
-        x, weight, bias, out, out_size, in_size,
+        x, residual, norm_weight, weight, bias, out, out_residual, out_size, in_size,
+        eps=eps, HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0,
         IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched, FOLD=parameters.get("fold", 1),
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=parameters["num_warps"], **dependent_options(x.device),

@@ -57,8 +57,10 @@ class Linear:
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the product of norm(x + residual), x + residual); x and residual [num_tokens, in_size]."""
-        normed, total = norm.add(x, residual)
-        return self(normed), total
+        results: tuple[Tensor, Tensor] = self.ops.add_norm_linear(
+            x, residual, norm.weight, norm.eps, self.weight, self.bias
+        )
+        return results
 
     def gated_after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(silu(first half) * second half of that product, x + residual); the first [num_tokens, out_size / 2]."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from cb_backend.errors import ConfigError
 from cb_backend.kernels import (
+    add_norm_linear,
     decode_attention,
     decode_plan,
     fp8,
@@ -38,6 +39,7 @@ _MODULE_OF_OP = {
     "silu_mul": silu_mul,
     "linear": linear,
     "linear_silu_mul": linear,
+    "add_norm_linear": add_norm_linear,
     "add_rms_norm_fp8": rms_norm,
     "quantize_rows": fp8,
     "linear_fp8": linear_fp8,
@@ -70,6 +72,7 @@ class Ops:
     silu_mul: Op
     linear: Op
     linear_silu_mul: Op
+    add_norm_linear: Op
     # The same with fp8 weights, and rows as `kernels.fp8.Fp8Rows`
     add_rms_norm_fp8: Op
     quantize_rows: Op

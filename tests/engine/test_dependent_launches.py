@@ -28,6 +28,7 @@ PRODUCTS = {
     "vector": 1, "block_n": 16, "block_k": 32, "splits": 2, "num_warps": 4, "num_stages": 3, "prefetch": 32,
 }  # fmt: skip
 FOLDED = {**PRODUCTS, "fold": 8}
+WITH_NORM = {**FOLDED, "norm": 1}
 SPLITTING = {"block_n": 16, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2, "min_split": 16}
 
 
@@ -43,7 +44,7 @@ def _forgotten() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
-@pytest.mark.parametrize(("num_requests", "products"), [(1, PRODUCTS), (1, FOLDED), (7, PRODUCTS)])
+@pytest.mark.parametrize(("num_requests", "products"), [(1, PRODUCTS), (1, FOLDED), (1, WITH_NORM), (7, PRODUCTS)])
 def test_every_bit_is_the_same(
     name: str, num_requests: int, products: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,10 +40,9 @@ POINTERS = {
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 # Ops that do not name their module.
 MODULES = {
-    "apply_marks": "token_marks", "add_rms_norm_fp8": "rms_norm",
-    "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask", "join_slots": "slot_state",
-    "apply_deltas": "slot_state", "prepare_rows": "step_rows", "commit_tokens": "step_rows",
-    "mask_stop_ids": "step_rows",
+    "apply_marks": "token_marks", "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask",
+    "join_slots": "slot_state", "apply_deltas": "slot_state", "prepare_rows": "step_rows",
+    "commit_tokens": "step_rows", "mask_stop_ids": "step_rows",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -143,9 +142,9 @@ def _prefill(module: Any, window: int = 0, **shapes: Any) -> None:
     module.prefill_attention(**_attention(**shapes), window=window, query_start_loc=starts, max_query_len=1)
 
 
-def _rms_norm(module: Any, hidden_size: int) -> None:
+def _rms_norm(module: Any, hidden_size: int, op: str = "add_rms_norm") -> None:
     x, weight = torch.zeros(2, hidden_size, dtype=torch.bfloat16), torch.zeros(hidden_size, dtype=torch.bfloat16)
-    module.add_rms_norm(x, x, weight, 1e-6)
+    getattr(module, op)(x, x, weight, 1e-6)
 
 
 def _silu_mul(module: Any, intermediate_size: int) -> None:
@@ -193,10 +192,11 @@ def _apply_token_bitmask(module: Any, vocab_size: int) -> None:
 
 
 def _linear(module: Any, op: str, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
-    weight_rows = out_size * (2 if op == "linear_silu_mul" else 1)
+    weight_rows = out_size * (2 if op.endswith("silu_mul") else 1)
     x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, weight_rows))
-    with overriding(op, parameters):
-        getattr(module, op)(x, weight)
+    norm = (x, x[0], 1e-6) if op.startswith("add_norm") else ()
+    with overriding(op.removeprefix("add_norm_"), parameters):
+        getattr(module, op)(x, *norm, weight)
 
 
 def _linear_fp8(module: Any, op: str, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
@@ -204,11 +204,6 @@ def _linear_fp8(module: Any, op: str, parameters: dict[str, int], num_rows: int,
     x, weight = (torch.zeros(rows, in_size, dtype=torch.float8_e4m3fn) for rows in (num_rows, weight_rows))
     with overriding(op, parameters):
         getattr(module, op)(Fp8Rows(x, torch.ones(num_rows), torch.bfloat16), weight, torch.ones(weight_rows))
-
-
-def _add_rms_norm_fp8(module: Any, hidden_size: int) -> None:
-    x, weight = torch.zeros(2, hidden_size, dtype=torch.bfloat16), torch.zeros(hidden_size, dtype=torch.bfloat16)
-    module.add_rms_norm_fp8(x, x, weight, 1e-6)
 
 
 def _quantize_rows(module: Any, size: int) -> None:
@@ -254,8 +249,8 @@ LAUNCHES = {
     "apply_marks": _apply_marks,
     "apply_token_bitmask": _apply_token_bitmask,
     "linear": _linear,
+    "add_norm_linear": _linear,
     "linear_fp8": _linear_fp8,
-    "add_rms_norm_fp8": _add_rms_norm_fp8,
     "quantize_rows": _quantize_rows,
     "join_slots": _join_slots,
     "apply_deltas": _apply_deltas,

@@ -44,7 +44,7 @@ def product(op: str, kernel: str, num_rows: int, **parameters: int) -> dict[str,
     """gate_up or down of an 8192-wide MLP."""
     parameters = {"num_warps": 4, **parameters}
     call = {"op": op, "parameters": parameters, "num_rows": num_rows, "out_size": 8192, "in_size": 2048}
-    return case("linear", kernel, 90, call)
+    return case("add_norm_linear" if "norm" in parameters else "linear", kernel, 90, call)
 
 
 def tiled(num_rows: int, op: str = "linear", **parameters: int) -> dict[str, Any]:
@@ -104,13 +104,16 @@ CASES = {
     "linear_fp8, 128 rows": fp8_product(128, block_n=128, block_k=128, num_warps=8, num_stages=4),
     "linear_fp8, gated": fp8_product(16, "linear_silu_mul_fp8", num_stages=3),
     "linear_fp8, sm_100": fp8_product(16, arch=100, num_stages=3),
-    "rms_norm, fp8": case("add_rms_norm_fp8", "_rms_norm_kernel", 90, {"hidden_size": 4096}),
+    "rms_norm, fp8": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096, "op": "add_rms_norm_fp8"}),
     "quantize_rows": case("quantize_rows", "_quantize_kernel", 90, {"size": 14336}),
     "one row": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512),
     "one row, gated": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024, prefetch=256),
     "one row, folded": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512, fold=8),
     "one row, gated, folded": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=4, block_k=1024,
                                       prefetch=256, fold=8),
+    "one row, norm": product("add_norm_linear", "_one_row_kernel", 1, vector=1, norm=1, block_n=8, block_k=512, fold=8),
+    "one row, norm, prefetching": product("add_norm_linear", "_one_row_kernel", 1, vector=1, norm=1, block_n=4,
+                                      block_k=1024, prefetch=256, fold=8),
     "one row, one tile": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=2, block_k=2048,
                                  prefetch=256),
 }  # fmt: skip

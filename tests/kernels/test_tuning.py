@@ -110,8 +110,9 @@ def test_a_search_in_steps_can_find_what_it_has_found_for_one_row(workshop: Simp
     for op in ("linear", "linear_silu_mul"):
         for each in table.get(op, []):
             if each.get("by") == "steps" and each["when"]["m"] == 1:
-                shape = workshop.linear_shapes.Shape(op, each["when"]["n"], each["when"]["k"], "")
-                tiles = list(workshop.linear_shapes.candidates(shape, 1, 132, False))
+                has_norm = "norm" in each["use"]
+                shape = workshop.linear_shapes.Shape(op, each["when"]["n"], each["when"]["k"], "", has_norm)
+                tiles = workshop.tune_steps.tried(shape, 1, 132, False)
                 assert {name: value for name, value in each["use"].items() if name != "prefetch"} in tiles
                 assert each["use"].get("prefetch", 0) in workshop.tune_steps.PREFETCHES
                 assert all(tile["block_k"] <= shape.k for tile in tiles if "vector" in tile)
