@@ -71,8 +71,8 @@ def _one_row_kernel(
 ):
     """BLOCK_N output columns a program. The next tile of weights is on its way while one is multiplied.
 
-    A sum for each element of a tile takes half the registers. With FOLD it is one for FOLD elements, so more programs
-    share a multiprocessor: that is faster where reading the weights takes longer than what comes after the last one.
+    A sum for each element of a tile takes half the registers. With FOLD one serves FOLD elements, so more programs
+    share a multiprocessor; whether that is faster is the table's to say.
     """
     let_next_start(IS_DEPENDENT)
     program = tl.program_id(0)
