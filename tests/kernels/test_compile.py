@@ -214,7 +214,10 @@ def test_products_use_warp_group_products_on_hopper(name: str, compiled: dict[st
     assert compiled[name]["has_wgmma"]
 
 
-@pytest.mark.parametrize(("name", "num_weights"), [("one row, gated", 2), ("linear, 128 rows", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_weights"),
+    [("one row, gated", 2), ("one row, gated, folded", 2), ("one row, norm, prefetching", 1), ("linear, 128 rows", 1)],
+)
 def test_products_prefetch_by_threads_that_hold_a_row_each(
     name: str, num_weights: int, compiled: dict[str, dict[str, Any]]
 ) -> None:
