@@ -117,7 +117,7 @@ def _choose_kernel(
     PARTS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """One row a program: the best token, of equal ones the first; then the row's filters."""
+    """One row a program: the best token, of a greedy row's equal ones the first; then the row's filters."""
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0)

@@ -57,7 +57,10 @@ def min_or_nan(x):
 @jit()
 def best_within(logits_ptr, bounds, temperature, seed, position, vocab_size, GREEDY_BELOW: tl.constexpr,
                 TILE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The token of the best score, of equal ones the first. bounds [TILES], none of them NaN: of each tile's scores."""
+    """The token of the best score. bounds [TILES], none of them NaN: of each tile's scores.
+
+    Of equal ones the first in the tile that is looked at first. Bounds of a greedy row are its scores: there the first.
+    """
     column, tiles = tl.arange(0, TILE), tl.arange(0, TILES)
     best = float("-inf")
     best_id = 0
