@@ -4,7 +4,7 @@
 
 What is best alone (`tune.py attention`) need not be in a step: a tile's size decides what else fits on a multiprocessor
 beside attention, and so how early the kernels before and after it can start. Models whose heads have the same size
-share entries and are searched together, at a short and a long context, by the geometric mean of their steps. Plan and
+share entries and are searched together, at short and long contexts, by the geometric mean of their steps. Plan and
 kernel are launched with the same parameters. Entries are marked, and `tune.py attention` leaves them.
 """
 
@@ -35,7 +35,8 @@ from cb_backend.kernels.launch import launch_parameters, next_power_of_2, overri
 from cb_backend.models.decoder import DecoderForCausalLM
 
 DEFAULT_ROWS = "1,8,32,64,128"
-CONTEXTS = (640, 1280)  # of 128 rows both caches of heads of 128 fit beside the weights into 80 GB
+# Short ones want other sets than long ones. Of 128 rows both caches of heads of 128 fit beside the weights into 80 GB.
+CONTEXTS = (256, 640, 1280)
 REPLAYS = 5
 TILES = (  # keys, warps, stages
     (32, 2, 3), (32, 2, 4), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 2, 3), (128, 4, 2),
