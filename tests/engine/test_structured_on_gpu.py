@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "settings",
-    [{"enforce_eager": True}, {"run_ahead": 0}, {"run_ahead": 4}, {"run_ahead": 1, "num_gpu_blocks_override": 60}],
+    [{"enforce_eager": True}, {"run_ahead": 0}, {"run_ahead": 4}, {"run_ahead": 1, "num_gpu_blocks_override": 25}],
     ids=["eager", "graphs", "run-ahead", "preempted"],
 )
 def test_same_tokens_as_on_the_cpu(folder: Path, texts: Texts, settings: dict[str, object]) -> None:
