@@ -44,6 +44,11 @@ class Shape:
     can_have_norm: bool = False  # the addition and norm before it, of one row, can be part of its launch
 
     @property
+    def when(self) -> dict[str, int]:
+        """Of its launches, with any number of rows."""
+        return {"n": self.n, "k": self.k}
+
+    @property
     def weight_rows(self) -> int:
         return self.n * (2 if self.is_gated else 1)
 

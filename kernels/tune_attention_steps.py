@@ -11,7 +11,6 @@ kernel are launched with the same parameters. Entries are marked, and `tune.py a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import statistics
 import sys
@@ -24,14 +23,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_step import DEVICE, make_model, make_runner, new_step, record, seat, time_step
+from bench_step import DEVICE, make_model, make_runner, new_step, seat, time_step
+from captured_steps import CapturedSteps
 from roofline import MODELS
 from step_search import CONFIRMING_ROUNDS, Parameters, Search
 from tuned_table import BY_STEPS, Table
 
-from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kernels.decode_plan import padded_head_dim
-from cb_backend.kernels.launch import launch_parameters, next_power_of_2, overriding
+from cb_backend.kernels.launch import launch_parameters, next_power_of_2
 from cb_backend.models.decoder import DecoderForCausalLM
 
 DEFAULT_ROWS = "1,8,32,64,128"
@@ -62,54 +61,21 @@ class Entry:
 Settings = dict[Entry, Parameters]
 
 
-class AttentionSteps:
+class AttentionSteps(CapturedSteps):
     """A captured step of each model; their time is the geometric mean over models and contexts."""
 
     def __init__(self, models: list[DecoderForCausalLM], num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.runners = [make_runner(model, [max(CONTEXTS)] * num_rows) for model in models]
-        self.buffers = [new_step(runner, num_rows) for runner in self.runners]
-
-    def compile(self, many: list[Settings]) -> None:
-        torch.cuda.empty_cache()  # of the graphs before
-        try:
-            compile_ahead(lambda: self._rehearse(many))
-        except TimeoutError as error:
-            print(f"    {error}; the rest is compiled one by one", flush=True)
-
-    def _rehearse(self, many: list[Settings]) -> None:
-        for settings in many:
-            with contextlib.suppress(Exception), using(settings):  # `make` raises it again
-                for runner, buffers in zip(self.runners, self.buffers, strict=True):
-                    runner.run_step(buffers)
-
-    def make(self, settings: Settings) -> list[torch.cuda.CUDAGraph]:
-        with using(settings):
-            graphs = []
-            for runner, buffers in zip(self.runners, self.buffers, strict=True):
-                seat(runner, [max(CONTEXTS)] * self.num_rows)
-                graphs.append(record(runner, buffers))
-            return graphs
+        lengths = [max(CONTEXTS)] * num_rows
+        runners = [make_runner(model, lengths) for model in models]
+        super().__init__([(runner, new_step(runner, num_rows)) for runner in runners], lengths)
 
     def milliseconds(self, step: list[torch.cuda.CUDAGraph]) -> float:
         times = []
-        for runner, graph in zip(self.runners, step, strict=True):
+        for (runner, _), graph in zip(self.steps, step, strict=True):
             for context in CONTEXTS:
-                seat(runner, [context] * self.num_rows)
+                seat(runner, [context] * len(self.lengths))
                 times.append(1e3 * time_step(graph, REPLAYS))
         return statistics.geometric_mean(times)
-
-    def close(self) -> None:
-        for runner in self.runners:
-            runner.close()
-
-
-def using(settings: Settings) -> contextlib.ExitStack:
-    """Launch plan and kernel so meanwhile."""
-    stack = contextlib.ExitStack()
-    for entry, parameters in settings.items():
-        stack.enter_context(overriding(entry.op, parameters, **entry.when))
-    return stack
 
 
 def changes(now: Parameters) -> list[tuple[str, list[Parameters]]]:

@@ -11,11 +11,10 @@ the geometric mean of their steps. Entries are marked, and `tune.py linear` leav
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,13 +22,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_step import DEVICE, make_model, make_runner, new_step, record, seat, time_step
+from bench_step import DEVICE, make_model, make_runner, new_step, seat, time_step
+from captured_steps import CapturedSteps
 from linear_shapes import Parameters, Shape, candidates, served_with, shapes_of
 from step_search import CONFIRMING_ROUNDS, Search, Settings
 from tuned_table import BY_STEPS, Table
 
-from cb_backend.kernels.compile_ahead import compile_ahead
-from cb_backend.kernels.launch import can_overlap, launch_parameters, next_power_of_2, num_multiprocessors, overriding
+from cb_backend.kernels.launch import can_overlap, launch_parameters, next_power_of_2, num_multiprocessors
 from cb_backend.models.decoder import DecoderForCausalLM
 
 PREFETCHES = (0, 256, 512, 1024)
@@ -47,53 +46,26 @@ def tried(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> list[Par
     return many
 
 
-@contextlib.contextmanager
-def using(settings: Settings) -> Iterator[None]:
-    """Launch the products so meanwhile, at any number of rows."""
-    with contextlib.ExitStack() as stack:
-        for shape, parameters in settings.items():
-            stack.enter_context(overriding(shape.op, parameters, n=shape.n, k=shape.k))
-        yield
-
-
-class DecodeSteps:
+class DecodeSteps(CapturedSteps):
     """Captured steps of a model, one of each number of rows; a step's time is their geometric mean."""
 
     def __init__(self, model: DecoderForCausalLM, rows: list[int], context: int) -> None:
-        self.lengths = [context] * max(rows)
-        self.runner = make_runner(model, self.lengths)
-        self.buffers = [new_step(self.runner, num_rows) for num_rows in rows]
-
-    def compile(self, many: list[Settings]) -> None:
-        torch.cuda.empty_cache()  # of the graphs before
-        try:
-            compile_ahead(lambda: self._rehearse(many))
-        except TimeoutError as error:
-            print(f"    {error}; the rest is compiled one by one", flush=True)
-
-    def _rehearse(self, many: list[Settings]) -> None:
-        for settings in many:
-            with contextlib.suppress(Exception), using(settings):  # `make` raises it again
-                for buffers in self.buffers:
-                    self.runner.run_step(buffers)
-
-    def make(self, settings: Settings) -> list[torch.cuda.CUDAGraph]:
-        seat(self.runner, self.lengths)
-        with using(settings):
-            return [record(self.runner, buffers) for buffers in self.buffers]
+        lengths = [context] * max(rows)
+        runner = make_runner(model, lengths)
+        super().__init__([(runner, new_step(runner, num_rows)) for num_rows in rows], lengths)
 
     def milliseconds(self, step: list[torch.cuda.CUDAGraph]) -> float:
         times = []
-        for graph in step:
-            seat(self.runner, self.lengths)
+        for (runner, _), graph in zip(self.steps, step, strict=True):
+            seat(runner, self.lengths)
             times.append(1e3 * time_step(graph))
         return statistics.geometric_mean(times)
 
     def tokens(self, step: list[torch.cuda.CUDAGraph]) -> Tensor:
         """[steps, rows of all graphs], from the same state: a step writes the cache before it reads what it wrote."""
         found = []
-        for graph, buffers in zip(step, self.buffers, strict=True):
-            seat(self.runner, self.lengths)
+        for (runner, buffers), graph in zip(self.steps, step, strict=True):
+            seat(runner, self.lengths)
             results = []
             for _ in range(COMPARED_STEPS):
                 graph.replay()
@@ -108,8 +80,7 @@ def entries(chosen: Settings, num_rows: int) -> Table:
     table: Table = {}
     for shape, use in chosen.items():
         for m in served_with(num_rows):
-            when = {"n": shape.n, "k": shape.k, "m": m}
-            table.setdefault(shape.op, []).append({"when": when, "use": use, **BY_STEPS})
+            table.setdefault(shape.op, []).append({"when": {**shape.when, "m": m}, "use": use, **BY_STEPS})
     return table
 
 
@@ -133,7 +104,7 @@ def tune(model: DecoderForCausalLM, name: str, rows: list[int], arguments: argpa
     shapes, most = shapes_of([name]), max(rows)
     key, num_sms = served_with(most)[-1], num_multiprocessors(DEVICE)
     tiles = {shape: tried(shape, key, num_sms, arguments.quick) for shape in shapes}
-    first = {s: launch_parameters(s.op, DEVICE, n=s.n, k=s.k, m=next_power_of_2(most)) for s in shapes}
+    first = {s: launch_parameters(s.op, DEVICE, **s.when, m=next_power_of_2(most)) for s in shapes}
     steps = DecodeSteps(model, rows, arguments.context)
     try:
         search = Search(
@@ -142,7 +113,7 @@ def tune(model: DecoderForCausalLM, name: str, rows: list[int], arguments: argpa
         search.run(tiles, PREFETCHES if can_overlap(DEVICE) else ())
         print(compared(search, steps, first), flush=True)
     finally:
-        steps.runner.close()
+        steps.close()
     print(f"  in {time.perf_counter() - started:.0f} s", flush=True)
     return entries({s: use for s, use in search.best.items() if s in search.tried or use != first[s]}, most)
 

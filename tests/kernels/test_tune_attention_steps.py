@@ -40,7 +40,7 @@ class MadeUpSteps:
     def compile(self, many: list[Any]) -> None: ...
 
     def make(self, settings: dict[Any, dict[str, int]]) -> dict[str, int]:
-        from tune_attention_steps import using
+        from captured_steps import using
 
         with using(settings):
             found = launch.launch_parameters("decode_attention", CPU, block_d=128, kv_bytes=2, m=self.num_rows)
