@@ -16,6 +16,7 @@ from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner import cuda_warm_up
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
+from cb_backend.errors import ConfigError
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run
 from tests.engine.fake_cuda import FakeCuda, FakeGraph, fake_device
@@ -135,19 +136,55 @@ def test_nothing_is_measured_where_there_is_no_choice(
     assert not large_graphs(engine)
 
 
-@pytest.mark.parametrize(("is_bound", "num_steps"), [(True, 2), (False, 1)])
-def test_the_cache_leaves_room_for_the_pool_of_large_graphs(
-    is_bound: bool, num_steps: int, folder: Path, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step_bytes = 1 << 30
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 3 * step_bytes)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 2 * step_bytes)
-    left: list[int] = []
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A device whose largest step takes a GiB; `free` bytes are left for cache and steps, `asked` is what they get."""
+    memory = SimpleNamespace(free=1 << 40, asked=[])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 2 << 30)
 
     def size_kv_cache(config: object, model: object, dtype: object, device: object, step_bytes: int) -> int:
-        left.append(step_bytes)
+        if step_bytes > memory.free:
+            raise ConfigError("not enough memory for the KV cache")
+        memory.asked.append(step_bytes)
         return 100
 
     monkeypatch.setattr(cuda_warm_up, "size_kv_cache", size_kv_cache)
+    return memory
+
+
+@pytest.mark.parametrize(("is_bound", "num_steps"), [(True, 2), (False, 1)])
+def test_the_cache_leaves_room_for_the_pool_of_large_graphs(
+    is_bound: bool,
+    num_steps: int,
+    folder: Path,
+    fake: FakeCuda,
+    memory: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine_on_device(folder, is_bound, monkeypatch)
-    assert left == [num_steps * step_bytes + cuda_warm_up.GRAPH_MEMORY]
+    assert memory.asked == [(num_steps << 30) + cuda_warm_up.GRAPH_MEMORY]
+
+
+def test_a_cache_that_leaves_no_room_for_large_graphs_goes_without(
+    folder: Path,
+    fake: FakeCuda,
+    memory: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It fits as it did before there were such graphs; other graphs are made, and the log says what is not."""
+    memory.free = (1 << 30) + cuda_warm_up.GRAPH_MEMORY
+    engine = engine_on_device(folder, True, monkeypatch)
+    assert not large_graphs(engine)
+    assert len(fake.graphs) == len([shape for shape in step_shapes(40, BUDGET) if not shape.is_large])
+    assert memory.asked == [memory.free]
+    assert "no memory for graphs of full steps beside 99 blocks" in capsys.readouterr().err
+
+
+def test_a_cache_that_does_not_fit_beside_one_step_is_refused(
+    folder: Path, fake: FakeCuda, memory: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.free = 1 << 30
+    with pytest.raises(ConfigError, match="not enough memory"):
+        engine_on_device(folder, True, monkeypatch)

@@ -67,8 +67,7 @@ def create_cuda_runner(
         ) from None
     torch.cuda.synchronize()
     log(f"warm-up took {time.perf_counter() - start:.1f} s")
-    has_large_graphs = any(shape.is_large for shape in shapes)
-    num_blocks = size_kv_cache(config, model_config, kv_dtype, device, _step_bytes(has_large_graphs))
+    num_blocks, shapes = _size_cache(config, model_config, kv_dtype, device, shapes)
     runner.storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
     log(
         f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB of"
@@ -161,12 +160,31 @@ def _is_launch_bound(runner: SlotRunner, shape: StepShape) -> bool:
     return is_bound and seconds < LONGEST_LAUNCH_BOUND
 
 
-def _step_bytes(has_large_graphs: bool) -> int:
-    """Memory that steps will take beside the cache, after the largest has run: its peak, and room for the graphs.
+def _size_cache(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    shapes: list[StepShape],
+) -> tuple[int, list[StepShape]]:
+    """(blocks of the cache, shapes to capture): not the large ones where the memory suffices but for them.
 
-    Graphs have a pool of their own. It takes as much as the largest step that they hold.
+    Graphs have a pool of their own, which takes as much as the largest step that they hold: beside the step itself.
     """
+    step_bytes = _largest_step_bytes()
+    small = [shape for shape in shapes if not shape.is_large]
+    if len(small) < len(shapes):
+        # Where the configuration names the cache's size, it may not fit any more.
+        with contextlib.suppress(ConfigError):
+            return size_kv_cache(config, model_config, kv_dtype, device, 2 * step_bytes + GRAPH_MEMORY), shapes
+    num_blocks = size_kv_cache(config, model_config, kv_dtype, device, step_bytes + GRAPH_MEMORY)
+    if len(small) < len(shapes):
+        log(f"no memory for graphs of full steps beside {num_blocks - 1} blocks: they are launched kernel by kernel")
+    return num_blocks, small
+
+
+def _largest_step_bytes() -> int:
+    """Memory that the largest step took beside what is there for good."""
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
-    largest_step = peak - torch.cuda.memory_reserved()
-    return largest_step * (2 if has_large_graphs else 1) + GRAPH_MEMORY
+    return peak - torch.cuda.memory_reserved()
