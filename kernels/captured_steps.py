@@ -8,11 +8,12 @@ that it stands for. What is searched, and what a step's time is, the tuners say 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import torch
 from bench_step import record, seat
-from step_search import Settings
+from step_search import Search, Settings, Steps
 
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
@@ -27,6 +28,11 @@ def using(settings: Settings) -> Iterator[None]:
         for key, parameters in settings.items():
             stack.enter_context(overriding(key.op, parameters, **key.when))
         yield
+
+
+def search_until(end: float, steps: Steps, first: Settings) -> Search:
+    """A search that begins at these settings, tells each trial at once and ends at a reading of `perf_counter`."""
+    return Search(steps, first, lambda: time.perf_counter() > end, lambda line: print(line, flush=True))
 
 
 class CapturedSteps:

@@ -76,14 +76,14 @@ def shapes_of(models: list[str]) -> list[Shape]:
     for model in models:
         m = MODELS[model]
         attention = m.num_heads * m.head_dim
-        for op, part, n, k, can_have_norm in (
-            ("linear", "qkv", attention + 2 * m.num_kv_heads * m.head_dim, m.hidden_size, True),
-            ("linear", "o", m.hidden_size, attention, False),
-            ("linear_silu_mul", "gate_up", m.intermediate_size, m.hidden_size, False),
-            ("linear", "down", m.hidden_size, m.intermediate_size, False),
-            ("linear", "lm_head", m.vocab_size, m.hidden_size, False),
+        for op, part, n, k in (
+            ("linear", "qkv", attention + 2 * m.num_kv_heads * m.head_dim, m.hidden_size),
+            ("linear", "o", m.hidden_size, attention),
+            ("linear_silu_mul", "gate_up", m.intermediate_size, m.hidden_size),
+            ("linear", "down", m.hidden_size, m.intermediate_size),
+            ("linear", "lm_head", m.vocab_size, m.hidden_size),
         ):
-            found.setdefault((op, n, k), Shape(op, n, k, f"{model} {part}", can_have_norm))
+            found.setdefault((op, n, k), Shape(op, n, k, f"{model} {part}", can_have_norm=part == "qkv"))
     return list(found.values())
 
 

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_step import DEVICE, make_model, make_runner, new_step, seat, time_step
-from captured_steps import CapturedSteps
+from captured_steps import CapturedSteps, search_until
 from roofline import MODELS
 from step_search import CONFIRMING_ROUNDS, Parameters, Search
 from tuned_table import BY_STEPS, Table
@@ -43,6 +43,12 @@ TILES = (  # keys, warps, stages
 )  # fmt: skip
 CTAS_PER_SM = (1, 2, 3, 4, 6)
 MIN_SPLITS = (64, 128, 256)
+# What is tried on the best so far, in this order: tiles, then how rows are cut.
+CHANGES: tuple[tuple[str, list[Parameters]], ...] = (
+    ("tile", [dict(zip(("block_n", "num_warps", "num_stages"), tile, strict=True)) for tile in TILES]),
+    ("programs", [{"ctas_per_sm": ctas} for ctas in CTAS_PER_SM]),
+    ("split", [{"min_split": split} for split in MIN_SPLITS]),
+)
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,6 @@ class Entry:
     @property
     def when(self) -> dict[str, int]:
         return {"block_d": self.block_d, "kv_bytes": 2, "m": self.m}
-
-
-Settings = dict[Entry, Parameters]
 
 
 class AttentionSteps(CapturedSteps):
@@ -78,23 +81,13 @@ class AttentionSteps(CapturedSteps):
         return statistics.geometric_mean(times)
 
 
-def changes(now: Parameters) -> list[tuple[str, list[Parameters]]]:
-    """What is tried on the parameters `now`, in this order: tiles, then how rows are cut."""
-    return [
-        ("tile", [{**now, "block_n": n, "num_warps": warps, "num_stages": stages} for n, warps, stages in TILES]),
-        ("programs", [{**now, "ctas_per_sm": ctas} for ctas in CTAS_PER_SM]),
-        ("split", [{**now, "min_split": split} for split in MIN_SPLITS]),
-    ]
-
-
 def run_search(search: Search, entry: Entry) -> None:
     """Each kind of change on the best so far, over and over until nothing gains or time is over."""
     before: Parameters | None = None
     while before != search.best[entry]:
         before = search.best[entry]
-        for kind in range(len(changes(before))):
-            title, many = changes(search.best[entry])[kind]
-            if not search.choose(title, [{entry: parameters} for parameters in many]):
+        for title, many in CHANGES:
+            if not search.choose(title, [{entry: {**search.best[entry], **change}} for change in many]):
                 return
 
 
@@ -105,9 +98,7 @@ def tune(models: list[DecoderForCausalLM], entry: Entry, seconds: float) -> Tabl
     first = {entry: dict(launch_parameters(entry.op, DEVICE, **entry.when))}
     steps = AttentionSteps(models, entry.m)
     try:
-        search = Search(
-            steps, first, lambda: time.perf_counter() - started > seconds, lambda line: print(line, flush=True)
-        )
+        search = search_until(started + seconds, steps, first)
         run_search(search, entry)
         before, after = search.times(search.make_all([first, search.best]), CONFIRMING_ROUNDS)
     finally:

@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_step import DEVICE, make_model, make_runner, new_step, seat, time_step
-from captured_steps import CapturedSteps
+from captured_steps import CapturedSteps, search_until
 from linear_shapes import Parameters, Shape, candidates, served_with, shapes_of
 from step_search import CONFIRMING_ROUNDS, Search, Settings
 from tuned_table import BY_STEPS, Table
@@ -107,9 +107,7 @@ def tune(model: DecoderForCausalLM, name: str, rows: list[int], arguments: argpa
     first = {s: launch_parameters(s.op, DEVICE, **s.when, m=next_power_of_2(most)) for s in shapes}
     steps = DecodeSteps(model, rows, arguments.context)
     try:
-        search = Search(
-            steps, first, lambda: time.perf_counter() - started > seconds, lambda line: print(line, flush=True)
-        )
+        search = search_until(started + seconds, steps, first)
         search.run(tiles, PREFETCHES if can_overlap(DEVICE) else ())
         print(compared(search, steps, first), flush=True)
     finally:
