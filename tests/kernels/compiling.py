@@ -1,14 +1,14 @@
 """Compile the kernels for GPUs that are not here, exactly as their launchers would launch them.
 
 A launcher is called with CPU tensors while its kernels are replaced by recorders; what the recorders saw (types,
-alignment, constants, options) is compiled for the architecture asked for. Run as a program it compiles the cases given
-as JSON on standard input and prints one JSON line a kernel; it must not run under TRITON_INTERPRET.
+alignment, constants, options) is compiled for the architecture asked for. It must not run under TRITON_INTERPRET: tests
+compile by `compiled.compile_all`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import json
 import re
 import subprocess
 import sys
@@ -262,7 +262,9 @@ LAUNCHES = {
 
 def compile_case(case: dict[str, Any]) -> dict[str, Any]:
     """What the compiler made of one case: resources, buffers of each multi-buffered tile, signs of what was meant."""
-    recorder = record(case["op"], case["kernel"], case["call"], case["arch"])
+    parameters = case.get("parameters")  # of the op's launch; None: as found for a CPU
+    with contextlib.nullcontext() if parameters is None else overriding(case["op"], parameters):
+        recorder = record(case["op"], case["kernel"], case["call"], case["arch"])
     source, options = recorder.source(case.get("overrides", {}))
     options.update(case.get("options", {}))
     compiled = triton.compile(source, target=GPUTarget("cuda", case["arch"], 32), options=options)
@@ -288,8 +290,3 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "loads_before_wait": len(re.findall(r"ld\.global|cp\.async\.c", before_wait)) if wait else 0,
         "stores_before_wait": len(re.findall(r"st\.global|atom\.|red\.global", before_wait)) if wait else 0,
     }  # fmt: skip
-
-
-if __name__ == "__main__":
-    for given in json.load(sys.stdin):
-        print(json.dumps(compile_case(given)), flush=True)

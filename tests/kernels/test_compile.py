@@ -1,25 +1,21 @@
 """What the compiler makes of the kernels for GPUs that are not here: no spills, tensor cores, real multi-buffering.
 
-Launches are recorded and compiled by `compiling.py`, in a process without the interpreter.
+Launches are recorded and compiled by `compiling.py`, in a process without the interpreter. Here for Hopper; for all
+architectures in `test_compile_archs.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import pkgutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cb_backend.kernels
+from tests.kernels.compiled import compile_all
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def attention(head_dim: int, **given: Any) -> dict[str, Any]:
@@ -127,31 +123,20 @@ FLOAT32 = {
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
-    """What the compiler reports of every case, by name."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiling"],
-        input=json.dumps([*CASES.values(), *FLOAT32.values()]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=1200,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    reports = [json.loads(line) for line in result.stdout.splitlines()]
-    return dict(zip((*CASES, *FLOAT32), reports, strict=True))
+    return compile_all({**CASES, **FLOAT32})
 
 
-def test_every_kernel_is_compiled() -> None:
-    kernels = {
+def kernel_names() -> set[str]:
+    return {
         name
         for module in pkgutil.iter_modules(cb_backend.kernels.__path__)
         for name, value in vars(importlib.import_module(f"cb_backend.kernels.{module.name}")).items()
         if name.endswith("_kernel") and hasattr(value, "arg_names")
     }
-    assert {given["kernel"] for given in CASES.values()} == kernels
+
+
+def test_every_kernel_is_compiled() -> None:
+    assert {given["kernel"] for given in CASES.values()} == kernel_names()
 
 
 @pytest.mark.parametrize("name", CASES)

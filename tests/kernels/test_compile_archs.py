@@ -1,0 +1,79 @@
+"""What the compiler makes of every kernel for Ampere, Hopper and Blackwell, and of attention's sizes and dtypes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.kernels import test_compile
+from tests.kernels.compiled import compile_all
+from tests.kernels.test_compile import decode, kernel_names, prefill
+
+ARCHS = (80, 90, 100)
+NEEDS_FP8 = {"_quantize_kernel"}  # beside the cases of kernels that take other numbers as well
+
+
+def is_possible(given: dict[str, Any], arch: int) -> bool:
+    """sm_80 converts no fp8, so the settings are refused there (`fp8.is_fp8_capable`)."""
+    return arch > 80 or not (
+        given["kernel"] in NEEDS_FP8 or "fp8" in json.dumps(given) or "float8" in json.dumps(given)
+    )
+
+
+CASES = {
+    f"{name}, sm_{arch}": {**given, "arch": arch}
+    for name, given in test_compile.CASES.items()
+    for arch in ARCHS
+    if "sm_" not in name and is_possible(given, arch)
+}
+CASES |= {
+    f"{make.__name__}, head_dim {head_dim}, {dtype}, sm_{arch}": make(arch, head_dim, dtype=dtype)
+    for make in (decode, prefill)
+    for head_dim in (64, 80, 128, 256)
+    for dtype in ("bfloat16", "float16")
+    for arch in ARCHS
+}
+# Bytes of registers that are spilled: known, and not to become more. All others spill nothing.
+SPILLED = {
+    "sample, choice, sm_80": 8,
+    "decode, head_dim 80, bfloat16, sm_90": 8,
+    "decode, head_dim 80, float16, sm_90": 8,
+    "prefill, head_dim 256, bfloat16, sm_80": 32,
+    "prefill, head_dim 256, float16, sm_80": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    return compile_all(CASES)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_is_compiled(arch: int) -> None:
+    found = {given["kernel"] for given in CASES.values() if given["arch"] == arch}
+    assert found == kernel_names() - (NEEDS_FP8 if arch == 80 else set())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_spills(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled[name]["stack_bytes"] <= SPILLED.get(name, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("decode, head_dim", "prefill, head_dim"))])
+def test_attention_is_multi_buffered_on_tensor_cores(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    """Of two stages, as prefill's of 256 dimensions, Ampere holds one tile while it copies the next."""
+    report = compiled[name]
+    least = 1 if name.startswith("prefill, head_dim 256") and name.endswith("sm_80") else 2
+    assert min(report["num_buffers"]) >= least
+    assert report["has_tensor_core"]
+    assert report["has_wgmma"] == (name.startswith("prefill") and name.endswith("sm_90"))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear")])
+def test_products_are_multi_buffered_on_tensor_cores(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    report = compiled[name]
+    assert min(report["num_buffers"]) >= 2
+    assert report["has_tensor_core"]
+    assert report["has_wgmma"] == name.endswith("sm_90")
