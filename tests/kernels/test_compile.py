@@ -1,7 +1,7 @@
 """What the compiler makes of the kernels for GPUs that are not here: no spills, tensor cores, real multi-buffering.
 
 Launches are recorded and compiled by `compiling.py`, in a process without the interpreter. Here for Hopper; for all
-architectures in `test_compile_archs.py`.
+architectures in `test_compile_archs.py`, with the launch parameters of a GPU's own file in `test_compile_tuned.py`.
 """
 
 from __future__ import annotations
