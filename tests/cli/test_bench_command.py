@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cb_backend.cli.benchmarks import engine
+from cb_backend.cli.benchmarks.workloads import WORKLOADS, Draw, Workload
 from cb_backend.cli.main import main
 
 CONFIG = {
@@ -54,6 +58,51 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert first.startswith("c seqs=1 ahead=0 ")
     assert second.startswith("c seqs=4 ahead=0 ")
     assert legend.startswith("times in ms")
+
+
+def shortened(make: Callable[[Draw], Workload]) -> Callable[[Draw], Workload]:
+    """The first three requests of a workload, cut short; the last of them arrives with the last of all."""
+
+    def make_short(draw: Draw) -> Workload:
+        whole = make(draw)
+        short = whole.first(3)
+        return dataclasses.replace(
+            short,
+            prompts=[prompt[:40] for prompt in short.prompts],
+            output_lens=[min(length, 3) for length in short.output_lens],
+            arrivals=[*short.arrivals[:-1], min(whole.arrivals[-1], 0.2)],
+            num_shared_tokens=None if short.num_shared_tokens is None else [0, 0, 8],
+        )
+
+    return make_short
+
+
+def test_every_workload_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """W1 to W8 and the long ones, W3 and W4 at several rates: each has its record, with both limits and host time."""
+    monkeypatch.setattr(engine, "WORKLOADS", {name: shortened(make) for name, make in WORKLOADS.items()})
+    model, out, trace = tmp_path / "tiny", tmp_path / "out.jsonl", tmp_path / "trace.csv"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    rows = [f"2023-11-16 18:15:46.{second}00,{30 + second},{3 + second}" for second in range(3)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, ""]))
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--reps", "1", "--trace", str(trace)]
+    flags += ["--workload", "W1,W2,W3,W4,W5,W6,W7,W8,long,c", "--rate", "inf,50%", "--max-num-seqs", "4"]
+    flags += ["--engine-args", '{"num_gpu_blocks_override": 200}', "--out", str(out)]
+    assert main(["bench", "engine", *flags]) == 0
+    _, *records = [json.loads(line) for line in out.read_text().splitlines()]
+    names = [(record["workload"], record["setting"]) for record in records]
+    rates = dict.fromkeys(("W3", "W4"), ("rate=inf", "rate=50%"))
+    assert sorted(names) == sorted((name, rate) for name in WORKLOADS for rate in rates.get(name, ("",)))
+    for record in records:
+        assert record["output_tokens"] == 3 * record["requests"]
+        assert 0 <= record["limit"]["fraction_executed"] < 1
+        is_timed = record["workload"] in ("W4", "W8") or record["setting"] == "rate=50%"
+        assert ("fraction_ideal" in record["limit"]) != is_timed  # there the arrivals decide
+        assert all(kind["host_us"] > 0 for kind in record["step_kinds"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-1 - len(records) : -1]] == [name for name, _ in names]
 
 
 def test_what_cannot_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
