@@ -64,6 +64,22 @@ def test_driver_sends_in_time_and_stops_after_the_long_prompts(script: ModuleTyp
     assert events[-1][1] == 1
 
 
+@pytest.mark.parametrize(
+    ("cards", "digest", "end"),
+    [
+        ({"ours": "H100, GPU-1", "vllm": "H100, GPU-1"}, "aa", "0.50x"),
+        ({"ours": "H100, GPU-1", "vllm": "H200, GPU-2"}, "aa", "no ratio: another card or other lengths"),
+        ({"ours": "H100, GPU-1", "vllm": "H100, GPU-1"}, "bb", "no ratio: another card or other lengths"),
+    ],
+)
+def test_no_ratio_between_cards_or_lengths(script: ModuleType, cards: dict[str, str], digest: str, end: str) -> None:
+    names = ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_long_p50_ms", "ttft_long_max_ms")
+    ours, theirs = ({**dict.fromkeys(names, ms), "digest": "aa"} for ms in (20.0, 40.0))
+    line = script.row("W8", "ours defaults", [ours, ours], [theirs, {**theirs, "digest": digest}], cards)
+    assert line.endswith(end)
+    assert script.row("W8", "vllm defaults", [theirs], [], cards).split() == ["W8", "vllm", "defaults", *["40.0"] * 5]
+
+
 def test_our_arm_runs_on_a_small_model(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arm as the script starts it, with shorter prompts: the engine's interface is the one that it expects."""
     small = workload([8, 8, 96], [40, 40, 1], [0.0, 0.0, 0.01])
