@@ -1,4 +1,4 @@
-"""The slot-state kernels against their twins, and the twins against plain loops."""
+"""The slot-state kernels and their twins against plain loops."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 5, 4, 37
 PADDING = NUM_SLOTS - 1
 
 
-def _state(rng: np.random.Generator) -> slot_state.SlotState:
+def _state(rng: np.random.Generator, device: torch.device) -> slot_state.SlotState:
     def floats() -> torch.Tensor:
-        return torch.from_numpy(rng.random(NUM_SLOTS, np.float32))
+        return torch.from_numpy(rng.random(NUM_SLOTS, np.float32)).to(device)
 
     def ints(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.from_numpy(rng.integers(low, high, (NUM_SLOTS, *shape), np.int32))
+        return torch.from_numpy(rng.integers(low, high, (NUM_SLOTS, *shape), np.int32)).to(device)
 
-    seeds = torch.from_numpy(rng.integers(-(2**63), 2**63, NUM_SLOTS, np.int64))
+    seeds = torch.from_numpy(rng.integers(-(2**63), 2**63, NUM_SLOTS, np.int64)).to(device)
     state = slot_state.SlotState(
         last_token=ints(0, VOCAB),
         num_tokens=ints(1, MAX_BLOCKS * BLOCK_SIZE + 1),
@@ -36,9 +36,9 @@ def _state(rng: np.random.Generator) -> slot_state.SlotState:
     return state
 
 
-def _rows(num_rows: int, num_decode: int) -> step_rows.StepRows:
+def _rows(num_rows: int, num_decode: int, device: torch.device) -> step_rows.StepRows:
     def poison(size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((size,), -7, dtype=dtype)
+        return torch.full((size,), -7, dtype=dtype, device=device)
 
     i32, f32 = torch.int32, torch.float32
     sampling = slot_state.SamplingState(*(poison(num_rows, dtype) for dtype in (f32, i32, f32, f32, torch.int64)))
@@ -56,11 +56,11 @@ def suffix(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(("num_rows", "num_decode"), [(1, 1), (3, 3), (7, 4), (5, 0), (140, 130)])
-def test_prepare_rows_gathers_by_slot(suffix: str, num_rows: int, num_decode: int) -> None:
+def test_prepare_rows_gathers_by_slot(suffix: str, num_rows: int, num_decode: int, device: torch.device) -> None:
     rng = np.random.default_rng(num_rows)
     slots = rng.integers(0, NUM_SLOTS, num_rows, np.int32)
-    state, out = _state(rng), _rows(num_rows, num_decode)
-    getattr(step_rows, "prepare_rows" + suffix)(torch.from_numpy(slots), num_decode, state, BLOCK_SIZE, out)
+    state, out = _state(rng, device), _rows(num_rows, num_decode, device)
+    getattr(step_rows, "prepare_rows" + suffix)(torch.from_numpy(slots).to(device), num_decode, state, BLOCK_SIZE, out)
     for row, slot in enumerate(slots):
         length = int(state.num_tokens[slot])
         assert out.sample_positions[row] == length
@@ -78,20 +78,20 @@ def test_prepare_rows_gathers_by_slot(suffix: str, num_rows: int, num_decode: in
         assert values[num_decode:].tolist() == [-7, -7]
 
 
-def test_joining_writes_the_slot_and_no_other(suffix: str) -> None:
-    rng = np.random.default_rng(1)
-    state, before = _state(rng), _state(np.random.default_rng(1))
+def test_joining_writes_the_slot_and_no_other(suffix: str, device: torch.device) -> None:
+    state, before = (_state(np.random.default_rng(1), device) for _ in range(2))
     params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 + 12345, min_tokens=3)
     rows = [
         JoinedRow(2, 0, np.array([4, 5, 6], np.int32), 2, (1,), params, (9, 11)),
         JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), SamplingParams(temperature=0.0, seed=7), ()),
     ]
-    state = state._replace(stop_ids=torch.zeros(NUM_SLOTS, MAX_STOP_IDS_PER_SLOT, dtype=torch.int32))
-    getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined_slots(rows)), state)
+    stop_ids = torch.zeros(NUM_SLOTS, MAX_STOP_IDS_PER_SLOT, dtype=torch.int32, device=device)
+    state = state._replace(stop_ids=stop_ids)
+    getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined_slots(rows)).to(device), state)
     assert [state.last_token[2], state.num_tokens[2], state.num_prompt_tokens[2]] == [6, 3, 2]
     assert state.min_positions[2] == 5
     assert [round(float(values[2]), 6) for values in state.sampling[:4]] == [0.7, 5, 0.9, 0.1]
-    assert np.int64(state.sampling.seeds[2]).astype(np.uint64) == 2**63 + 12345
+    assert np.int64(int(state.sampling.seeds[2])).astype(np.uint64) == 2**63 + 12345
     assert state.stop_ids[2, :3].tolist() == [9, 11, -1]
     assert [state.last_token[5], state.num_tokens[5], state.sampling.seeds[5]] == [8, 1, 7]
     assert state.sampling.temperature[5] == 0.0
@@ -100,15 +100,15 @@ def test_joining_writes_the_slot_and_no_other(suffix: str) -> None:
         assert torch.equal(now[others], then[others])
 
 
-def test_commit_moves_only_live_rows(suffix: str) -> None:
-    last_token = torch.full((NUM_SLOTS,), 5, dtype=torch.int32)
-    num_tokens = torch.full((NUM_SLOTS,), 3, dtype=torch.int32)
+def test_commit_moves_only_live_rows(suffix: str, device: torch.device) -> None:
+    last_token = torch.full((NUM_SLOTS,), 5, dtype=torch.int32, device=device)
+    num_tokens = torch.full((NUM_SLOTS,), 3, dtype=torch.int32, device=device)
     num_tokens[PADDING] = 0
-    slots = torch.tensor([2, 0, PADDING, PADDING], dtype=torch.int32)
-    sampled = torch.tensor([11, 12, 13, 14], dtype=torch.int32)
-    positions = torch.tensor([7, 3, 0, 0])
-    is_failed = torch.tensor([False, True, False, False])
-    result = torch.full((2, 4), -7, dtype=torch.int32)
+    slots = torch.tensor([2, 0, PADDING, PADDING], dtype=torch.int32, device=device)
+    sampled = torch.tensor([11, 12, 13, 14], dtype=torch.int32, device=device)
+    positions = torch.tensor([7, 3, 0, 0], device=device)
+    is_failed = torch.tensor([False, True, False, False], device=device)
+    result = torch.full((2, 4), -7, dtype=torch.int32, device=device)
     commit = getattr(step_rows, "commit_tokens" + suffix)
     commit(slots, sampled, is_failed, positions, last_token, num_tokens, result)
     assert result.tolist() == [[11, 12, 13, 14], [0, 1, 0, 0]]
@@ -116,23 +116,23 @@ def test_commit_moves_only_live_rows(suffix: str) -> None:
     assert num_tokens.tolist() == [4, 3, 8, 3, 3, 3, 3, 3, 0]
 
 
-def test_deltas_are_written_and_padding_is_not(suffix: str) -> None:
-    tables = torch.zeros(NUM_SLOTS, MAX_BLOCKS, dtype=torch.int32)
-    deltas = torch.tensor([[1, 0, 42], [-1, -1, -1], [7, 4, 43], [1, 1, 44]], dtype=torch.int32)
+def test_deltas_are_written_and_padding_is_not(suffix: str, device: torch.device) -> None:
+    tables = torch.zeros(NUM_SLOTS, MAX_BLOCKS, dtype=torch.int32, device=device)
+    deltas = torch.tensor([[1, 0, 42], [-1, -1, -1], [7, 4, 43], [1, 1, 44]], dtype=torch.int32, device=device)
     getattr(slot_state, "apply_deltas" + suffix)(tables, deltas)
     assert tables[1].tolist() == [42, 44, 0, 0, 0]
     assert tables[7].tolist() == [0, 0, 0, 0, 43]
     assert int(tables.sum()) == 42 + 43 + 44
 
 
-def test_stop_ids_are_masked_below_min_tokens_only(suffix: str) -> None:
-    logits = torch.randn(4, VOCAB)
+def test_stop_ids_are_masked_below_min_tokens_only(suffix: str, device: torch.device) -> None:
+    logits = torch.randn(4, VOCAB, device=device)
     before = logits.clone()
-    slots = torch.tensor([0, 1, 2, PADDING], dtype=torch.int32)
-    positions = torch.tensor([10, 10, 10, 0])
-    min_positions = torch.zeros(NUM_SLOTS, dtype=torch.int32)
+    slots = torch.tensor([0, 1, 2, PADDING], dtype=torch.int32, device=device)
+    positions = torch.tensor([10, 10, 10, 0], device=device)
+    min_positions = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=device)
     min_positions[:3] = torch.tensor([11, 10, 99], dtype=torch.int32)
-    stop_ids = torch.full((NUM_SLOTS, 6), -1, dtype=torch.int32)
+    stop_ids = torch.full((NUM_SLOTS, 6), -1, dtype=torch.int32, device=device)
     stop_ids[0, :2] = torch.tensor([3, VOCAB - 1], dtype=torch.int32)
     stop_ids[1, 0] = 4
     getattr(step_rows, "mask_stop_ids" + suffix)(logits, slots, positions, min_positions, stop_ids)
