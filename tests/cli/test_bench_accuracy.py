@@ -12,6 +12,7 @@ from cb_backend.cli.main import main
 from cb_backend.engine.llm_engine import create_engine
 from tests.engine.drive import config
 from tests.models.tiny_checkpoints import load_reference, random_tokens, reference_logits, write_checkpoint
+from tests.server.tiny_checkpoint import write_tiny_checkpoint
 
 
 def test_measures_of_equal_and_of_shifted_logits() -> None:
@@ -53,3 +54,15 @@ def test_logits_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
 def test_arguments_that_mean_nothing_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "accuracy", *options]) != 0
     assert "--formats must be of bf16, fp8-kv, fp8-weights, fp8-both" in capsys.readouterr().err
+
+
+def test_every_format_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command as it is given, on a small checkpoint: narrower formats are further from the reference."""
+    options = ["--model", str(write_tiny_checkpoint(tmp_path)), "--prompts", "3", "--tokens", "5", "--device", "cpu"]
+    assert main(["bench", "accuracy", *options]) == 0
+    about, _, *lines = capsys.readouterr().out.splitlines()
+    assert "reference float32; 3 prompts x 5 tokens" in about
+    errors = {line.split()[0]: float(line.split()[2]) for line in lines}
+    assert [*errors] == ["bf16", "fp8-kv", "fp8-weights", "fp8-both"]
+    assert 0 < errors["bf16"] < errors["fp8-weights"]
+    assert 0 < errors["fp8-kv"] < errors["fp8-both"]
