@@ -1,11 +1,15 @@
-"""Where the kernels run in these tests: on the GPU if there is one, else interpreted on the CPU."""
+"""Where the kernels run in these tests: on the GPU if there is one, else interpreted on the CPU; on poisoned memory."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from cb_backend.kernels.launch import IS_INTERPRETING
+
+NAN_OF_FP8 = 0x7F
 
 if IS_INTERPRETING:
     from .interpreter_fp8 import correct_fp8
@@ -25,6 +29,32 @@ def device() -> torch.device:
 def _correct_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETING:
         correct_fp8(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launchers allocate holds rubbish: a result that is not written, or is read before, cannot go unnoticed.
+
+    Not in a capture: what was filled there would be filled by every replay.
+    """
+
+    def poisoned(allocate: Any) -> Any:
+        def allocate_and_fill(*args: Any, **kwargs: Any) -> torch.Tensor:
+            memory: torch.Tensor = allocate(*args, **kwargs)
+            if memory.is_cuda and torch.cuda.is_current_stream_capturing():
+                return memory
+            if memory.dtype == torch.float8_e4m3fn:
+                memory.view(torch.uint8).fill_(NAN_OF_FP8)
+            elif memory.is_floating_point():
+                memory.fill_(float("nan"))
+            else:
+                memory.fill_(-77 if memory.dtype.is_signed else 1)
+            return memory
+
+        return allocate_and_fill
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cb_backend.kernels import launch
+from cb_backend.kernels.fp8 import FP8
 
 CPU = torch.device("cpu")
 
@@ -78,3 +79,12 @@ def test_files_hold_entries(path: Path) -> None:
         for entries in json.loads(path.read_text()).values():
             assert "when" not in entries[-1]
             assert "shared_bytes" not in entries[-1]
+
+
+def test_what_launchers_allocate_is_poisoned_in_these_tests(device: torch.device) -> None:
+    floats = torch.empty(3, device=device)
+    for memory in (floats, torch.empty_like(floats), floats.new_empty(2, 2)):
+        assert memory.float().isnan().all()
+    assert (torch.empty(3, dtype=torch.int32, device=device) < 0).all()
+    assert torch.empty(3, dtype=torch.bool, device=device).all()
+    assert torch.empty(3, dtype=FP8, device=device).float().isnan().all()
