@@ -12,6 +12,7 @@ from tests.kernels.compiled import compile_all
 from tests.kernels.test_compile import decode, kernel_names, prefill
 
 ARCHS = (80, 90, 100)
+HEAD_DIMS = (64, 80, 128, 256)
 NEEDS_FP8 = {"_quantize_kernel"}  # beside the cases of kernels that take other numbers as well
 
 
@@ -31,10 +32,17 @@ CASES = {
 CASES |= {
     f"{make.__name__}, head_dim {head_dim}, {dtype}, sm_{arch}": make(arch, head_dim, dtype=dtype)
     for make in (decode, prefill)
-    for head_dim in (64, 80, 128, 256)
+    for head_dim in HEAD_DIMS
     for dtype in ("bfloat16", "float16")
     for arch in ARCHS
 }
+CASES |= {
+    f"{make.__name__}, window, head_dim {head_dim}, sm_{arch}": make(arch, head_dim, window=4096)
+    for make in (decode, prefill)
+    for head_dim in (64, 128)
+    for arch in ARCHS
+}
+ATTENTION = [name for name in CASES if name.split(", ")[1] in ("window", *(f"head_dim {size}" for size in HEAD_DIMS))]
 # Bytes of registers that are spilled: known, and not to become more. All others spill nothing.
 SPILLED = {
     "sample, choice, sm_80": 8,
@@ -42,6 +50,7 @@ SPILLED = {
     "decode, head_dim 80, float16, sm_90": 8,
     "prefill, head_dim 256, bfloat16, sm_80": 32,
     "prefill, head_dim 256, float16, sm_80": 32,
+    "prefill, window, head_dim 128, sm_80": 56,
 }
 
 
@@ -61,7 +70,7 @@ def test_nothing_spills(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[name]["stack_bytes"] <= SPILLED.get(name, 0)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("decode, head_dim", "prefill, head_dim"))])
+@pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_multi_buffered_on_tensor_cores(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     """Of two stages, as prefill's of 256 dimensions, Ampere holds one tile while it copies the next."""
     report = compiled[name]
