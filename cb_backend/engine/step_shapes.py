@@ -17,8 +17,14 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 _ALIGNED = 4  # int32 elements in 16 bytes
-# Prompt tokens a mixed step has a graph for, and how many requests they may come from.
+# Prompt tokens a mixed step has a graph for, and how many requests they may come from. Beside these prompts, which
+# often have just so many tokens, there are all numbers of decode rows.
 _PROMPTS_OF_PREFILL = {32: 4, 128: 4, 256: 8, 512: 8, 1024: 16, 2048: 16}
+# In between, so that a step computes a tenth more tokens than it has and not a third (the mean over all steps), beside
+# fewer numbers of decode rows: each graph is captured at the start.
+_PROMPTS_IN_BETWEEN = {384: 8, 640: 16, 768: 16, 1280: 16, 1536: 16, 1792: 16}
+_BESIDE = (0, 8, 32, 64, 128, 256, 512)
+_BESIDE_IN_BETWEEN = (0, 64, 128, 256, 512)
 _MOST_PREFILL = max(_PROMPTS_OF_PREFILL)
 _LEAST_PROMPTS = max(_PROMPTS_OF_PREFILL.values())  # room of every full step
 _TOKENS_OF_PROMPT = 128  # and of larger ones: as many prompts as are this long
@@ -90,16 +96,16 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
     """Every shape to capture: all decode sizes, a few beside each number of prompt tokens, and those of full steps."""
     most_rows = min(max_num_seqs, max_num_batched_tokens)  # a running request has a token in every step
-    beside = [*(size for size in (0, 8, 32, 64, 128, 256, 512) if size < most_rows), most_rows]
     full_steps = FullSteps(max_num_seqs, max_num_batched_tokens)
     longest = max_num_batched_tokens
     if full_steps.decode_sizes and longest <= _MOST_PREFILL:
         longest = longest * 3 // 4  # hardly smaller than a full step is not worth graphs of its own
     prompts = {
         (size, num_prefill): num_prompts
-        for num_prefill, num_prompts in _PROMPTS_OF_PREFILL.items()
+        for prompts_of, beside in ((_PROMPTS_OF_PREFILL, _BESIDE), (_PROMPTS_IN_BETWEEN, _BESIDE_IN_BETWEEN))
+        for num_prefill, num_prompts in prompts_of.items()
         if num_prefill <= longest
-        for size in beside
+        for size in (*(size for size in beside if size < most_rows), most_rows)
     }
     prompts |= {(size, max_num_batched_tokens - size): full_steps.num_prompts for size in full_steps.decode_sizes}
     return [

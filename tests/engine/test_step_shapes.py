@@ -66,6 +66,20 @@ def test_lesser_steps_have_graphs_that_are_not_much_larger_once_the_device_is_bu
                 assert num_prefill <= 2048 or num_tokens >= shape.num_tokens * 15 / 16
 
 
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (256, 8192), (512, 8192)])
+def test_a_step_computes_about_a_tenth_more_tokens_than_it_has(max_num_seqs: int, budget: int) -> None:
+    full_steps, graphs = FullSteps(max_num_seqs, budget), graphs_of(max_num_seqs, budget)
+    num_tokens = num_computed = 0
+    for num_decode in range(0, max_num_seqs + 1, 16):
+        most = min(2048, full_steps.most_prompt_tokens(num_decode))
+        for num_prefill in range(16, most + 1, 32):
+            shape = shape_for(graphs, num_decode, num_prefill, 1)
+            assert shape is not None
+            num_tokens += num_decode + num_prefill
+            num_computed += shape.num_tokens
+    assert num_computed <= 1.15 * num_tokens  # a third more without the sizes in between
+
+
 @pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + TIGHT + LARGE + WITHOUT)
 def test_prompts_get_most_of_the_room_that_decode_rows_leave(max_num_seqs: int, budget: int) -> None:
     full_steps = FullSteps(max_num_seqs, budget)
