@@ -36,6 +36,8 @@ from cb_backend.models.decoder import DecoderForCausalLM
 DEFAULT_ROWS = "1,8,32,64,128"
 # Short ones want other sets than long ones. Of 128 rows both caches of heads of 128 fit beside the weights into 80 GB.
 CONTEXTS = (256, 640, 1280)
+# Also of few rows, which may be long: a set that leaves room for the step's other kernels can read them too slowly.
+LONG_CONTEXT, MAX_LONG_ROWS = 3840, 32
 REPLAYS = 5
 TILES = (  # keys, warps, stages
     (32, 2, 3), (32, 2, 4), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 2, 3), (128, 4, 2),
@@ -64,18 +66,24 @@ class Entry:
         return {"block_d": self.block_d, "kv_bytes": 2, "m": self.m}
 
 
+def contexts_of(num_rows: int) -> tuple[int, ...]:
+    """Tokens of every row in the steps that are timed."""
+    return (*CONTEXTS, LONG_CONTEXT) if num_rows <= MAX_LONG_ROWS else CONTEXTS
+
+
 class AttentionSteps(CapturedSteps):
     """A captured step of each model; their time is the geometric mean over models and contexts."""
 
     def __init__(self, models: list[DecoderForCausalLM], num_rows: int) -> None:
-        lengths = [max(CONTEXTS)] * num_rows
+        self.contexts = contexts_of(num_rows)
+        lengths = [max(self.contexts)] * num_rows
         runners = [make_runner(model, lengths) for model in models]
         super().__init__([(runner, new_step(runner, num_rows)) for runner in runners], lengths)
 
     def milliseconds(self, step: list[torch.cuda.CUDAGraph]) -> float:
         times = []
         for (runner, _), graph in zip(self.steps, step, strict=True):
-            for context in CONTEXTS:
+            for context in self.contexts:
                 seat(runner, [context] * len(self.lengths))
                 times.append(1e3 * time_step(graph, REPLAYS))
         return statistics.geometric_mean(times)
@@ -94,7 +102,7 @@ def run_search(search: Search, entry: Entry) -> None:
 def tune(models: list[DecoderForCausalLM], entry: Entry, seconds: float) -> Table:
     """The entry found; of one that stays as it is nothing."""
     started = time.perf_counter()
-    print(f"heads of {entry.block_d}, {entry.m} rows of {' and '.join(map(str, CONTEXTS))}", flush=True)
+    print(f"heads of {entry.block_d}, {entry.m} rows of {' and '.join(map(str, contexts_of(entry.m)))}", flush=True)
     first = {entry: dict(launch_parameters(entry.op, DEVICE, **entry.when))}
     steps = AttentionSteps(models, entry.m)
     try:

@@ -98,6 +98,14 @@ def test_models_of_a_head_size_are_searched_together(
     assert searched == [(large, 128, 1), (large, 128, 32), (small, 64, 1), (small, 64, 32)]
 
 
+def test_only_few_rows_are_long_and_none_longer_than_the_model(workshop: SimpleNamespace) -> None:
+    from bench_step import MAX_MODEL_LEN, REPLAYS, ROOM
+
+    assert workshop.steps.contexts_of(64) == workshop.steps.CONTEXTS
+    assert workshop.steps.contexts_of(32) == workshop.steps.contexts_of(1)
+    assert max(workshop.steps.contexts_of(32)) + REPLAYS + ROOM <= MAX_MODEL_LEN
+
+
 def test_attention_tuned_alone_leaves_what_steps_chose(workshop: SimpleNamespace) -> None:
     when = {"block_d": 128, "kv_bytes": 2, "m": 32}
     table = {"decode_attention": [{"when": when, "use": FIRST, "by": "steps"}, {"when": {"m": 1}, "use": FIRST}]}
