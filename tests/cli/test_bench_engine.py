@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from cb_backend.cli.benchmarks.timed_pass import PassResult, run_pass
 from cb_backend.cli.benchmarks.workloads import Workload, offline
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.runner.step_graphs import StepGraphs
+from cb_backend.engine.step_shapes import StepShape
 from cb_backend.messages import ModelInfo
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.request import Request
@@ -146,6 +150,35 @@ def test_a_fresh_engine_starts_cold_over_the_same_runner() -> None:
     assert again.config.max_num_seqs == 1
     run_pass(again, workload([4, 4], [3, 3]), 0.6)
     assert run_pass(fresh_engine(first), workload([4, 4], [3, 3]), 0.6).stats.num_output_tokens == 6
+
+
+def test_tokens_of_preempted_requests_are_counted_as_recomputed() -> None:
+    """Two requests of 4 in and 12 out need 4 blocks each at the end; the cache has 6, and nothing keeps one waiting."""
+    tight = fresh_engine(engine(num_blocks=7), admission_reserve=-10)
+    result = run_pass(tight, workload([4, 4], [12, 12]), 0.6)
+    record = pass_record(workload([4, 4], [12, 12]), result, None)
+    assert record["preemptions"] == 1
+    # Both have 3 full blocks, 12 tokens, when one needs a fourth: the other's are computed again.
+    assert record["recomputed_tokens"] == 12
+    assert pass_record(workload([4], [9]), run_pass(engine(), workload([4], [9]), 0.6), None)["recomputed_tokens"] == 0
+
+
+def test_the_share_of_padding_is_of_the_graphs_that_hold_the_steps() -> None:
+    """A step of 21 prompt tokens without a graph, 4 steps of 3 rows in graphs of 4, and 4 of 1 row in graphs of 1."""
+    result = run_pass(engine(), workload([6, 7, 8], [5, 5, 9]), 0.6)
+    assert result.padding_share is None  # this runner has no graphs
+    graphs = StepGraphs()
+    assert result.steps.padding_share(SimpleNamespace(graphs=graphs)) is None  # none captured
+    for shape in (StepShape(1), StepShape(4), StepShape(8)):
+        graphs.add(shape, Mock(), Mock(shape=shape))
+    share = result.steps.padding_share(SimpleNamespace(graphs=graphs))
+    assert share == pytest.approx(4 / (21 + 4 * 4 + 4))
+    shape = StepShape(0, 32, 4)
+    graphs.add(shape, Mock(), Mock(shape=shape))
+    assert result.steps.padding_share(SimpleNamespace(graphs=graphs)) == pytest.approx((11 + 4) / (32 + 16 + 4))
+    padded = pass_record(workload([6, 7, 8], [5, 5, 9]), replace(result, padding_share=share), None)
+    assert padded["padding_share"] == round(4 / 41, 4)
+    assert " 10% " in table([{**padded, "peak_memory_bytes": 1e9}]).splitlines()[1]
 
 
 def passes(*pairs: tuple[float, float]) -> list[tuple[Workload, PassResult, Workload, PassResult]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from cb_backend.argument_types import ints, json_object, output_file, positive_float, positive_int
 from cb_backend.cli.benchmarks import machine
-from cb_backend.cli.benchmarks.report import Limits, Record, pairs_record, pass_record, step_table, table
+from cb_backend.cli.benchmarks.report import LEGEND, Limits, Record, pairs_record, pass_record, step_table, table
 from cb_backend.cli.benchmarks.timed_pass import run_pass
 from cb_backend.cli.benchmarks.workloads import (
     LATENCY_PAIRS,
@@ -95,9 +95,7 @@ def run(args: argparse.Namespace) -> int:
             for record in bench.run_workload(name, setting, changes):
                 bench.emit(record)
     engine.close()
-    print(
-        f"\n{table(bench.records)}\ntimes in ms; limit and ideal: perfect schedule; exec.: floor of the steps that ran"
-    )
+    print(f"\n{table(bench.records)}\n{LEGEND}")
     return 0
 
 

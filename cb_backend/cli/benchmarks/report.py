@@ -29,6 +29,9 @@ class Limits:
 def pass_record(workload: Workload, result: PassResult, limits: Limits | None) -> Record:
     """All figures of one pass. Times in milliseconds unless the key says otherwise."""
     num_prompt_tokens = sum(workload.prompt_lens)
+    num_cached = result.stats.num_cached_prompt_tokens
+    # The last token of each answer is never computed with.
+    num_needed = num_prompt_tokens - num_cached + result.num_output_tokens - len(workload.prompts)
     steps = list(result.steps.steps.values())
     num_rows = [step.num_rows for step in steps]
     return {
@@ -53,7 +56,9 @@ def pass_record(workload: Workload, result: PassResult, limits: Limits | None) -
         "host_us": result.steps.host_summary(),
         "step_kinds": _step_kinds(result, limits),
         "preemptions": result.stats.num_preemptions,
-        "cached_prompt_tokens": result.stats.num_cached_prompt_tokens,
+        "recomputed_tokens": result.steps.num_recomputed_tokens(num_needed),
+        "padding_share": None if result.padding_share is None else round(result.padding_share, 4),
+        "cached_prompt_tokens": num_cached,
         "limit": None if limits is None else _limit(workload, result, limits),
     }
 
@@ -152,8 +157,12 @@ def _ms(seconds: float) -> float:
 
 _HEADER = (
     f"{'workload':22s} {'out tok/s (min-max)':>24s} {'limit':>8s} {'ideal':>6s} {'exec.':>6s}  {'TTFT p50/p99':>16s}"
-    f" {'floor':>6s}  {'TPOT':>7s} {'floor':>6s}  {'ITL p50/p99/max':>20s}  {'E2E p50':>8s} {'batch':>6s} {'pre.':>5s}"
-    f"  {'host us p50/p99':>15s} {'GB':>5s}"
+    f" {'floor':>6s}  {'TPOT':>7s} {'floor':>6s}  {'ITL p50/p99/max':>20s}  {'E2E p50':>8s}"
+    f" {'batch':>6s} {'pad':>4s} {'pre.':>5s} {'again':>6s}  {'host us p50/p99':>15s} {'GB':>5s}"
+)
+LEGEND = (
+    "times in ms; limit and ideal: perfect schedule; exec.: floor of the steps that ran;"
+    " pad: padding of all tokens run; again: tokens recomputed"
 )
 
 
@@ -177,7 +186,8 @@ def _line(name: str, group: list[Record]) -> str:
         f"  {_several(group, 'ttft_ms', ('p50', 'p99')):>16s} {_mid(group, 'limit', 'ttft_ms'):>6s}"
         f"  {_mid(group, 'tpot_ms', 'p50'):>7s} {_mid(group, 'limit', 'tpot_ms'):>6s}"
         f"  {_several(group, 'itl_ms', ('p50', 'p99', 'max')):>20s}  {_mid(group, 'e2e_ms', 'p50', form=',.0f'):>8s}"
-        f" {_mid(group, 'mean_batch', form='.0f'):>6s} {_mid(group, 'preemptions', form='.0f'):>5s}"
+        f" {_mid(group, 'mean_batch', form='.0f'):>6s} {_mid(group, 'padding_share', form='.0%'):>4s}"
+        f" {_mid(group, 'preemptions', form='.0f'):>5s} {_mid(group, 'recomputed_tokens', form=',.0f'):>6s}"
         f"  {_several([{'host': value} for value in host], 'host', ('p50', 'p99'), '.0f'):>15s}"
         f" {max(record['peak_memory_bytes'] for record in group) / 1e9:5.1f}"
     )

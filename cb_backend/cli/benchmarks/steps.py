@@ -95,6 +95,30 @@ class StepLog:
             began = step.end
         return dict(sorted(kinds.items()))
 
+    def num_recomputed_tokens(self, num_tokens: int) -> int:
+        """Tokens computed beyond the `num_tokens` that the work needs, once each: those of preempted requests.
+
+        Less what these found in the prefix cache because another request had computed it meanwhile.
+        """
+        computed = sum(int(step.num_scheduled_tokens.sum()) for step in self.steps.values())
+        return max(0, computed - num_tokens)
+
+    def padding_share(self, runner: Any) -> float | None:
+        """Padding's share of all tokens (prompts' and decode rows') that steps ran with; None without graphs.
+
+        `runner` is asked which graph holds each step, as it asks itself; a step with none is as large as its plan.
+        """
+        graphs = getattr(runner, "graphs", None)
+        if graphs is None or not graphs.shapes:
+            return None
+        num_needed = num_run = 0
+        for step in self.steps.values():
+            num_tokens, decode = int(step.num_scheduled_tokens.sum()), step.num_decode_rows
+            found = graphs.find(decode, num_tokens - decode, step.num_rows - decode)
+            num_needed += num_tokens
+            num_run += num_tokens if found is None else found[1].shape.num_tokens
+        return 1 - num_needed / num_run if num_run else None
+
     def floor_seconds(self, shape: ModelShape, card: CardLimits, steps: Sequence[StepRecord] | None = None) -> float:
         """The least time the card needs for the steps that ran (all of them, or the given ones)."""
         return sum(_floor(step, shape, card) for step in (self.steps.values() if steps is None else steps))

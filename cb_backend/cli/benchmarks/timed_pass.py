@@ -28,6 +28,7 @@ class PassResult:
     latencies: Latencies
     steps: StepLog
     stats: EngineStats
+    padding_share: float | None  # of the tokens that steps ran with; None without graphs
 
 
 def run_pass(engine: LLMEngine, workload: Workload, temperature: float) -> PassResult:
@@ -49,4 +50,5 @@ def run_pass(engine: LLMEngine, workload: Workload, temperature: float) -> PassR
         outputs, idle, _ = drive(engine, make_request, workload.arrivals, start, time.perf_counter, time.sleep)
     seconds = outputs[-1][0] - start
     found = token_latencies(workload.arrivals, workload.output_lens, outputs, start)
-    return PassResult(seconds, idle, sum(workload.output_lens), found, log, engine.stats())
+    padding = log.padding_share(engine.runner)
+    return PassResult(seconds, idle, sum(workload.output_lens), found, log, engine.stats(), padding)
