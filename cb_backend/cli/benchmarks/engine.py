@@ -11,13 +11,13 @@ import dataclasses
 import itertools
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cb_backend.argument_types import ints, json_object, output_file, positive_float, positive_int
 from cb_backend.cli.benchmarks import machine
+from cb_backend.cli.benchmarks.kernel_times import window_table
 from cb_backend.cli.benchmarks.report import LEGEND, Limits, Record, pairs_record, pass_record, step_table, table
 from cb_backend.cli.benchmarks.timed_pass import run_pass
 from cb_backend.cli.benchmarks.workloads import (
@@ -39,6 +39,7 @@ HELP = "throughput, latency and host time of the engine on fixed workloads, besi
 PEER_MAX_MODEL_LEN = 4096  # what the peers run with; longer only where a workload needs it
 PAIRS_PER_REPETITION = 5
 RATED_WORKLOADS = ("W3", "W4")
+PROFILED_STEPS = 200  # by default; some 300 kernels each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +71,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="CSV of W4: TIMESTAMP,ContextTokens,GeneratedTokens")
     parser.add_argument("--scale", type=positive_float, default=1.0, help="fraction of the requests (smoke test)")
     parser.add_argument("--steps", action="store_true", help="after each pass, what its kinds of steps took")
+    parser.add_argument(
+        "--profile",
+        type=positive_int,
+        nargs="?",
+        const=PROFILED_STEPS,
+        metavar="STEPS",
+        help="after the timed passes, one more under torch's profiler: kernel times by kind and the device's busy share"
+        f" of STEPS steps ({PROFILED_STEPS}), half of them the first, half in the middle of the rest",
+    )
     parser.add_argument("--out", type=output_file, help="append JSON lines to this file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, measure, print the table last; returns the exit code. Raises `ConfigError` for what cannot be run."""
-    start = StartUp()
+    start = machine.StartUp()
     names = expand_names(args.workload)
     folder, model_config = _read_model(args.model)
     start.stage("import_torch_s")
@@ -88,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     bench = Bench(args, engine, folder, model_config)
     print(bench.describe(), flush=True)
     bench.emit({"workload": "startup", **start_up})
-    _print_start_up(start_up)
+    print(machine.start_up_line(start_up), flush=True)
     bench.warm_up()
     for name in names:
         for setting, changes in _settings(args):
@@ -129,31 +139,6 @@ def _engine_config(args: argparse.Namespace, max_model_len: int) -> EngineConfig
     }
     given = {key: value for key, value in arguments.items() if value is not None}
     return engine_config_from_dict({**given, **args.engine_args})
-
-
-class StartUp:
-    """Seconds of each stage from the start of the process to the first token."""
-
-    def __init__(self) -> None:
-        at_entry = machine.seconds_since_process_start()
-        self._stages: dict[str, float] = {} if at_entry is None else {"interpreter_s": at_entry}
-        self._last = time.perf_counter()
-
-    def stage(self, name: str) -> None:
-        """The stage `name` ends now."""
-        now = time.perf_counter()
-        self._stages[name] = now - self._last
-        self._last = now
-
-    def finish(self) -> Record:
-        """Stages in order, and their sum as `total_s`."""
-        stages = {**self._stages, "total_s": sum(self._stages.values())}
-        return {name: round(seconds, 3) for name, seconds in stages.items()}
-
-
-def _print_start_up(start_up: Record) -> None:
-    stages = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {value} s" for name, value in start_up.items())
-    print(f"start-up, process start to first token: {stages}", flush=True)
 
 
 def _settings(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, int]]]:
@@ -218,6 +203,9 @@ class Bench:
             )
             if self.args.steps:
                 print(step_table(record), flush=True)
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
         if self.args.out is not None:
             with self.args.out.open("a") as file:
                 file.write(json.dumps({**self.base, **record}) + "\n")
@@ -230,6 +218,9 @@ class Bench:
         """Records of the timed passes of one workload under one setting (and, for W3 and W4, each rate)."""
         if name == LATENCY_PAIRS:
             yield self._finished(self._run_pairs(changes), setting, 0, changes)
+            if self.args.profile is not None:
+                _, (_, long) = latency_pairs(self._draw(0), 1)
+                self._profile(long, setting, changes, long.output_lens[0])
             return
         for rate_name, rate in self._rates(name, changes):
             label = f"{setting} {rate_name}".strip()
@@ -241,6 +232,19 @@ class Bench:
                 result = run_pass(fresh_engine(self.engine, **changes), workload, self.args.temperature)
                 if repetition >= 0:
                     yield self._finished(pass_record(workload, result, self.limits), label, repetition, changes)
+            if self.args.profile is not None:
+                workload = self._scaled(WORKLOADS[name](self._draw(800, rate)))  # ids of its own again
+                self._profile(workload, label, changes, len(result.steps.steps))
+
+    def _profile(self, workload: Workload, setting: str, changes: dict[str, int], num_steps: int) -> None:
+        """One more pass, under the profiler: its tables, and a record of its own."""
+        from cb_backend.cli.benchmarks.profiled_pass import profile_pass  # imports torch
+
+        fresh, most = fresh_engine(self.engine, **changes), self.args.profile
+        windows = profile_pass(fresh, workload, self.args.temperature, num_steps, most)
+        for window in windows:
+            print(f"  {workload.name} {setting} {window_table(window)}", flush=True)
+        self._write({"workload": "profile", "of": workload.name, "setting": setting, **changes, "windows": windows})
 
     def _run_pairs(self, changes: dict[str, int]) -> Record:
         machine.reset_peak_memory(self.engine.info.device)

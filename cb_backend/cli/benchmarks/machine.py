@@ -176,3 +176,28 @@ def seconds_since_process_start() -> float | None:
         return None
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
     return age if 0 <= age < 3600 else None
+
+
+class StartUp:
+    """Seconds of each stage from the start of the process to the first token."""
+
+    def __init__(self) -> None:
+        at_entry = seconds_since_process_start()
+        self._stages: dict[str, float] = {} if at_entry is None else {"interpreter_s": at_entry}
+        self._last = time.perf_counter()
+
+    def stage(self, name: str) -> None:
+        """The stage `name` ends now."""
+        now = time.perf_counter()
+        self._stages[name] = now - self._last
+        self._last = now
+
+    def finish(self) -> dict[str, float]:
+        """Stages in order, and their sum as `total_s`."""
+        stages = {**self._stages, "total_s": sum(self._stages.values())}
+        return {name: round(seconds, 3) for name, seconds in stages.items()}
+
+
+def start_up_line(start_up: dict[str, float]) -> str:
+    stages = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {value} s" for name, value in start_up.items())
+    return f"start-up, process start to first token: {stages}"
