@@ -8,7 +8,7 @@ latency of streams while some long prompt has arrived and has no token yet; gaps
 it. Both engines are driven in process, step by step, with random weights and the same token ids. vLLM has its defaults
 for a server on this card (8,192 tokens a step); ours its own, and once more with `--max-itl-ms`.
 
-A ratio is printed only when both arms ran on the same card with the same lengths.
+A ratio is printed only when both arms are known to have run on the same card with the same lengths.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from compare_vllm import PEER_SHELL, card_name, read_lines, run_process  # noqa: E402
 
+from cb_backend.cli.benchmarks.compare import refusal  # noqa: E402
 from cb_backend.cli.benchmarks.workloads import WORKLOADS, Draw, Workload, fixed, interference  # noqa: E402
 
 LONG_PROMPT = 4096  # tokens; W6's and W8's long prompts have twice as many
@@ -230,9 +231,13 @@ def row(
     values = [float(np.median([run[name] for run in runs])) for name in names]
     ratio = ""
     if peers:
-        same = cards["ours"] == cards["vllm"] and {run["digest"] for run in runs} == {run["digest"] for run in peers}
+        mine, theirs = (
+            [{**run, "card": cards[engine]} for run in its_runs]
+            for engine, its_runs in (("ours", runs), ("vllm", peers))
+        )
+        reason = refusal(mine, theirs, ("card", "digest"))
         peer = float(np.median([run["itl_p99_ms"] for run in peers]))
-        ratio = f"   {values[1] / peer:.2f}x" if same else "   no ratio: another card or other lengths"
+        ratio = f"   {values[1] / peer:.2f}x" if reason is None else f"   no ratio: {reason}"
     return f"{workload:10s}{name:22s}" + "".join(f"{value:10.1f}" for value in values) + ratio
 
 

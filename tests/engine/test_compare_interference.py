@@ -68,11 +68,15 @@ def test_driver_sends_in_time_and_stops_after_the_long_prompts(script: ModuleTyp
     ("cards", "digest", "end"),
     [
         ({"ours": "H100, GPU-1", "vllm": "H100, GPU-1"}, "aa", "0.50x"),
-        ({"ours": "H100, GPU-1", "vllm": "H200, GPU-2"}, "aa", "no ratio: another card or other lengths"),
-        ({"ours": "H100, GPU-1", "vllm": "H100, GPU-1"}, "bb", "no ratio: another card or other lengths"),
+        ({"ours": "H100, GPU-1", "vllm": "H200, GPU-2"}, "aa", "no ratio: card differs: H100, GPU-1, H200, GPU-2"),
+        ({"ours": "H100, GPU-1", "vllm": "H100, GPU-1"}, "bb", "no ratio: digest differs: aa, bb"),
+        ({"ours": None, "vllm": None}, "aa", "no ratio: card is not known of every run"),
+        ({"ours": "H100, GPU-1", "vllm": None}, "aa", "no ratio: card is not known of every run"),
     ],
 )
-def test_no_ratio_between_cards_or_lengths(script: ModuleType, cards: dict[str, str], digest: str, end: str) -> None:
+def test_no_ratio_between_other_or_unknown_cards_or_lengths(
+    script: ModuleType, cards: dict[str, str], digest: str, end: str
+) -> None:
     names = ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_long_p50_ms", "ttft_long_max_ms")
     ours, theirs = ({**dict.fromkeys(names, ms), "digest": "aa"} for ms in (20.0, 40.0))
     line = script.row("W8", "ours defaults", [ours, ours], [theirs, {**theirs, "digest": digest}], cards)
