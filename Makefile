@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint bench clean
+.PHONY: help demo serve test lint bench sanitize clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -34,6 +34,15 @@ lint: $(STAMP) ## ruff, mypy, import contracts
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
+
+# Without --error-exitcode what compute-sanitizer finds would not fail the target.
+sanitize: $(STAMP) ## on a GPU host: an engine under random requests and cancels, every access of its kernels checked
+	@type -P compute-sanitizer >/dev/null || \
+	  { echo "error: compute-sanitizer is not on the PATH; it comes with the CUDA toolkit" >&2; exit 1; }
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "error: no CUDA device is visible to torch; sanitize needs a GPU" >&2; exit 1; }
+	@compute-sanitizer --tool memcheck --error-exitcode 1 \
+	  $(VENV)/bin/python -m tests.engine.soak --device cuda --seconds 20 $(ARGS)
 
 clean: ## remove .venv and what tools leave behind
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
