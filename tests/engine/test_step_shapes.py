@@ -68,12 +68,13 @@ def test_lesser_steps_have_graphs_that_are_not_much_larger_once_the_device_is_bu
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (256, 8192), (512, 8192)])
 def test_a_step_computes_about_a_tenth_more_tokens_than_it_has(max_num_seqs: int, budget: int) -> None:
+    """Also when its prompt tokens are of several requests: of 64 tokens each, until they are 16."""
     full_steps, graphs = FullSteps(max_num_seqs, budget), graphs_of(max_num_seqs, budget)
     num_tokens = num_computed = 0
     for num_decode in range(0, max_num_seqs + 1, 16):
         most = min(2048, full_steps.most_prompt_tokens(num_decode))
         for num_prefill in range(16, most + 1, 32):
-            shape = shape_for(graphs, num_decode, num_prefill, 1)
+            shape = shape_for(graphs, num_decode, num_prefill, min(-(-num_prefill // 64), 16))
             assert shape is not None
             num_tokens += num_decode + num_prefill
             num_computed += shape.num_tokens
