@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -161,6 +162,18 @@ def test_tokens_of_preempted_requests_are_counted_as_recomputed() -> None:
     # Both have 3 full blocks, 12 tokens, when one needs a fourth: the other's are computed again.
     assert record["recomputed_tokens"] == 12
     assert pass_record(workload([4], [9]), run_pass(engine(), workload([4], [9]), 0.6), None)["recomputed_tokens"] == 0
+
+
+def test_tokens_of_the_prefix_cache_are_no_work_that_was_needed() -> None:
+    """The log of a pass that computed 8 tokens again: as many where 8 others of its prompts were found in the cache."""
+    given = workload([12, 12], [3, 3])
+    result = run_pass(engine(), given, 0.6)
+    first = next(iter(result.steps.steps.values()))
+    first.num_scheduled_tokens[0] += 8
+    assert pass_record(given, result, None)["recomputed_tokens"] == 8
+    first.num_scheduled_tokens[1] -= 8
+    stats = msgspec.structs.replace(result.stats, num_cached_prompt_tokens=8)
+    assert pass_record(given, replace(result, stats=stats), None)["recomputed_tokens"] == 8
 
 
 def test_the_share_of_padding_is_of_the_graphs_that_hold_the_steps() -> None:
