@@ -26,7 +26,7 @@ def compile_all(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         text=True,
         cwd=ROOT,
         env=environment,
-        timeout=1800,
+        timeout=2 * 3600,  # minutes on two cores; a machine may be ten times slower
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
