@@ -26,8 +26,16 @@ serve: $(STAMP) ## serve model_repository/ in the foreground (ARGS="--model PATH
 bench: $(STAMP) ## in-flight batching against static batches, in process (ARGS="engine --help" for the rest)
 	@$(VENV)/bin/cb-backend bench $(or $(ARGS),batching)
 
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu" -o faulthandler_timeout=180
+# Without ARGS the kernels' tests, which start no server and watch no clock, run beside the others; their report comes last.
 test: lint ## lint, then every test that needs no GPU
-	@OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu" -o faulthandler_timeout=180 $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@folder=$$(mktemp -d); $(PYTEST) tests/kernels > "$$folder/log" 2>&1 & kernels=$$!; \
+	trap 'kill $$kernels 2> /dev/null || true; rm -rf "$$folder"' EXIT; code=0; \
+	$(PYTEST) --ignore=tests/kernels || code=$$?; wait $$kernels || code=$$?; cat "$$folder/log"; exit $$code
+else
+	@$(PYTEST) $(ARGS)
+endif
 
 lint: $(STAMP) ## ruff, mypy, import contracts
 	@$(VENV)/bin/ruff check .
