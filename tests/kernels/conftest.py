@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cb_backend.kernels.launch import IS_INTERPRETING
+from tests.kernels.compiled import compile_all
 
 NAN_OF_FP8 = 0x7F
 
@@ -23,6 +24,12 @@ def device() -> torch.device:
         return torch.device("cuda")
     assert IS_INTERPRETING, "triton was imported before tests/conftest.py set TRITON_INTERPRET"
     return torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What the compiler reports of every one of the module's `CASES`, by name."""
+    return compile_all(request.module.CASES)
 
 
 @pytest.fixture(autouse=True)

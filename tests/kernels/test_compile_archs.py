@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.kernels import test_compile
-from tests.kernels.compiled import compile_all
 from tests.kernels.test_compile import decode, kernel_names, prefill
 
 ARCHS = (80, 90, 100)
@@ -60,11 +59,6 @@ SPILLED = {
     "prefill, head_dim 256, float16, sm_80": 32,
     "prefill, window, head_dim 128, sm_80": 56,
 }
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
-    return compile_all(CASES)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cb_backend.kernels import launch
-from tests.kernels.compiled import compile_all
 from tests.kernels.test_compile import case, decode, prefill
 
 pytest.importorskip("triton")
@@ -71,11 +70,6 @@ SPILLED = {
     "nvidia-h100-80gb-hbm3: prefill_attention, fp8 cache, block_d 128, is_small 0, q_bytes 2": 192,
     "nvidia-h100-80gb-hbm3: linear_silu_mul, n 3072, k 1024, m 32": 8,
 }
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
-    return compile_all(CASES)
 
 
 def test_the_architecture_of_every_file_is_known() -> None:
