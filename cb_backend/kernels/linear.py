@@ -9,8 +9,6 @@ Which kernel serves a shape, or that the library's product is faster, stands in 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,19 +26,10 @@ from cb_backend.kernels.launch import (
 )
 from cb_backend.kernels.linear_one_row import gated, launch_one_row, prefetch
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
+from cb_backend.kernels.split_sums import MAX_TILES, counters, sum_splits
 
 MAX_ROWS = 256  # above, a product is bound by arithmetic, and a library's is near what the tensor cores give
-_MAX_TILES = 1 << 14  # split tiles of one launch: one counter each
 _LIBRARY = {"library": 1}
-
-
-@jit()
-def _sum_splits(partial_ptr, offset, mask, stride, SPLITS: tl.constexpr):
-    """The sum of a tile's splits, always in the same order. From L2 (.cg): other programs stored them there."""
-    total = tl.load(partial_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(partial_ptr + split * stride + offset, mask=mask, other=0.0, cache_modifier=".cg")
-    return total
 
 
 @jit("num_rows")
@@ -122,9 +111,9 @@ def _linear_kernel(
             return
         tl.debug_barrier()
         tl.store(counter_ptr + tile, 0)  # as the next launch wants it
-        acc = _sum_splits(partial_ptr, offset, is_stored, stride, SPLITS)
+        acc = sum_splits(partial_ptr, offset, is_stored, stride, SPLITS)
         if IS_GATED:
-            acc_up = _sum_splits(partial_ptr + out_size, offset, is_stored, stride, SPLITS)
+            acc_up = sum_splits(partial_ptr + out_size, offset, is_stored, stride, SPLITS)
     if HAS_SCALES:
         x_scales = tl.load(x_scales_ptr + m, mask=m < num_rows, other=0.0)[None, :]
         acc *= tl.load(weight_scales_ptr + n, mask=n < out_size, other=0.0)[:, None] * x_scales
@@ -215,31 +204,20 @@ def launch_tiled(
     splits = parameters["splits"]
     split_size = -(-in_size // (splits * block_k)) * block_k
     splits = -(-in_size // split_size)  # none of them empty
-    partial = counters = None
+    partial = counts = None
     if splits > 1:
-        assert num_tiles <= _MAX_TILES, f"{num_tiles} tiles of {block_n} columns: too many to split"
+        assert num_tiles <= MAX_TILES, f"{num_tiles} tiles of {block_n} columns: too many to split"
         partial = torch.empty(splits, num_rows, out_size * (1 + is_gated), dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+        counts = counters(x.device)
     x_scales, weight_scales = (None, None) if scales is None else scales
     _linear_kernel[(num_tiles, splits)](
-        x, weight, bias, x_scales, weight_scales, out, partial, counters,
+        x, weight, bias, x_scales, weight_scales, out, partial, counts,
         num_rows, out_size, in_size, split_size, x.stride(0),
         HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, IS_GATED=is_gated,
         IS_EVEN=in_size % block_k == 0, SPLITS=splits, IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched,
         BLOCK_M=max(16, next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"], **dependent_options(x.device),
     )  # fmt: skip
-
-
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that count a tile's finished splits; every launch leaves them zero.
-
-    NOTE: one set a device, so launches on two streams at once would disturb each other. It must exist before a CUDA
-    graph is captured: a step is always run once before its capture.
-    """
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run a product before its capture"
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from cb_backend.kernels.linear import (
     linear_silu_mul_torch,
     linear_torch,
 )
+from cb_backend.kernels.split_sums import counters
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # The interpreter multiplies the bits of bf16 as integers in tensor-core products.
@@ -66,7 +67,7 @@ def test_tiled_kernel(
         assert linear(x.to(device), weight.to(device), out=out) is out
     torch.testing.assert_close(out.cpu().double(), wanted, **tolerances)
     assert launches == [num_rows] * 3
-    assert not module._counters(device).any()
+    assert not counters(device).any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cb_backend.kernels import linear as tiled
 from cb_backend.kernels.fp8 import FP8, FP8_MAX, Fp8Rows, quantize_rows, quantize_rows_torch
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.linear_fp8 import linear_fp8, linear_fp8_torch, linear_silu_mul_fp8, linear_silu_mul_fp8_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, add_rms_norm_fp8_torch
+from cb_backend.kernels.split_sums import counters
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 TILED = {"block_n": 32, "block_k": 32, "splits": 1, "num_warps": 4, "num_stages": 2}
@@ -54,7 +54,7 @@ def test_kernel(
         found = linear_fp8(given, there, scales_there)
         torch.testing.assert_close(found.cpu().double(), wanted, **tolerances)
     assert found.dtype == dtype
-    assert not tiled._counters(device).any()
+    assert not counters(device).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, ON_GPU])
