@@ -94,7 +94,7 @@ def dequantise_packed(weight: PackedWeight, first_row: int, out: Tensor) -> Tens
         first_row, num_rows, weight.size[1], num_blocks, weight.scales.shape[1], weight.global_scale,
         KIND=weight.kind, WORDS=words, GROUP=min(weight.group, num_blocks * TILE_COLUMNS),
         HAS_ZEROS=weight.zeros is not None, IS_GATED=weight.is_gated, IS_DEPENDENT=can_overlap(out.device),
-        HAS_ASSEMBLY=out.is_cuda or not IS_INTERPRETING,
+        HAS_ASSEMBLY=not IS_INTERPRETING,
         **launch_parameters("dequantise_packed", out.device), **dependent_options(out.device),
     )  # fmt: skip
     return out

@@ -230,7 +230,7 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, p
         GROUP_BLOCKS=1 if has_one_group else max(1, weight.group // TILE_COLUMNS),
         HAS_ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None, IS_GATED=weight.is_gated,
         IS_EVEN=in_size % TILE_COLUMNS == 0, SPLITS=splits, IS_DEPENDENT=can_overlap(x.device),
-        PREFETCH=parameters.get("prefetch", 0), HAS_ASSEMBLY=x.is_cuda or not IS_INTERPRETING,
+        PREFETCH=parameters.get("prefetch", 0), HAS_ASSEMBLY=not IS_INTERPRETING,
         BLOCK_M=max(16, next_power_of_2(num_rows)), BLOCK_N=block_n,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"], **dependent_options(x.device),
     )  # fmt: skip
