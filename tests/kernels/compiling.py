@@ -24,15 +24,17 @@ from triton.compiler import ASTSource
 from cb_backend.engine.runner.device_state import new_slot_state
 from cb_backend.engine.runner.step_buffers import make_buffers, padding
 from cb_backend.engine.step_shapes import StepShape
-from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.slot_state import JOIN_COLUMNS, SlotState
+from tests.kernels.product_launches import PRODUCT_LAUNCHES
 
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
@@ -191,25 +193,6 @@ def _apply_token_bitmask(module: Any, vocab_size: int) -> None:
     module.apply_token_bitmask(torch.zeros(2, vocab_size), bitmask, torch.zeros(2, dtype=torch.int64))
 
 
-def _linear(module: Any, op: str, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
-    weight_rows = out_size * (2 if op.endswith("silu_mul") else 1)
-    x, weight = (torch.zeros(rows, in_size, dtype=torch.bfloat16) for rows in (num_rows, weight_rows))
-    norm = (x, x[0], 1e-6) if op.startswith("add_norm") else ()
-    with overriding(op.removeprefix("add_norm_"), parameters):
-        getattr(module, op)(x, *norm, weight)
-
-
-def _linear_fp8(module: Any, op: str, parameters: dict[str, int], num_rows: int, out_size: int, in_size: int) -> None:
-    weight_rows = out_size * (2 if op == "linear_silu_mul_fp8" else 1)
-    x, weight = (torch.zeros(rows, in_size, dtype=torch.float8_e4m3fn) for rows in (num_rows, weight_rows))
-    with overriding(op, parameters):
-        getattr(module, op)(Fp8Rows(x, torch.ones(num_rows), torch.bfloat16), weight, torch.ones(weight_rows))
-
-
-def _quantize_rows(module: Any, size: int) -> None:
-    module.quantize_rows(torch.zeros(2, size, dtype=torch.bfloat16))
-
-
 def _slots(max_blocks: int = 256) -> SlotState:
     return new_slot_state(2, max_blocks, torch.device("cpu"))
 
@@ -239,6 +222,7 @@ def _mask_stop_ids(module: Any, vocab_size: int) -> None:
 
 
 LAUNCHES = {
+    **PRODUCT_LAUNCHES,
     "decode_attention": _decode,
     "prefill_attention": _prefill,
     "rms_norm": _rms_norm,
@@ -248,10 +232,6 @@ LAUNCHES = {
     "top_logprobs": _top_logprobs,
     "apply_marks": _apply_marks,
     "apply_token_bitmask": _apply_token_bitmask,
-    "linear": _linear,
-    "add_norm_linear": _linear,
-    "linear_fp8": _linear_fp8,
-    "quantize_rows": _quantize_rows,
     "join_slots": _join_slots,
     "apply_deltas": _apply_deltas,
     "prepare_rows": _prepare_rows,
