@@ -11,20 +11,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cb_backend.kernels.launch import jit, next_power_of_2, tl
-
-
-class SamplingState(NamedTuple):
-    """How each slot samples. Each tensor [num_slots]."""
-
-    temperature: Tensor  # float32, 0 = greedy
-    top_k: Tensor  # int32, 0 = off
-    top_p: Tensor  # float32
-    min_p: Tensor  # float32
-    seeds: Tensor  # int64, bit pattern of the unsigned seed
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
 
 
 class SlotState(NamedTuple):
@@ -33,51 +25,53 @@ class SlotState(NamedTuple):
     last_token: Tensor  # int32
     num_tokens: Tensor  # int32 known tokens, the last one included; 0 for padding
     num_prompt_tokens: Tensor  # int32
-    block_tables: Tensor  # int32 [num_slots, max_blocks]
-    sampling: SamplingState
     min_positions: Tensor  # int32 first position at which a stop id may be sampled
+    sampling: RowSampling
+    block_tables: Tensor  # int32 [num_slots, max_blocks]
     stop_ids: Tensor  # int32 [num_slots, K], -1 = none
 
+    @property
+    def joined(self) -> tuple[Tensor, ...]:
+        """What a joining request brings one value of, in the order of `JOINED_VALUES`."""
+        return *(getattr(self, name) for name in _OWN_VALUES), *self.sampling
 
-# Columns of the array by which requests join, before the stop ids: int32, floats and seeds by their bits.
-JOIN_COLUMNS = (
-    "slot", "last_token", "num_tokens", "num_prompt_tokens", "top_k", "min_position",
-    "temperature", "top_p", "min_p", "seed_low", "seed_high",
-)  # fmt: skip
+
+_OWN_VALUES = ("last_token", "num_tokens", "num_prompt_tokens", "min_positions")
+_FORMATS = {torch.int32: "<i4", torch.float32: "<f4", torch.int64: "<i8"}
+_WORDS_A_VALUE = 2
+# How requests join: their slot and one value for each column, two words of 32 bits apart; stop ids follow.
+JOINED_VALUES = np.dtype(
+    {
+        "names": ["slot", *_OWN_VALUES, *ROW_PARAMETERS],
+        "formats": ["<i4"] * (1 + len(_OWN_VALUES)) + [_FORMATS[row.dtype] for row in ROW_PARAMETERS.values()],
+        "offsets": [4 * _WORDS_A_VALUE * index for index in range(1 + len(_OWN_VALUES) + len(ROW_PARAMETERS))],
+        "itemsize": 4 * _WORDS_A_VALUE * (1 + len(_OWN_VALUES) + len(ROW_PARAMETERS)),
+    }
+)
+NUM_JOINED_WORDS = JOINED_VALUES.itemsize // 4  # before the stop ids
 
 
 @jit()
 def _join_slots_kernel(
     joined_ptr,
-    last_token_ptr,
-    num_tokens_ptr,
-    num_prompt_tokens_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seeds_ptr,
-    min_positions_ptr,
+    columns,
     stop_ids_ptr,
-    NUM_COLUMNS: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
     NUM_STOP_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row_ptr = joined_ptr + tl.program_id(0) * (NUM_COLUMNS + NUM_STOP_IDS)
+    row_ptr = joined_ptr + tl.program_id(0) * (NUM_WORDS + NUM_STOP_IDS)
     slot = tl.load(row_ptr)
-    tl.store(last_token_ptr + slot, tl.load(row_ptr + 1))
-    tl.store(num_tokens_ptr + slot, tl.load(row_ptr + 2))
-    tl.store(num_prompt_tokens_ptr + slot, tl.load(row_ptr + 3))
-    tl.store(top_k_ptr + slot, tl.load(row_ptr + 4))
-    tl.store(min_positions_ptr + slot, tl.load(row_ptr + 5))
-    tl.store(temperature_ptr + slot, tl.load(row_ptr + 6).to(tl.float32, bitcast=True))
-    tl.store(top_p_ptr + slot, tl.load(row_ptr + 7).to(tl.float32, bitcast=True))
-    tl.store(min_p_ptr + slot, tl.load(row_ptr + 8).to(tl.float32, bitcast=True))
-    low = tl.load(row_ptr + 9).to(tl.int64) & 0xFFFFFFFF
-    tl.store(seeds_ptr + slot, low | (tl.load(row_ptr + 10).to(tl.int64) << 32))
+    for index in tl.static_range(len(columns)):
+        low = tl.load(row_ptr + 2 + 2 * index)
+        if columns[index].dtype.element_ty.primitive_bitwidth == 64:
+            high = tl.load(row_ptr + 3 + 2 * index).to(tl.int64)
+            tl.store(columns[index] + slot, low.to(tl.int64) & 0xFFFFFFFF | (high << 32))
+        else:
+            tl.store(columns[index] + slot, low.to(columns[index].dtype.element_ty, bitcast=True))
     column = tl.arange(0, BLOCK)
     is_column = column < NUM_STOP_IDS
-    stop_ids = tl.load(row_ptr + NUM_COLUMNS + column, mask=is_column, other=-1)
+    stop_ids = tl.load(row_ptr + NUM_WORDS + column, mask=is_column, other=-1)
     tl.store(stop_ids_ptr + slot * NUM_STOP_IDS + column, stop_ids, mask=is_column)
 
 
@@ -85,27 +79,20 @@ def join_slots(joined: Tensor, state: SlotState) -> None:
     """`join_slots_torch` in one launch."""
     num_stop_ids = state.stop_ids.shape[1]
     _join_slots_kernel[(joined.shape[0],)](
-        joined, state.last_token, state.num_tokens, state.num_prompt_tokens, *state.sampling,
-        state.min_positions, state.stop_ids,
-        NUM_COLUMNS=len(JOIN_COLUMNS), NUM_STOP_IDS=num_stop_ids, BLOCK=next_power_of_2(num_stop_ids),
-        num_warps=1,
+        joined, state.joined, state.stop_ids,
+        NUM_WORDS=NUM_JOINED_WORDS, NUM_STOP_IDS=num_stop_ids, BLOCK=next_power_of_2(num_stop_ids), num_warps=1,
     )  # fmt: skip
 
 
 def join_slots_torch(joined: Tensor, state: SlotState) -> None:
-    """Write the slots of requests that join, in place. joined: int32 [num_joined, len(JOIN_COLUMNS) + K]."""
-    column = {name: joined[:, index] for index, name in enumerate(JOIN_COLUMNS)}
-    slots = column["slot"].long()
-    state.last_token[slots] = column["last_token"]
-    state.num_tokens[slots] = column["num_tokens"]
-    state.num_prompt_tokens[slots] = column["num_prompt_tokens"]
-    state.min_positions[slots] = column["min_position"]
-    state.sampling.top_k[slots] = column["top_k"]
-    for name in ("temperature", "top_p", "min_p"):
-        getattr(state.sampling, name)[slots] = column[name].contiguous().view(torch.float32)
-    low, high = column["seed_low"].long() & 0xFFFFFFFF, column["seed_high"].long()
-    state.sampling.seeds[slots] = low | (high << 32)
-    state.stop_ids[slots] = joined[:, len(JOIN_COLUMNS) :]
+    """Write the slots of requests that join, in place. joined: int32 [num_joined, NUM_JOINED_WORDS + K], a
+    `JOINED_VALUES` in each row and the stop ids behind it."""
+    values = joined[:, :NUM_JOINED_WORDS].contiguous().view(len(joined), -1, _WORDS_A_VALUE)
+    slots = values[:, 0, 0].long()
+    for index, column in enumerate(state.joined, 1):
+        words = values[:, index] if column.itemsize == 8 else values[:, index, :1]
+        column[slots] = words.contiguous().view(column.dtype)[:, 0]
+    state.stop_ids[slots] = joined[:, NUM_JOINED_WORDS:]
 
 
 @jit("num_deltas")

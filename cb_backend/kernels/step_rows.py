@@ -22,7 +22,8 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
-from cb_backend.kernels.slot_state import SamplingState, SlotState
+from cb_backend.kernels.row_sampling import RowSampling
+from cb_backend.kernels.slot_state import SlotState
 
 
 class StepRows(NamedTuple):
@@ -33,7 +34,7 @@ class StepRows(NamedTuple):
     slot_mapping: Tensor  # int32 [>= num_decode] where its key and value go; 0 for padding
     num_prompt_tokens: Tensor  # int32 [>= num_decode]
     seq_lens: Tensor  # int32 [>= num_decode] tokens to attend to, its own included; 0 for padding
-    sampling: SamplingState  # each [num_rows]
+    sampling: RowSampling  # each [num_rows]
     sample_positions: Tensor  # int64 [num_rows] position of the token to be sampled; 0 for padding
 
 
@@ -44,21 +45,13 @@ def _prepare_rows_kernel(
     num_tokens_ptr,
     num_prompt_tokens_ptr,
     block_tables_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seeds_ptr,
+    sampling,
     out_token_ids_ptr,
     out_positions_ptr,
     out_slot_mapping_ptr,
     out_num_prompt_tokens_ptr,
     out_seq_lens_ptr,
-    out_temperature_ptr,
-    out_top_k_ptr,
-    out_top_p_ptr,
-    out_min_p_ptr,
-    out_seeds_ptr,
+    out_sampling,
     out_sample_positions_ptr,
     num_rows,
     num_decode,
@@ -73,11 +66,8 @@ def _prepare_rows_kernel(
     is_row = row < num_rows
     slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
     num_tokens = tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
-    tl.store(out_temperature_ptr + row, tl.load(temperature_ptr + slot, mask=is_row, other=0.0), mask=is_row)
-    tl.store(out_top_k_ptr + row, tl.load(top_k_ptr + slot, mask=is_row, other=0), mask=is_row)
-    tl.store(out_top_p_ptr + row, tl.load(top_p_ptr + slot, mask=is_row, other=1.0), mask=is_row)
-    tl.store(out_min_p_ptr + row, tl.load(min_p_ptr + slot, mask=is_row, other=0.0), mask=is_row)
-    tl.store(out_seeds_ptr + row, tl.load(seeds_ptr + slot, mask=is_row, other=0), mask=is_row)
+    for index in tl.static_range(len(sampling)):
+        tl.store(out_sampling[index] + row, tl.load(sampling[index] + slot, mask=is_row, other=0), mask=is_row)
     tl.store(out_sample_positions_ptr + row, num_tokens.to(tl.int64), mask=is_row)
     is_row = row < num_decode
     position = tl.maximum(num_tokens - 1, 0)
@@ -96,8 +86,8 @@ def prepare_rows(slots: Tensor, num_decode: int, state: SlotState, block_size: i
     """`prepare_rows_torch` in one launch."""
     num_rows = slots.shape[0]
     _prepare_rows_kernel[(-(-num_rows // 128),)](
-        slots, state.last_token, state.num_tokens, state.num_prompt_tokens, state.block_tables, *state.sampling,
-        out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, *out.sampling,
+        slots, state.last_token, state.num_tokens, state.num_prompt_tokens, state.block_tables, state.sampling,
+        out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, out.sampling,
         out.sample_positions,
         num_rows, num_decode, state.block_tables.stride(0),
         BLOCK_SIZE=block_size, IS_DEPENDENT=can_overlap(slots.device), BLOCK=128,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,11 +14,10 @@ import torch
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.runner.model_runner import ModelRunner
-from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.outputs import NO_TOKEN, EngineOutput
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
+from tests.oracles.reference_runner import ReferenceRunner
 
 MAX_STEPS = 20_000
 
@@ -128,20 +127,19 @@ def check_figures(figures: list[Logprob], tokens: list[int], expected: torch.Ten
         assert figure.top[:num_top] == pytest.approx(values.tolist(), abs=2e-4)
 
 
-def with_slot_runner(settings: EngineConfig) -> LLMEngine:
-    """An engine that runs its steps as on a GPU: state by slot, nothing read back before the next launch."""
+def with_reference_runner(settings: EngineConfig) -> LLMEngine:
+    """An engine whose steps are run in the plainest way: what the package's runner is compared with."""
     engine = create_engine(settings)
-    runner = engine.runner
-    assert isinstance(runner, ModelRunner)
-    engine.runner = SlotRunner(
+    runner: Any = engine.runner
+    reference = ReferenceRunner(
         runner.model, runner.ops, runner.rotary, runner.storage, settings.max_num_seqs, engine.info.max_model_len
     )
-    engine.runner.swapper = runner.swapper
-    return engine
+    reference.swapper = runner.swapper
+    return LLMEngine(settings, reference, engine.info)
 
 
 def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
-    """A small engine. `kind`: reference or slots, the two runners."""
+    """A small engine. `kind`: slots, the package's runner, or reference, the oracle's."""
     settings = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
     built = config(str(folder), **{**settings, **changes})
-    return create_engine(built) if kind == "reference" else with_slot_runner(built)
+    return with_reference_runner(built) if kind == "reference" else create_engine(built)

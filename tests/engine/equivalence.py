@@ -2,9 +2,10 @@
 
     python -m tests.engine.equivalence [--checkpoint llama-gqa] [--journal FILE]
 
-"Alone" is a run of the one request: one prompt in one step, no prefix cache, no run-ahead. Tokens and finish reasons
-must be equal, log-probabilities up to 1e-4. A matrix that does nothing proves nothing: every setting must have done
-what it is for (preempted, swapped, found prefixes, ...), and every parameter set must change some answer.
+"Alone" is a run of the one request on the reference runner: one prompt in one step, no prefix cache, no run-ahead.
+Tokens and finish reasons must be equal, log-probabilities up to 1e-4. A matrix that does nothing proves nothing: every
+setting must have done what it is for (preempted, swapped, found prefixes, ...), and every parameter set must change
+some answer.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ import numpy as np
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.sampling_params import SamplingParams
-from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.engine.drive import Run, config, run, with_reference_runner
 from tests.engine.equivalence_cells import Cells
 from tests.kept_results import fingerprint
 from tests.models.tiny_checkpoints import write_checkpoint
@@ -47,7 +47,6 @@ class Setting:
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
     num_blocks: int | None = None  # None: enough for all
-    is_slots: bool = False  # the GPU's runner, on the CPU
     warm_up: int = 0  # so many of the prompts are run before
     has_cancels: bool = False  # neighbours that come and are cancelled
     is_staggered: bool = False  # prompts arrive a few steps apart
@@ -69,12 +68,12 @@ SETTINGS = (
     Setting("batch of 1", {"max_num_seqs": 1}),
     Setting("batch of 8, staggered", {"max_num_seqs": 8}, is_staggered=True),
     Setting("batch of 32, neighbours cancelled", {"max_num_seqs": 32}, has_cancels=True, must="num_cancelled"),
-    Setting("slots, 4 steps ahead", {"run_ahead": 4}, is_slots=True),
+    Setting("4 steps ahead", {"run_ahead": 4}),
     Setting(
         "all at once",
         {**AT_ONCE, "run_ahead": 4, "max_num_seqs": 8, "max_num_batched_tokens": 9, "enable_prefix_caching": True,
          "swap_space": 0.01},
-        num_blocks=TIGHT + 4, is_slots=True, warm_up=4, has_cancels=True, is_staggered=True, must="num_preemptions",
+        num_blocks=TIGHT + 4, warm_up=4, has_cancels=True, is_staggered=True, must="num_preemptions",
     ),
 )  # fmt: skip
 
@@ -115,12 +114,8 @@ class Matrix:
         base: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
         sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "num_gpu_blocks_override": 1000}
         self._base = config(str(checkpoint), **base, **sizes)
-        self._plain = create_engine(dataclasses.replace(self._base, swap_space=0.01))
-        self._slots = with_slot_runner(self._base)
-        self._slots.runner.swapper = BlockSwapper(  # type: ignore[attr-defined]
-            self._slots.runner.storage,  # type: ignore[attr-defined]
-            self._plain.info.num_host_blocks,
-        )
+        self._engine = create_engine(dataclasses.replace(self._base, swap_space=0.01))
+        self._reference = with_reference_runner(self._base)
         self.prompts = prompts or make_prompts()
         self._alone: dict[str, Run] = {}
 
@@ -130,17 +125,17 @@ class Matrix:
             out = Run()
             params = params_of(name)
             for index, prompt in enumerate(self.prompts):
-                lone = run(self._engine(Setting("alone", {"run_ahead": 0})), [prompt], params)
+                lone = run(LLMEngine(self._base, self._reference.runner, self._reference.info), [prompt], params)
                 out.token_ids[index], out.reasons[index] = lone.token_ids[0], lone.reasons[0]
                 out.logprobs[index] = lone.logprobs.get(0, [])
             self._alone[name] = out
         return self._alone[name]
 
-    def _engine(self, setting: Setting) -> LLMEngine:
-        engine = self._slots if setting.is_slots else self._plain
+    def _engine_of(self, setting: Setting) -> LLMEngine:
+        engine = self._engine
         changed: EngineConfig = dataclasses.replace(self._base, **setting.changes)
         swaps = setting.changes.get("swap_space")
-        info = msgspec.structs.replace(engine.info, num_host_blocks=self._plain.info.num_host_blocks if swaps else 0)
+        info = msgspec.structs.replace(engine.info, num_host_blocks=engine.info.num_host_blocks if swaps else 0)
         if setting.num_blocks is not None:
             info = msgspec.structs.replace(info, num_blocks=setting.num_blocks)
         made = LLMEngine(changed, engine.runner, info)
@@ -149,7 +144,7 @@ class Matrix:
 
     def differences(self, setting: Setting, name: str, done: dict[str, int]) -> list[str]:
         """What one cell of the matrix (24 prompts) has wrong; `done` collects the setting's statistics."""
-        engine, params = self._engine(setting), params_of(name)
+        engine, params = self._engine_of(setting), params_of(name)
         if setting.warm_up:
             run(engine, self.prompts[: setting.warm_up], params)
         prompts, cancels = list(self.prompts), {}

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.runner.host_memory import HostMemory
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
-from tests.engine.drive import Run, config
+from tests.engine.drive import Run, config, with_reference_runner
 from tests.engine.fake_cuda import FakeCuda, fake_device
 from tests.engine.structured import params, prompts, run_to_end
 from tests.engine.test_no_token_left import DEAD_ENDS, PLAIN
@@ -53,7 +54,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Run:
     """Of the reference runner on the CPU."""
-    return run_to_end(create_engine(config(str(folder), **SMALL)), PROMPTS, REQUESTS)
+    return run_to_end(with_reference_runner(config(str(folder), **SMALL)), PROMPTS, REQUESTS)
 
 
 def gpu_engine(folder: Path, **settings: Any) -> LLMEngine:
@@ -109,19 +110,19 @@ def ranks(figures: dict[int, list[Any]]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(
     ("ring", "mistake"),
-    [("_host_step", "copied memory that changed before"), ("_host_result", "writes what has not been read")],
+    [("step", "copied memory that changed before"), ("result", "writes what has not been read")],
 )
 def test_host_memory_used_again_too_soon_is_noticed(
     ring: str, mistake: str, folder: Path, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the tests above prove what they say."""
-    next_of = getattr(SlotRunner, ring)
+    next_of = getattr(HostMemory, ring)
 
-    def always_the_first(runner: SlotRunner, *where: Any) -> Any:
+    def always_the_first(memory: HostMemory, *where: Any) -> Any:
         """`where`: a shape and the step's id, or the step's id and a number of rows."""
-        return next_of(runner, *((where[0], 0) if ring == "_host_step" else (0, where[1])))
+        return next_of(memory, *((where[0], 0) if ring == "step" else (0, where[1])))
 
-    monkeypatch.setattr(SlotRunner, ring, always_the_first)
+    monkeypatch.setattr(HostMemory, ring, always_the_first)
     run_to_end(gpu_engine(folder), PROMPTS[:2], REQUESTS[-2:])
     assert any(mistake in each for each in fake.mistakes)
 

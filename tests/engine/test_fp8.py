@@ -12,13 +12,13 @@ import torch
 
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.runner_factory import resolve_quantization
+from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import resolve_kv_dtype
 from cb_backend.models.registry import read_model_config
 from cb_backend.sampling_params import SamplingParams
-from tests.engine.drive import Run, config, run, with_slot_runner
+from tests.engine.drive import Run, config, run
 from tests.models.tiny_checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, seed=0, ignore_eos=True)
@@ -78,7 +78,7 @@ def test_tokens_after_a_swap_are_the_same(folder: str, formats: dict[str, object
     settings = dataclasses.replace(
         engine.config, num_gpu_blocks_override=68, enable_prefix_caching=False, swap_space=0.01, run_ahead=run_ahead
     )
-    swapping = with_slot_runner(settings)
+    swapping = create_engine(settings)
     assert run(swapping, PROMPTS, GREEDY).token_ids == expected
     assert swapping.stats().num_swapped_in >= 1
 
@@ -86,7 +86,7 @@ def test_tokens_after_a_swap_are_the_same(folder: str, formats: dict[str, object
 def test_an_fp8_cache_has_four_times_the_blocks_of_a_float32_one(folder: str) -> None:
     memory = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1 << 20, "swap_space": 0.01}
     full, narrow = make_engine(folder, **memory), make_engine(folder, **memory, kv_cache_dtype="fp8_e4m3")
-    assert isinstance(narrow.runner, ModelRunner)
+    assert isinstance(narrow.runner, SlotRunner)
     assert narrow.runner.storage.data.dtype == torch.float8_e4m3fn
     assert (narrow.info.num_blocks + 1) // 4 == full.info.num_blocks + 1  # the null block included
     assert narrow.info.num_host_blocks // 4 == full.info.num_host_blocks

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
-from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
 from tests.engine.structured import EOS_ID, engine_for, prompts, run_to_end
+from tests.oracles.reference_runner import ReferenceRunner
 from tests.server.tiny_checkpoint import VOCAB_SIZE
 
 PROMPTS = prompts(7)
@@ -66,7 +66,7 @@ def test_h4_logits_that_are_not_finite_are_no_rules_fault(folder: Path, kind: st
     """Case H4 of a row with rules, also where these forbid the token that is broken: nothing else is to be trusted."""
     engine = engine_for(folder, kind, run_ahead=run_ahead)
     runner = engine.runner
-    assert isinstance(runner, ModelRunner | SlotRunner)
+    assert isinstance(runner, ReferenceRunner | SlotRunner)
     compute_logits = runner.model.compute_logits
     for value, where in [(NAN, slice(None)), (-INF, slice(None)), (INF, 5), (NAN, 9), (INF, 9)]:
 

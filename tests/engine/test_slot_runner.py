@@ -1,4 +1,4 @@
-"""The GPU's way of running a step, on the CPU: state by slot, padded shapes, nothing read before the next launch."""
+"""The runner against the oracle: state by slot, padded shapes, stand-ins of graphs, no result read before a launch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.runner import slot_runner, step_buffers
-from cb_backend.engine.runner.model_runner import ModelRunner
+from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.runner import host_memory, slot_runner, step_buffers
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.sampling_params import SamplingParams
-from tests.engine.drive import config, run
+from tests.engine.drive import config, run, with_reference_runner
 from tests.engine.test_equal_to_transformers import prompts_for
 from tests.models.tiny_checkpoints import write_checkpoint
+from tests.oracles.reference_runner import ReferenceRunner
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, seed=0)
 PARAMS = [
@@ -51,7 +51,7 @@ def slot_engine(
 ) -> tuple[LLMEngine, list[EagerReplay]]:
     """An engine over the same weights whose steps are run by a `SlotRunner`."""
     old = engine.runner
-    assert isinstance(old, ModelRunner)
+    assert isinstance(old, SlotRunner | ReferenceRunner)
     runner = SlotRunner(
         old.model, old.ops, old.rotary, old.storage, engine.config.max_num_seqs, engine.info.max_model_len
     )
@@ -59,7 +59,7 @@ def slot_engine(
     for shape in shapes if has_graphs else ():
         replays.append(EagerReplay(runner, runner.new_buffers(shape)))
         runner.graphs.add(shape, replays[-1], replays[-1].buffers)
-    runner.pin_host_memory()
+    runner.memory.prepare(runner.graphs.shapes)
     return LLMEngine(engine.config, runner, engine.info), replays
 
 
@@ -85,7 +85,7 @@ def test_same_tokens_as_the_reference_runner(name: str, has_graphs: bool, run_ah
         num_gpu_blocks_override=40,
         run_ahead=run_ahead,
     )
-    reference = create_engine(settings)
+    reference = with_reference_runner(settings)
     prompts = prompts_for(reference.info.vocab_size)
     expected = run(reference, prompts, PARAMS)
     engine, replays = slot_engine(reference, has_graphs)
@@ -102,7 +102,9 @@ def test_full_steps_run_in_graphs_of_the_budgets_size_and_give_the_same_tokens(t
     """With the shapes that an engine has: what the scheduler leaves out for them is computed in the next step."""
     budget, max_num_seqs, num_requests = 512, 20, 40
     settings = {"block_size": 16, "max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs, "run_ahead": 1}
-    reference = create_engine(config(str(write_checkpoint("qwen3", tmp_path)), **settings, num_gpu_blocks_override=200))
+    reference = with_reference_runner(
+        config(str(write_checkpoint("qwen3", tmp_path)), **settings, num_gpu_blocks_override=200)
+    )
     rng = np.random.default_rng(1)
     prompts = rng.integers(0, reference.info.vocab_size, (num_requests, 115)).tolist()
     params = [msgspec.structs.replace(GREEDY, max_tokens=5 + index % 6) for index in range(num_requests)]
@@ -119,7 +121,7 @@ def test_full_steps_run_in_graphs_of_the_budgets_size_and_give_the_same_tokens(t
 def test_no_host_memory_is_made_while_graphs_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint("llama-tied", tmp_path)
     settings = {"block_size": 4, "max_num_batched_tokens": 12, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
-    reference = create_engine(config(str(folder), **settings, run_ahead=4))
+    reference = with_reference_runner(config(str(folder), **settings, run_ahead=4))
     engine, replays = slot_engine(reference, has_graphs=True)
     made: list[StepShape] = []
 
@@ -127,7 +129,8 @@ def test_no_host_memory_is_made_while_graphs_serve(tmp_path: Path, monkeypatch: 
         made.append(shape)
         return step_buffers.padding(shape, padding_slot)
 
-    monkeypatch.setattr(slot_runner, "padding", padding)
+    for module in (slot_runner, host_memory):
+        monkeypatch.setattr(module, "padding", padding)
     run(engine, prompts_for(reference.info.vocab_size), PARAMS, arrivals=[0, 1, 1, 4, 4, 6, 12])
     used = {replay.buffers.shape for replay in replays if replay.num_replays}
     assert len(used) > 3
@@ -152,7 +155,7 @@ def test_j3_rows_that_ask_for_more_leave_the_step_a_graph(run_ahead: int, tmp_pa
     """Case J3 on captured steps: every step is a replay, tokens and figures are those of the reference runner."""
     folder = write_checkpoint("llama-tied", tmp_path)
     settings = {"block_size": 4, "max_num_batched_tokens": 12, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
-    reference = create_engine(config(str(folder), **settings, run_ahead=run_ahead))
+    reference = with_reference_runner(config(str(folder), **settings, run_ahead=run_ahead))
     prompts = prompts_for(reference.info.vocab_size)
     expected = run(reference, prompts, APART)
     engine, replays = slot_engine(reference, has_graphs=True)

@@ -15,7 +15,6 @@ import torch
 
 from cb_backend.engine.grammar.guide import NOT_ALLOWED
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.request import FinishReason
 from tests.engine.structured import (
@@ -28,6 +27,7 @@ from tests.engine.structured import (
     prompts,
     run_to_end,
 )
+from tests.oracles.reference_runner import ReferenceRunner
 from tests.server.tiny_checkpoint import VOCAB_SIZE
 
 PROMPTS = prompts(40)
@@ -36,7 +36,7 @@ PROMPTS = prompts(40)
 def force_token(engine: LLMEngine, seed: int, token_id: int, after: int) -> None:
     """Rows of the request with this seed sample `token_id`, whatever is allowed, once `after` tokens are out."""
     runner = engine.runner
-    assert isinstance(runner, ModelRunner | SlotRunner)
+    assert isinstance(runner, ReferenceRunner | SlotRunner)
     sample, num_sampled = runner.ops.sample, [0]
 
     def forced(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks, pinned_bytes
 from cb_backend.outputs import SchedulerOutput
 from cb_backend.sampling_params import SamplingParams
-from tests.engine.drive import config, run, with_slot_runner
+from tests.engine.drive import config, run, with_reference_runner
 from tests.models.tiny_checkpoints import write_checkpoint
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=7, ignore_eos=True)
@@ -31,7 +31,7 @@ def test_tokens_after_a_swap_are_those_of_the_request_alone(tmp_path: Path, kind
         block_size=4, num_gpu_blocks_override=68, max_model_len=128, max_num_seqs=4, enable_prefix_caching=False,
         swap_space=0.01, run_ahead=run_ahead,
     )  # fmt: skip
-    engine = create_engine(settings)
+    engine = with_reference_runner(settings)
     swapper = engine.runner.swapper  # type: ignore[attr-defined]
     assert swapper is not None
     assert engine.info.num_host_blocks == swapper.num_blocks > 100
@@ -41,7 +41,7 @@ def test_tokens_after_a_swap_are_those_of_the_request_alone(tmp_path: Path, kind
     for prompt in prompts:
         alone = LLMEngine(dataclasses.replace(settings, run_ahead=0), engine.runner, engine.info)
         expected.append(run(alone, [prompt], PARAMS).token_ids[0])
-    engine = with_slot_runner(settings) if kind == "slots" else LLMEngine(settings, engine.runner, engine.info)
+    engine = create_engine(settings) if kind == "slots" else LLMEngine(settings, engine.runner, engine.info)
     got = run(engine, prompts, PARAMS)
     stats = engine.stats()
     assert stats.num_swapped_out == stats.num_swapped_in >= 1

@@ -20,7 +20,9 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
-from cb_backend.engine.runner.model_runner import ModelRunner
+from cb_backend.engine.runner.pending_step import PendingStep
+from cb_backend.engine.runner.slot_runner import SlotRunner
+from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.messages import ModelInfo
@@ -117,7 +119,7 @@ class _Script:
         return logits
 
 
-class ScriptedModelRunner(ModelRunner):
+class ScriptedModelRunner(SlotRunner):
     """The runner itself, with a model that looks its logits up by slot and position."""
 
     def __init__(self, vocabulary: Vocabulary, num_blocks: int, config: EngineConfig, max_model_len: int) -> None:
@@ -127,28 +129,34 @@ class ScriptedModelRunner(ModelRunner):
         self.vocabulary = vocabulary
         self.scripts: dict[int, _Script] = {}  # by slot
 
-    def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, Any]:
-        """Instead of token ids, (slot, position) of each token: the model needs no more. int64 [num_tokens, 2]."""
+    def execute_model(self, plan: SchedulerOutput) -> PendingStep:
         for row in plan.joined:
             self.scripts[row.slot] = _Script(row.token_ids[: row.num_prompt_tokens], self.vocabulary)
-        counts = plan.num_scheduled_tokens
-        starts = np.cumsum(counts) - counts
-        positions = np.arange(int(counts.sum())) + np.repeat(plan.num_computed_tokens - starts, counts)
-        return torch.from_numpy(np.stack([np.repeat(plan.slots, counts), positions], axis=1).astype(np.int64)), None
+        return super().execute_model(plan)
+
+    def _compute_hidden(self, buffers: StepBuffers) -> Tensor:
+        """Instead of hidden states, (slot, position) of each token: the model needs no more. int64 [num_tokens, 2]."""
+        shape, rows, segments = buffers.shape, buffers.rows, buffers.segments
+        self.ops.prepare_rows(buffers.slots, shape.num_decode, self.state, self.block_size, rows)
+        slots = buffers.slots[: shape.num_decode]
+        if shape.num_prefill:
+            prompts = segments["prompt_slots"].repeat_interleave(segments["query_start_loc"].diff())
+            slots = torch.cat((slots, prompts))
+        return torch.stack((slots, rows.positions), dim=1).long()
 
 
 class _ScriptedModel:
+    dtype = torch.float32
+
     def __init__(self, runner: ScriptedModelRunner, vocab_size: int) -> None:
         self._runner = runner
         self.config = type("Config", (), {"vocab_size": vocab_size})
 
-    def __call__(self, places: Tensor, metadata: None, layers: list[Tensor]) -> Tensor:
-        return places
-
-    def compute_logits(self, places: Tensor) -> Tensor:
+    def compute_logits(self, places: Tensor, out: Tensor | None = None) -> Tensor:
+        """Of each token, whatever `out` is. What comes after a token of the prompt but its last is in no script."""
         num_prompt_tokens = self._runner.batch.num_prompt_tokens
         rows = [
-            self._runner.scripts[slot].logits(position + 1 - int(num_prompt_tokens[slot]))
+            self._runner.scripts[slot].logits(max(0, position + 1 - int(num_prompt_tokens[slot])))
             for slot, position in places.tolist()
         ]
         return torch.stack(rows)

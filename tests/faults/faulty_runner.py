@@ -67,8 +67,8 @@ class FaultyRunner:
         self._leak: list[bytes] = []
         compute_logits = runner.model.compute_logits
 
-        def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-            logits = compute_logits(hidden)
+        def poisoned(*arguments: Any) -> torch.Tensor:
+            logits: torch.Tensor = compute_logits(*arguments)
             kind = faults.take(*POISON)
             if kind is not None:
                 logits[0] = POISON[kind]

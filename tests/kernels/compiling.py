@@ -25,7 +25,7 @@ from cb_backend.engine.runner.device_state import new_slot_state
 from cb_backend.engine.runner.step_buffers import make_buffers, padding
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.launch import overriding
-from cb_backend.kernels.slot_state import JOIN_COLUMNS, SlotState
+from cb_backend.kernels.slot_state import NUM_JOINED_WORDS, SlotState
 from tests.kernels.product_launches import PRODUCT_LAUNCHES
 
 POINTERS = {
@@ -72,6 +72,9 @@ class Recorder:
                 signature[name] = POINTERS[value.dtype]
                 if not self.kernel.params[index].do_not_specialize_on_alignment:
                     attrs[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, tuple):  # of tensors
+                signature[name] = tuple(POINTERS[tensor.dtype] for tensor in value)
+                attrs |= {(index, place): [["tt.divisibility", 16]] for place in range(len(value))}
             elif self.kernel.params[index].is_constexpr or value is None or value == 1:
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, float):
@@ -199,7 +202,7 @@ def _slots(max_blocks: int = 256) -> SlotState:
 
 def _join_slots(module: Any) -> None:
     state = _slots()
-    module.join_slots(torch.zeros(2, len(JOIN_COLUMNS) + state.stop_ids.shape[1], dtype=torch.int32), state)
+    module.join_slots(torch.zeros(2, NUM_JOINED_WORDS + state.stop_ids.shape[1], dtype=torch.int32), state)
 
 
 def _apply_deltas(module: Any, max_blocks: int) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from cb_backend.engine.runner.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots
-from cb_backend.kernels import slot_state, step_rows
+from cb_backend.engine.runner.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots, new_slot_state
+from cb_backend.kernels import sample, slot_state, step_rows
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
 from cb_backend.outputs import JoinedRow
 from cb_backend.sampling_params import SamplingParams
 
@@ -28,7 +32,7 @@ def _state(rng: np.random.Generator, device: torch.device) -> slot_state.SlotSta
         num_tokens=ints(1, MAX_BLOCKS * BLOCK_SIZE + 1),
         num_prompt_tokens=ints(1, 9),
         block_tables=ints(1, 100, MAX_BLOCKS),
-        sampling=slot_state.SamplingState(floats(), ints(0, 50), floats(), floats(), seeds),
+        sampling=RowSampling(floats(), ints(0, 50), floats(), floats(), seeds),
         min_positions=ints(0, 9),
         stop_ids=ints(-1, VOCAB, 6),
     )
@@ -40,8 +44,8 @@ def _rows(num_rows: int, num_decode: int, device: torch.device) -> step_rows.Ste
     def poison(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((size,), -7, dtype=dtype, device=device)
 
-    i32, f32 = torch.int32, torch.float32
-    sampling = slot_state.SamplingState(*(poison(num_rows, dtype) for dtype in (f32, i32, f32, f32, torch.int64)))
+    i32 = torch.int32
+    sampling = RowSampling(*(poison(num_rows, row.dtype) for row in ROW_PARAMETERS.values()))
     return step_rows.StepRows(
         *(poison(num_decode + 2, i32) for _ in range(4)),
         poison(num_decode, i32),
@@ -98,6 +102,33 @@ def test_joining_writes_the_slot_and_no_other(suffix: str, device: torch.device)
     others = [slot for slot in range(NUM_SLOTS) if slot not in (2, 5)]
     for now, then in zip((*state[:3], *state.sampling), (*before[:3], *before.sampling), strict=True):
         assert torch.equal(now[others], then[others])
+
+
+@pytest.mark.parametrize("name", ROW_PARAMETERS)
+def test_each_row_parameter_goes_its_way_from_the_request_to_the_row(
+    suffix: str, name: str, device: torch.device
+) -> None:
+    """Joined, gathered by slot, and neutral where nobody has joined."""
+    plain = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "seed": 2**64 - 5}
+    params = SamplingParams(**plain)  # type: ignore[arg-type]
+    state = new_slot_state(NUM_SLOTS - 1, MAX_BLOCKS, device)
+    joined = joined_slots([JoinedRow(3, 0, np.array([4], np.int32), 1, (1,), params, ())])
+    getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined).to(device), state)
+    out = _rows(3, 3, device)
+    slots = torch.tensor([3, PADDING, 0], dtype=torch.int32, device=device)
+    getattr(step_rows, "prepare_rows" + suffix)(slots, 3, state, BLOCK_SIZE, out)
+    row = ROW_PARAMETERS[name]
+    assert row.read(params) != row.neutral
+    assert getattr(out.sampling, name).tolist() == [row.read(params), row.neutral, row.neutral]
+    assert getattr(out.sampling, name).dtype == row.dtype
+
+
+@pytest.mark.parametrize("sampler", [sample.sample, sample.sample_torch])
+def test_row_parameters_are_the_samplers_arguments_in_order(sampler: Callable[..., object]) -> None:
+    arguments = list(inspect.signature(sampler).parameters)
+    assert arguments[1 : 1 + len(ROW_PARAMETERS)] == list(ROW_PARAMETERS)
+    assert arguments[0] == "logits"
+    assert arguments[1 + len(ROW_PARAMETERS)] == "positions"
 
 
 def test_commit_moves_only_live_rows(suffix: str, device: torch.device) -> None:

@@ -75,7 +75,7 @@ def create_cuda_runner(
     )
     if shapes:
         runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
-        runner.pin_host_memory()
+        runner.memory.prepare(runner.graphs.shapes)
     return runner
 
 
@@ -97,10 +97,8 @@ def warm_up(
     runner: SlotRunner, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, vocab_size: int
 ) -> None:
     """Run the largest step and each kind of step once. Every block table names the null block alone."""
-    params = SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, top_k=40, seed=1)
-    special = SamplingParams(
-        max_tokens=1, min_tokens=1, temperature=0.7, top_p=0.9, seed=1, presence_penalty=1.0, logprobs=1
-    )
+    params = SamplingParams(max_tokens=1)
+    special = SamplingParams(max_tokens=1, min_tokens=1, presence_penalty=1.0, logprobs=1)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max_model_len, -(-max_num_batched_tokens // num_rows))
     kinds = [

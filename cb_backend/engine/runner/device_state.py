@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cb_backend.engine.runner.input_batch import is_sampled_apart
-from cb_backend.kernels.slot_state import JOIN_COLUMNS, SamplingState, SlotState
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS, neutral_rows
+from cb_backend.kernels.slot_state import JOINED_VALUES, NUM_JOINED_WORDS, SlotState
 from cb_backend.outputs import JoinedRow, SchedulerOutput
 from cb_backend.sampling_params import MAX_STOP_TOKEN_IDS
 
@@ -26,47 +27,36 @@ def new_slot_state(num_slots: int, max_blocks: int, device: torch.device) -> Slo
     """State for slots 0 to num_slots - 1, and one more that rows of padding name: it never has a token."""
     rows = num_slots + 1
 
-    def zeros(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(rows, dtype=dtype, device=device)
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(rows, *shape, dtype=torch.int32, device=device)
 
     return SlotState(
-        last_token=zeros(torch.int32),
-        num_tokens=zeros(torch.int32),
-        num_prompt_tokens=zeros(torch.int32),
-        block_tables=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
-        sampling=SamplingState(
-            temperature=zeros(torch.float32),
-            top_k=zeros(torch.int32),
-            top_p=torch.ones(rows, dtype=torch.float32, device=device),
-            min_p=zeros(torch.float32),
-            seeds=zeros(torch.int64),
-        ),
-        min_positions=zeros(torch.int32),
+        last_token=zeros(),
+        num_tokens=zeros(),
+        num_prompt_tokens=zeros(),
+        min_positions=zeros(),
+        sampling=neutral_rows(rows, device),
+        block_tables=zeros(max_blocks),
         stop_ids=torch.full((rows, MAX_STOP_IDS_PER_SLOT), -1, dtype=torch.int32, device=device),
     )
 
 
 def joined_slots(rows: Sequence[JoinedRow]) -> NDArray[np.int32]:
-    """What `join_slots` takes: one row of JOIN_COLUMNS and stop ids for each request; block tables come as deltas."""
-    num_columns = len(JOIN_COLUMNS)
-    joined = np.full((len(rows), num_columns + MAX_STOP_IDS_PER_SLOT), -1, np.int32)
-    floats = joined[:, 6:9].view(np.float32)
-    seeds = np.empty(len(rows), np.uint64)
+    """What `join_slots` takes: values and stop ids of each request; block tables come as deltas."""
+    joined = np.full((len(rows), NUM_JOINED_WORDS + MAX_STOP_IDS_PER_SLOT), -1, np.int32)
+    values = joined[:, :NUM_JOINED_WORDS].view(JOINED_VALUES)
     for index, row in enumerate(rows):
         params = row.params
-        joined[index, :6] = (
+        values[index, 0] = (
             row.slot,
             row.token_ids[-1],
             len(row.token_ids),
             row.num_prompt_tokens,
-            max(params.top_k, 0),
             0 if is_sampled_apart(params) else row.num_prompt_tokens + params.min_tokens,
+            *[parameter.read(params) for parameter in ROW_PARAMETERS.values()],
         )
-        floats[index] = (0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p)
-        seeds[index] = params.seed or 0
         stop_ids = row.stop_token_ids[:MAX_STOP_IDS_PER_SLOT]
-        joined[index, num_columns : num_columns + len(stop_ids)] = stop_ids
-    joined[:, 9:11] = seeds.view(np.int32).reshape(-1, 2)  # low half first
+        joined[index, NUM_JOINED_WORDS : NUM_JOINED_WORDS + len(stop_ids)] = stop_ids
     return joined
 
 

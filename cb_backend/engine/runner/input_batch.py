@@ -1,7 +1,7 @@
 """The model runner's memory of who is in the batch: one row of NumPy arrays a slot, changed only by what a plan brings.
 
-Prompt tokens, block tables and sampling values are written once, when a request joins; a decode step reads them by
-slot. This module knows neither torch nor the scheduler.
+What prompts and the rows that ask for more need, written once, when a request joins; a decode step reads none of it.
+This module knows neither torch nor the scheduler.
 """
 
 from __future__ import annotations
@@ -30,48 +30,29 @@ class InputBatch:
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.block_tables = np.zeros((num_slots, max_blocks), np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seeds = np.zeros(num_slots, np.int64)  # bit pattern of the unsigned seed
-        self.min_tokens = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens to report; -1 = none, 0 = the sampled
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int32)  # the same for tokens of the prompt
-        self.stop_token_ids: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_slots
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take over what changed since the last plan."""
         for row in plan.joined:
-            self._join(row)
+            self.join(row)
         if len(plan.new_blocks):
             slots, indices, block_ids = plan.new_blocks.T
             self.block_tables[slots, indices] = block_ids
 
-    def _join(self, row: JoinedRow) -> None:
+    def join(self, row: JoinedRow) -> None:
+        """Take over a request that joins its slot."""
         slot, params = row.slot, row.params
         self.token_ids[slot, : len(row.token_ids)] = row.token_ids
         self.block_tables[slot, : len(row.block_ids)] = row.block_ids
         self.num_prompt_tokens[slot] = row.num_prompt_tokens
-        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seeds[slot] = np.uint64(params.seed or 0).astype(np.int64)
-        self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         # With the first output token, all of the prompt's were told: one that is computed again after it tells none.
         is_prompt_told = params.prompt_logprobs is None or len(row.token_ids) > row.num_prompt_tokens
         self.num_prompt_logprobs[slot] = -1 if is_prompt_told else params.prompt_logprobs
-        self.stop_token_ids[slot] = np.asarray(row.stop_token_ids, np.int64)
 
     def slot_mapping(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
         """Where each token's key and value go: block_id * block_size + offset. [num_tokens] each."""
         block_ids = self.block_tables[slots, positions // self.block_size]
         return block_ids * np.int32(self.block_size) + positions % self.block_size
-
-    def stop_ids_to_mask(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> list[tuple[int, NDArray]]:
-        """(row, ids) of the rows that are still below their min_tokens. slots, positions: [num_sampling_rows]."""
-        num_output_tokens = positions - self.num_prompt_tokens[slots]
-        rows = np.flatnonzero(num_output_tokens < self.min_tokens[slots])
-        return [(int(row), self.stop_token_ids[slots[row]]) for row in rows]

@@ -24,7 +24,7 @@ from torch import Tensor
 from cb_backend.engine.runner.bad_words import BadWords
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.engine.runner.input_batch import is_sampled_apart
-from cb_backend.kernels.slot_state import SamplingState
+from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.token_marks import FORBIDDEN, PROMPT
 from cb_backend.layers.ops import Ops
 from cb_backend.outputs import JoinedRow
@@ -203,7 +203,7 @@ class RuledRows:
     num_biases: int  # the most that one of them has
     bad_words: list[tuple[int, BadWords]]  # (which of the n, its words)
     has_min_tokens: bool
-    sampling: SamplingState | None = None  # each [n]; for the runner to keep
+    sampling: RowSampling | None = None  # each [n]; for the runner to keep
 
     def is_same(self, slots: NDArray[np.int32], rows: NDArray[np.intp]) -> bool:
         return np.array_equal(slots, self.host_slots) and np.array_equal(rows, self.host_rows)

@@ -13,7 +13,6 @@ import torch
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
-from cb_backend.engine.runner.model_runner import ModelRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
@@ -89,7 +88,7 @@ def _memory_errors() -> Iterator[None]:
 
 
 @_memory_errors()
-def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, ModelInfo]:
+def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy, `MemoryError`
     where the device or the host has too little."""
     device = resolve_device(config.device)
@@ -113,13 +112,12 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner | SlotRunner, Model
         quantization=quantization,
     )
     rotary = RotaryTables(model_config.rope, model_config.head_dim, max_model_len, device)
-    runner: ModelRunner | SlotRunner
     if device.type == "cuda":
         runner = create_cuda_runner(config, model_config, model, ops, rotary, max_model_len, kv_dtype)
     else:
         num_blocks = size_kv_cache(config, model_config, kv_dtype, device)
         storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
-        runner = ModelRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
+        runner = SlotRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
     num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(model_config, config.block_size, kv_dtype))
     if num_host_blocks:
         runner.swapper = BlockSwapper(runner.storage, num_host_blocks)

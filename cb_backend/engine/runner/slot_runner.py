@@ -1,10 +1,10 @@
-"""The model runner of the GPU: state lives on the device, most steps are graph replays, nothing waits.
+"""The model runner: state lives on the device by slot, on a GPU most steps are graph replays, nothing waits.
 
 `execute_model` launches a step and returns at once; the next step may be launched before its result is read, because
 the sampled tokens are already where the next step looks for them. A step too large for a graph is launched kernel by
 kernel, and so is one with a prompt whose own log-probabilities are asked for. What else only some rows ask for (rules,
 log-probabilities) is done for these rows after the step, from its logits.
-It runs on a CPU as well (eagerly), which is how its logic is tested without a GPU.
+On a CPU it is the same with the kernels' twins and without graphs: every step is done when it has been launched.
 """
 
 from __future__ import annotations
@@ -14,33 +14,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.config import MAX_RUN_AHEAD
 from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
-from cb_backend.engine.runner.input_batch import is_sampled_apart
-from cb_backend.engine.runner.logits_rules import RuledRows, failure_codes
-from cb_backend.engine.runner.logprobs import PendingLogprobs
+from cb_backend.engine.runner.host_memory import HostMemory
+from cb_backend.engine.runner.input_batch import InputBatch, is_sampled_apart
+from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, failure_codes
+from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
-from cb_backend.engine.runner.runner_base import RunnerBase
 from cb_backend.engine.runner.step_buffers import StepBuffers, fill, make_buffers, padding, split
 from cb_backend.engine.runner.step_graphs import StepGraphs
-from cb_backend.engine.runner.token_masks import GuidedRows
+from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
 from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, StepShape
-from cb_backend.kernels.slot_state import SamplingState
+from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.outputs import SchedulerOutput
 
-# More than the deepest run-ahead, so that host memory is never written again before it is read.
-RING = 2 * MAX_RUN_AHEAD
 
-HostSteps = list[tuple[Tensor, dict[str, NDArray[np.int32]]]]  # of one shape: the ring, and its views by segment
-
-
-class SlotRunner(RunnerBase):
+class SlotRunner:
     """Implements `outputs.ModelRunner` with run-ahead."""
 
     def __init__(
@@ -52,29 +47,38 @@ class SlotRunner(RunnerBase):
         num_slots: int,
         max_model_len: int,
     ) -> None:
-        super().__init__(model, ops, rotary, storage, num_slots, max_model_len)
+        """`storage` may be replaced later by a larger one of the same kind; `swapper` is set where blocks swap."""
+        self.model = model
+        self.ops = ops
+        self.rotary = rotary
+        self.storage = storage
+        self.swapper: BlockSwapper | None = None
+        self.device = storage.data.device
         self.block_size = storage.data.shape[-2]
         self.padding_slot = num_slots
+        self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
-        self._is_asking = np.zeros(num_slots, np.bool_)  # slots whose rows ask for more than the step
+        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.masks = TokenMasks(num_slots, self.device, ops)
+        self.logprobs = LogprobsOfStep(self.device, ops)
         self.graphs = StepGraphs()
+        self.memory = HostMemory(num_slots, self.device)
         # One for all graphs, which leave their logits here for the rows that need them again.
         self.logits = torch.empty(
             num_slots + MAX_GRAPH_PROMPTS, model.config.vocab_size, dtype=model.dtype, device=self.device
         )
-        self._is_cuda = self.device.type == "cuda"
-        # Twice the rows: a step's result has columns for the bucket's decode rows and for its prompts.
-        self._host_results = [
-            torch.zeros(2 * 2 * num_slots + 64, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(RING)
-        ]
-        self._result_views: dict[tuple[int, int], tuple[Tensor, NDArray[np.int32]]] = {}  # by index and rows
-        self._events = [torch.cuda.Event() for _ in range(RING)] if self._is_cuda else None
-        self._host_steps: dict[StepShape, HostSteps] = {}
+        self._is_asking = np.zeros(num_slots, np.bool_)  # slots whose rows ask for more than the step
         self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
 
+    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+        return self.rotary.cache_key(num_prompt_tokens)
+
     def close(self) -> None:
+        """Give up the cache's memory; the runner cannot be used afterwards."""
         self.graphs.clear()
-        super().close()
+        self.masks.close()
+        self.storage.layers.clear()
+        del self.storage.data
 
     def new_buffers(self, shape: StepShape) -> StepBuffers:
         """Buffers that hold nothing but padding."""
@@ -159,7 +163,7 @@ class SlotRunner(RunnerBase):
         state, ops, rules, result = self.state, self.ops, self.rules, buffers.result
         positions = buffers.rows.sample_positions[ruled.rows]
         if ruled.sampling is None:
-            ruled.sampling = SamplingState(*(values[ruled.slots] for values in state.sampling))
+            ruled.sampling = RowSampling(*(values[ruled.slots] for values in state.sampling))
         own_logits = logits[ruled.rows].float()  # [num_ruled_rows, vocab_size] a copy
         if guided is not None:
             guided.mask_logits(own_logits)
@@ -207,7 +211,7 @@ class SlotRunner(RunnerBase):
             slots, token_ids, is_failed, rows.sample_positions, state.last_token, state.num_tokens, buffers.result
         )
 
-    # ---- host memory ---------------------------------------------------------------------------------------------
+    # ---- what a plan brings ----------------------------------------------------------------------------------------
 
     def _eager_buffers(self, shape: StepShape, plan: SchedulerOutput, deltas: NDArray[np.int32]) -> StepBuffers:
         """Buffers of just the plan's size."""
@@ -224,7 +228,7 @@ class SlotRunner(RunnerBase):
         last = self._last_replay
         if is_plain and last is not None and last[0] == shape and np.array_equal(last[1], plan.slots):
             return
-        host, views = self._host_step(shape, plan.step_id)
+        host, views = self.memory.step(shape, plan.step_id)
         fill(views, shape, plan, deltas, self.batch, self.padding_slot)
         buffers.host_copy.copy_(host, non_blocking=True)
         # Deltas left in the buffers would be applied again by the next replay, to a slot that may have changed hands.
@@ -237,38 +241,6 @@ class SlotRunner(RunnerBase):
         self.ops.apply_deltas(self.state.block_tables, copy_to(deltas, self.device))
         return deltas[:0]
 
-    def pin_host_memory(self) -> None:
-        """Make what the host brings to steps of every captured shape: pinning memory while serving stops the device."""
-        for shape in self.graphs.shapes:
-            self._host_steps[shape] = self._new_host_steps(shape)
-
-    def _new_host_steps(self, shape: StepShape) -> HostSteps:
-        hosts = torch.from_numpy(np.tile(padding(shape, self.padding_slot), (RING, 1)))
-        hosts = hosts.pin_memory() if self._is_cuda else hosts
-        return [(host, split(host.numpy(), shape)) for host in hosts.unbind()]
-
-    def _host_step(self, shape: StepShape, step_id: int) -> tuple[Tensor, dict[str, NDArray[np.int32]]]:
-        """Pinned memory for what the host brings to a step of this shape; the ring's next."""
-        ring = self._host_steps.get(shape)
-        if ring is None:
-            ring = self._host_steps[shape] = self._new_host_steps(shape)
-        return ring[step_id % RING]
-
-    def _host_result(self, step_id: int, num_rows: int) -> tuple[Tensor, NDArray[np.int32]]:
-        """Pinned memory [2, num_rows] for a step's result, as torch and as NumPy see it; the ring's next."""
-        index = step_id % RING
-        found = self._result_views.get((index, num_rows))
-        if found is not None:
-            return found
-        memory = self._host_results[index]
-        is_ring = 2 * num_rows <= memory.numel()
-        if not is_ring:  # an eager step of very many prompts
-            memory = torch.zeros(2 * num_rows, dtype=torch.int32, pin_memory=self._is_cuda)
-        view = memory[: 2 * num_rows].view(2, num_rows)
-        if is_ring:
-            self._result_views[index, num_rows] = view, view.numpy()
-        return view, view.numpy()
-
     def _launched(
         self,
         plan: SchedulerOutput,
@@ -277,12 +249,7 @@ class SlotRunner(RunnerBase):
         of_prompts: PendingPromptLogprobs | None,
         guided: GuidedRows | None,
     ) -> PendingStep:
-        # One contiguous copy: a strided one would make torch wait for the device.
-        host_result, values = self._host_result(plan.step_id, buffers.shape.num_rows)
-        host_result.copy_(buffers.result, non_blocking=True)
-        done = self._events[plan.step_id % RING] if self._events else None
-        if done is not None:
-            done.record()
+        values, done = self.memory.fetch(plan.step_id, buffers.result)
         step = PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts, guided)
         if guided is not None:
             guided.launched(step.sampled)

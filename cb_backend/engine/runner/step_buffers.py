@@ -17,7 +17,7 @@ from torch import Tensor
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.step_shapes import StepShape
-from cb_backend.kernels.slot_state import SamplingState
+from cb_backend.kernels.row_sampling import neutral_rows
 from cb_backend.kernels.step_rows import StepRows
 from cb_backend.outputs import SchedulerOutput
 
@@ -50,19 +50,14 @@ def make_buffers(shape: StepShape, host: NDArray[np.int32], device: torch.device
         found = segments.get(name)
         return torch.zeros(shape.num_decode, dtype=torch.int32, device=device) if found is None else found
 
-    def zeros(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape.num_rows, dtype=dtype, device=device)
-
     rows = StepRows(
         token_ids=ints("token_ids"),
         positions=ints("positions"),
         slot_mapping=ints("slot_mapping"),
         num_prompt_tokens=ints("num_prompt_tokens"),
         seq_lens=torch.zeros(shape.num_decode, dtype=torch.int32, device=device),
-        sampling=SamplingState(
-            zeros(torch.float32), zeros(torch.int32), zeros(torch.float32), zeros(torch.float32), zeros(torch.int64)
-        ),
-        sample_positions=zeros(torch.int64),
+        sampling=neutral_rows(shape.num_rows, device),
+        sample_positions=torch.zeros(shape.num_rows, dtype=torch.int64, device=device),
     )
     return StepBuffers(
         shape, host_copy, segments, rows, torch.zeros(2, shape.num_rows, dtype=torch.int32, device=device)

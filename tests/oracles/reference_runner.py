@@ -1,7 +1,7 @@
-"""The reference model runner: one step at a time, every tensor built on the host, no graphs.
+"""The reference model runner: one step at a time, every tensor built on the host, no state on the device, no graphs.
 
-It runs on a CPU and on a GPU, with either kernel backend, and is what the other ways of running a step are compared
-with. It knows the model and its cache; it does not know requests, queues or the server.
+It says in the plainest way what a step means: the package's runner is compared with it. It runs on a CPU and on a GPU,
+with either kernel backend.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT, failure_codes
+from cb_backend.engine.runner.input_batch import InputBatch
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT, LogitsRules, failure_codes
+from cb_backend.engine.runner.logprobs import LogprobsOfStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
-from cb_backend.engine.runner.runner_base import RunnerBase
-from cb_backend.engine.runner.token_masks import GuidedRows
+from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.attention_metadata import AttentionMetadata
-from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from cb_backend.layers.ops import Ops
+from cb_backend.layers.rotary import RotaryTables
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.outputs import NO_TOKEN, JoinedRow, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 
 class CompletedStep:
@@ -29,8 +36,60 @@ class CompletedStep:
         return self._output
 
 
-class ModelRunner(RunnerBase):
+class HostBatch(InputBatch):
+    """The batch with what its rows sample by, on the host."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        super().__init__(num_slots, max_model_len, block_size)
+        self.row_parameters = {
+            name: np.zeros(num_slots, torch.empty(0, dtype=row.dtype).numpy().dtype)
+            for name, row in ROW_PARAMETERS.items()
+        }
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.stop_token_ids: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_slots
+
+    def join(self, row: JoinedRow) -> None:
+        super().join(row)
+        for name, parameter in ROW_PARAMETERS.items():
+            self.row_parameters[name][row.slot] = parameter.read(row.params)
+        self.min_tokens[row.slot] = row.params.min_tokens
+        self.stop_token_ids[row.slot] = np.asarray(row.stop_token_ids, np.int64)
+
+    def stop_ids_to_mask(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> list[tuple[int, NDArray]]:
+        """(row, ids) of the rows that are still below their min_tokens. slots, positions: [num_sampling_rows]."""
+        num_output_tokens = positions - self.num_prompt_tokens[slots]
+        rows = np.flatnonzero(num_output_tokens < self.min_tokens[slots])
+        return [(int(row), self.stop_token_ids[slots[row]]) for row in rows]
+
+
+class ReferenceRunner:
     """Implements `outputs.ModelRunner`. `execute_model` returns when the step is done."""
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        ops: Ops,
+        rotary: RotaryTables,
+        storage: KVCacheStorage,
+        num_slots: int,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self.ops = ops
+        self.rotary = rotary
+        self.storage = storage
+        self.swapper: BlockSwapper | None = None
+        self.device = storage.data.device
+        self.batch = HostBatch(num_slots, max_model_len, storage.data.shape[-2])
+        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.masks = TokenMasks(num_slots, self.device, ops)
+        self.logprobs = LogprobsOfStep(self.device, ops)
+
+    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+        return self.rotary.cache_key(num_prompt_tokens)
+
+    def close(self) -> None:
+        self.masks.close()
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> CompletedStep:
@@ -120,11 +179,7 @@ class ModelRunner(RunnerBase):
             guided.force_ends(scores)
         token_ids, is_failed = self.ops.sample(
             scores,
-            self._to_device(batch.temperature[slots]),
-            self._to_device(batch.top_k[slots]),
-            self._to_device(batch.top_p[slots]),
-            self._to_device(batch.min_p[slots]),
-            self._to_device(batch.seeds[slots]),
+            *(self._to_device(values[slots]) for values in batch.row_parameters.values()),
             self._to_device(positions.astype(np.int64)),
         )
         sampled = token_ids.cpu().numpy()
