@@ -35,6 +35,7 @@ from cb_backend.cli.benchmarks.machine import measure_card
 from cb_backend.kernels.launch import num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.linear_packed import (
+    MAX_BLOCK_M,
     linear_packed,
     linear_packed_torch,
     linear_silu_mul_packed,
@@ -47,8 +48,8 @@ GROUPS = {"int4": 128, "int8": 128, "fp8": 128, "mxfp4": 32, "nvfp4": 16}
 ROTATED_BYTES = 128 << 20
 TOLERANCE = 2e-2  # ||out - twin|| / ||twin||; out is rounded to bf16, gated ones twice
 # Rows that share an entry; candidates are compared on the first of them.
-ROW_GROUPS = ((1,), (16, 2, 4, 8), (32,), (64,), (128,))
-LIBRARY_ALONE = (256, 2048)
+ROW_GROUPS = ((1,), (16, 2, 4, 8), (32,), (64,), (128,), (256,))
+LIBRARY_ALONE = (2048,)
 # (block_n, num_warps, num_stages)
 TILES = (
     (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 4, 5), (128, 8, 6), (64, 2, 4), (64, 2, 6), (32, 2, 6),
@@ -125,9 +126,9 @@ def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Ite
     for block_n, num_warps, num_stages in QUICK_TILES if is_quick else TILES:
         if num_rows >= 64 and (block_n, num_warps) == (128, 4):
             continue  # its sums would spill
-        if num_rows >= 128 and num_stages > 4:
-            continue  # more shared memory than a multiprocessor has
-        tiles = -(-shape.weight_rows // block_n)
+        if (num_rows >= 64 and num_stages > 4) or (num_rows >= 128 and block_n < 128):
+            continue  # more shared memory than a multiprocessor has, or too little work a program
+        tiles = -(-shape.weight_rows // block_n) * -(-num_rows // MAX_BLOCK_M)
         for splits in sorted({splits_for(tiles, num_sms * share, num_blocks) for share in (1, 2, 3, 4, 6)}):
             if splits > 1 and 12 * num_rows * splits > shape.k:
                 continue  # its partial sums would come near to the bytes of the weights
@@ -136,6 +137,9 @@ def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Ite
                     "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, "splits": splits,
                     "prefetch": prefetch,
                 }  # fmt: skip
+
+    if num_rows > MAX_BLOCK_M:
+        yield {"library": 1}
 
 
 def compile_one(job: tuple[Shape, str, int, Parameters]) -> str:

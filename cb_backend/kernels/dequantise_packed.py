@@ -19,6 +19,17 @@ from cb_backend.kernels.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight, deq
 from cb_backend.kernels.packed_tile import four_parts, two_parts
 
 
+@jit()
+def _a_row(pointer, stride, row, column, HALF: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr):
+    """What the groups of WORDS columns from `column` on have for each row, in fp32 [64, 1], or [64, WORDS] of two."""
+    first = tl.load(pointer + column // GROUP * stride + row).to(tl.float32)[:, None]
+    if GROUP >= WORDS:
+        return first
+    else:
+        second = tl.load(pointer + (column + HALF) // GROUP * stride + row).to(tl.float32)[:, None]
+        return tl.where((tl.arange(0, WORDS) < HALF)[None, :], first, second)
+
+
 @jit("first_row")
 def _dequantise_packed_kernel(
     values_ptr,
@@ -36,46 +47,50 @@ def _dequantise_packed_kernel(
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # in_size is a multiple of 128
     IS_DEPENDENT: tl.constexpr,
     HAS_ASSEMBLY: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of 128 columns
 ):
-    """One tile of 64 rows and 128 columns a program."""
+    """64 rows of some blocks a program."""
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)  # the scratch may still be read by the product before
     dtype = out_ptr.dtype.element_ty
-    block = tl.program_id(1)
     r, c = tl.arange(0, 64), tl.arange(0, WORDS)
     local = tl.program_id(0) * 64 + r
     row = first_row + local
-    tile_ptr = values_ptr + ((first_row // 64 + tl.program_id(0)).to(tl.int64) * num_blocks + block) * (64 * WORDS)
-    words = tl.load(tile_ptr + r[:, None] * WORDS + c[None, :])
+    tile_ptr = values_ptr + (first_row // 64 + tl.program_id(0)).to(tl.int64) * num_blocks * (64 * WORDS)
+    size = num_rows // 2 if IS_GATED else num_rows
+    target = (local % 2) * size + local // 2 if IS_GATED else local
+    row_ptr = out_ptr + target.to(tl.int64)[:, None] * in_size
     # Nothing is taken off here; and what fp4 is multiplied by makes the number itself of its bits.
     if KIND == "fp4":
         factor = tl.full([64, WORDS], 8.507059173023462e37, tl.float32).to(tl.bfloat16)  # 2**126
     else:
         factor = tl.full([64, WORDS], 0.0, dtype)
-    if WORDS == 32:
-        parts = four_parts(words, factor, factor, factor, factor, KIND, dtype, HAS_ASSEMBLY)
-    else:
-        parts = two_parts(words, factor, factor, KIND, dtype, HAS_ASSEMBLY)
-    size = num_rows // 2 if IS_GATED else num_rows
-    target = (local % 2) * size + local // 2 if IS_GATED else local
-    for q in tl.static_range(128 // WORDS):
-        column = block * 128 + q * WORDS + c
-        at = (column // GROUP)[None, :] * scale_stride + row[:, None]
-        number = parts[q].to(tl.float32)
-        if HAS_ZEROS:
-            number -= tl.load(zeros_ptr + at).to(tl.float32)
-        elif KIND == "int4":
-            number -= 8.0
-        elif KIND == "int8":
-            number -= 128.0
-        scale = tl.load(scales_ptr + at).to(tl.float32)
-        if KIND == "fp4":
-            scale *= 1.1754943508222875e-38  # 2**-126
-        number = number * scale * global_scale
-        is_inside = (local < num_rows)[:, None] & (column < in_size)[None, :]
-        tl.store(out_ptr + target.to(tl.int64)[:, None] * in_size + column[None, :], number.to(dtype), mask=is_inside)
+    for block in range(tl.program_id(1) * BLOCKS, tl.minimum((tl.program_id(1) + 1) * BLOCKS, num_blocks)):
+        words = tl.load(tile_ptr + block * (64 * WORDS) + r[:, None] * WORDS + c[None, :])
+        if WORDS == 32:
+            parts = four_parts(words, factor, factor, factor, factor, KIND, dtype, HAS_ASSEMBLY)
+        else:
+            parts = two_parts(words, factor, factor, KIND, dtype, HAS_ASSEMBLY)
+        for q in tl.static_range(128 // WORDS):
+            first = block * 128 + q * WORDS
+            number = parts[q].to(tl.float32)
+            if HAS_ZEROS:
+                number -= _a_row(zeros_ptr, scale_stride, row, first, WORDS // 2, WORDS, GROUP)
+            elif KIND == "int4":
+                number -= 8.0
+            elif KIND == "int8":
+                number -= 128.0
+            scale = _a_row(scales_ptr, scale_stride, row, first, WORDS // 2, WORDS, GROUP)
+            if KIND == "fp4":
+                scale *= 1.1754943508222875e-38  # 2**-126
+            number = number * (scale * global_scale)
+            is_inside = (local < num_rows)[:, None]
+            if not IS_EVEN:
+                is_inside = is_inside & (first + c < in_size)[None, :]
+            tl.store(row_ptr + first + c[None, :], number.to(dtype), mask=is_inside)
 
 
 def dequantise_packed(weight: PackedWeight, first_row: int, out: Tensor) -> Tensor:
@@ -89,13 +104,14 @@ def dequantise_packed(weight: PackedWeight, first_row: int, out: Tensor) -> Tens
     if needs_twin(out):
         return out.copy_(_rows_torch(weight, first_row, num_rows))
     num_blocks, words = weight.values.shape[1], weight.values.shape[3]
-    _dequantise_packed_kernel[(-(-num_rows // TILE_ROWS), num_blocks)](
+    parameters = launch_parameters("dequantise_packed", out.device)
+    _dequantise_packed_kernel[(-(-num_rows // TILE_ROWS), -(-num_blocks // parameters["blocks"]))](
         weight.values, weight.scales, weight.zeros, out,
         first_row, num_rows, weight.size[1], num_blocks, weight.scales.shape[1], weight.global_scale,
         KIND=weight.kind, WORDS=words, GROUP=min(weight.group, num_blocks * TILE_COLUMNS),
         HAS_ZEROS=weight.zeros is not None, IS_GATED=weight.is_gated, IS_DEPENDENT=can_overlap(out.device),
-        HAS_ASSEMBLY=not IS_INTERPRETING,
-        **launch_parameters("dequantise_packed", out.device), **dependent_options(out.device),
+        IS_EVEN=weight.size[1] % TILE_COLUMNS == 0, HAS_ASSEMBLY=not IS_INTERPRETING, BLOCKS=parameters["blocks"],
+        num_warps=parameters["num_warps"], **dependent_options(out.device),
     )  # fmt: skip
     return out
 

@@ -31,7 +31,8 @@ from cb_backend.kernels.packed_tile import load_group, tile_product
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
 from cb_backend.kernels.split_sums import MAX_TILES, counters, sum_splits
 
-MAX_ROWS = 128  # above, a product is bound by arithmetic
+MAX_ROWS = 512  # above, a product is bound by arithmetic, and the library is nearer to what the tensor cores give
+MAX_BLOCK_M = 128
 _PIECE_BYTES = 32 << 20  # of a weight written out at once: less than an H100's L2
 
 
@@ -83,12 +84,13 @@ def _linear_packed_kernel(
     IS_DEPENDENT: tl.constexpr,
     PREFETCH: tl.constexpr,  # bytes of each 64 rows brought to L2 while waiting
     HAS_ASSEMBLY: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # >= num_rows
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N rows of the weight with all rows of x, summed over one split of the input size, a program."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    n, m, c = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, WORDS)
+    """BLOCK_N rows of the weight with BLOCK_M rows of x, summed over one split of the input size, a program."""
+    tile, split, m_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, c = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WORDS)
+    m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     start = split * split_blocks
     end = tl.minimum(start + split_blocks, num_blocks)
     # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.
@@ -149,10 +151,11 @@ def _linear_packed_kernel(
         tl.store(partial_ptr + split * stride + offset, acc, mask=is_stored)
         # The barrier and the atomic make this program's sums visible before the count that announces them.
         tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") < SPLITS - 1:
+        counter_ptr += m_block * tl.num_programs(0) + tile
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.debug_barrier()
-        tl.store(counter_ptr + tile, 0)  # as the next launch wants it
+        tl.store(counter_ptr, 0)  # as the next launch wants it
         acc = sum_splits(partial_ptr, offset, is_stored, stride, SPLITS)
     if IS_GATED:
         half = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -213,17 +216,20 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, p
     num_rows, (out_size, in_size) = x.shape[0], weight.size
     num_blocks, words = weight.values.shape[1], weight.values.shape[3]
     block_n = parameters["block_n"]
-    num_tiles = -(-out_size // block_n)
-    split_blocks = -(-num_blocks // (parameters.get("splits") or splits_for(num_tiles, num_blocks, num_rows, x.device)))
+    num_tiles, block_m = -(-out_size // block_n), min(MAX_BLOCK_M, max(16, next_power_of_2(num_rows)))
+    m_blocks = -(-num_rows // block_m)
+    split_blocks = -(
+        -num_blocks // (parameters.get("splits") or splits_for(num_tiles * m_blocks, num_blocks, num_rows, x.device))
+    )
     splits = -(-num_blocks // split_blocks)  # none of them empty
     partial = counts = None
     if splits > 1:
-        assert num_tiles <= MAX_TILES, f"{num_tiles} tiles of {block_n} rows: too many to split"
+        assert num_tiles * m_blocks <= MAX_TILES, f"{num_tiles * m_blocks} tiles: too many to split"
         partial = torch.empty(splits, num_rows, out_size, dtype=torch.float32, device=x.device)
         counts = counters(x.device)
     has_one_group = weight.group >= num_blocks * TILE_COLUMNS
     groups = 0 if has_one_group else max(1, TILE_COLUMNS // weight.group)
-    _linear_packed_kernel[(num_tiles, splits)](
+    _linear_packed_kernel[(num_tiles, splits, m_blocks)](
         x, weight.values, weight.scales, weight.zeros, bias, out, partial, counts,
         num_rows, out_size, in_size, num_blocks, split_blocks, x.stride(0), weight.scales.shape[1], weight.global_scale,
         KIND=weight.kind, WORDS=words, GROUPS=groups,
@@ -231,7 +237,7 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, p
         HAS_ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None, IS_GATED=weight.is_gated,
         IS_EVEN=in_size % TILE_COLUMNS == 0, SPLITS=splits, IS_DEPENDENT=can_overlap(x.device),
         PREFETCH=parameters.get("prefetch", 0), HAS_ASSEMBLY=not IS_INTERPRETING,
-        BLOCK_M=max(16, next_power_of_2(num_rows)), BLOCK_N=block_n,
+        BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"], **dependent_options(x.device),
     )  # fmt: skip
 
@@ -260,10 +266,11 @@ def _library_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: 
         size = num_rows // halves
         for half in range(halves):
             first = start // halves + half * (out_size // 2)
-            product = x @ piece[half * size : (half + 1) * size].t()
-            if bias is not None:
-                product += bias[first : first + size]
-            out[:, first : first + size] = product
+            columns, part = out[:, first : first + size], piece[half * size : (half + 1) * size].t()
+            if bias is None:
+                torch.mm(x, part, out=columns)
+            else:
+                torch.addmm(bias[first : first + size], x, part, out=columns)
     return out
 
 

@@ -31,6 +31,7 @@ FORMATS = [
 ]  # fmt: skip
 # (num_rows, out_size, in_size, splits): odd ones, more than one tile and split, padding in both directions
 SHAPES = [(1, 64, 256, 1), (3, 70, 200, 1), (17, 130, 640, 4)]
+MANY = [(130, 70, 300, 1), (257, 70, 256, 2)]  # more than one block of rows
 FP4_SIZES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
@@ -140,6 +141,26 @@ def test_kernel(
         again = linear_packed(x.to(device), there, bias.to(device))  # finds the counters as the first left them
     close(found, x.double() @ wanted.T + bias.double(), TOLERANCE[dtype])
     assert torch.equal(found, again)
+    assert not counters(device).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "out_size", "in_size", "splits"), MANY)
+def test_kernel_of_many_rows(
+    num_rows: int,
+    out_size: int,
+    in_size: int,
+    splits: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_library_product", None)
+    weight, wanted = make("int4", 128, True, out_size, in_size, dtype)
+    x = torch.randn(num_rows, in_size).to(dtype)
+    with overriding("linear_packed", {**TILED, "splits": splits}):
+        found = linear_packed(x.to(device), to(device, weight))
+    close(found, x.double() @ wanted.T, TOLERANCE[dtype])
     assert not counters(device).any()
 
 
