@@ -243,12 +243,13 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, p
 
 
 def splits_for(num_tiles: int, num_blocks: int, num_rows: int, device: torch.device) -> int:
-    """Splits of a sum for shapes that nobody has tuned: enough programs for every multiprocessor to have two or three.
+    """Splits of a sum for shapes that nobody has tuned: of few rows, three programs for every multiprocessor.
 
-    Not so many that the partial sums come near to the bytes of the weights, or that a program has less than 4 blocks.
+    Not so many that the partial sums come near to the bytes of the weights, or that a program has a single block.
     """
-    wanted = max(1, 3 * num_multiprocessors(device) // num_tiles)
-    return max(1, min(wanted, num_blocks // 4, num_blocks * TILE_COLUMNS // (16 * max(16, num_rows)), 16))
+    programs = (3 if num_rows <= 32 else 1) * num_multiprocessors(device)
+    wanted = round(programs / num_tiles)
+    return max(1, min(wanted, num_blocks // 2, num_blocks * TILE_COLUMNS // (16 * max(16, num_rows)), 16))
 
 
 def _library_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
