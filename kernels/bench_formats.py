@@ -28,12 +28,12 @@ from cb_backend.cli.benchmarks.machine import measure_card, model_shape
 from cb_backend.cli.benchmarks.roofline import CardLimits, decode_seconds
 from cb_backend.kernels.fp8 import FP8
 from cb_backend.kv_cache.storage import KVCacheStorage
-from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.layers.rotary import RotaryTables
+from cb_backend.layers.ropes import Ropes
+from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.models.model_config import ModelConfig
 from cb_backend.models.registry import load_model, read_model_config
+from cb_backend.models.spec import ModelSpec
 
 # name: (quantization, kv_cache_dtype), as in model.json
 FORMATS = {
@@ -46,7 +46,7 @@ BLOCK_SIZE = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def read_shape(name: str) -> tuple[ModelConfig, Path]:
+def read_shape(name: str) -> tuple[ModelSpec, Path]:
     """The model's config, and a folder that holds it; weights are dummies."""
     shape = MODELS[name]
     values = {
@@ -67,17 +67,15 @@ def read_shape(name: str) -> tuple[ModelConfig, Path]:
     return read_model_config(folder), folder
 
 
-def decode_metadata(num_rows: int, context: int, rotary: RotaryTables) -> AttentionMetadata:
+def decode_metadata(num_rows: int, context: int, ropes: Ropes) -> StepMetadata:
     """Rows of `context` tokens, their own included, in shuffled blocks."""
     per_row = -(-context // BLOCK_SIZE)
     tables = (torch.randperm(num_rows * per_row, device=DEVICE) + 1).int().view(num_rows, per_row)
     positions = torch.full((num_rows,), context - 1, dtype=torch.int32, device=DEVICE)
-    cos_sin, cos_sin_rows = rotary.rows(positions, positions)
     slots = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     nothing = slots[:0]
-    return AttentionMetadata(
-        cos_sin=cos_sin,
-        cos_sin_rows=cos_sin_rows,
+    return StepMetadata(
+        ropes=ropes.rows(positions, positions),
         slot_mapping=tables[:, -1] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,
         block_tables=tables,
         num_decode_rows=num_rows,
@@ -90,10 +88,8 @@ def decode_metadata(num_rows: int, context: int, rotary: RotaryTables) -> Attent
     )
 
 
-def step_seconds(
-    model: DecoderForCausalLM, storage: KVCacheStorage, rotary: RotaryTables, num_rows: int, context: int
-) -> float:
-    metadata = decode_metadata(num_rows, context, rotary)
+def step_seconds(model: DecoderForCausalLM, storage: KVCacheStorage, num_rows: int, context: int) -> float:
+    metadata = decode_metadata(num_rows, context, model.ropes)
     token_ids = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     out = torch.empty(num_rows, dtype=torch.int64, device=DEVICE)
 
@@ -109,7 +105,6 @@ def step_seconds(
 
 def measure(name: str, formats: list[str], rows: list[int], context: int, card: CardLimits) -> Iterator[dict[str, Any]]:
     config, folder = read_shape(name)
-    rotary = RotaryTables(config.rope, config.head_dim, 16384, DEVICE)
     ops = resolve_ops("triton" if DEVICE.type == "cuda" else "torch")
     num_blocks = max(rows) * -(-context // BLOCK_SIZE) + 1
     for label in formats:
@@ -123,7 +118,7 @@ def measure(name: str, formats: list[str], rows: list[int], context: int, card: 
         )
         shape = model_shape(config, "bfloat16", kv_cache_dtype, quantization)
         for num_rows in rows:
-            seconds = step_seconds(model, storage, rotary, num_rows, context)
+            seconds = step_seconds(model, storage, num_rows, context)
             floor = decode_seconds(shape, card, num_rows, num_rows * context)
             yield {
                 "model": name, "format": label, "rows": num_rows, "context": context, "ms": round(1e3 * seconds, 3),

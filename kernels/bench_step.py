@@ -30,11 +30,14 @@ from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels import launch
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.layers.group import NoGroup
+from cb_backend.layers.layer_maker import LayerMaker
+from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.rope_config import RopeConfig
-from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.quantization import module_formats
+from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import fill_dummy
 
 BLOCK_SIZE = 16
@@ -47,38 +50,41 @@ DTYPE = torch.bfloat16
 
 def make_model(name: str) -> DecoderForCausalLM:
     shape = MODELS[name]
-    config = ModelConfig(
+    norm = NormSpec(eps=1e-6)
+    spec = ModelSpec(
         model_type="llama",
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(rope_type="default", theta=500000.0, max_position_embeddings=MAX_MODEL_LEN),
-        windows=(0,) * shape.num_layers,
+        attention=AttentionSpec(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            scale=shape.head_dim**-0.5,
+            qk_norm=norm if name in HAS_QK_NORM else None,
+        ),
+        norm=norm,
+        ropes=(RopeConfig(rope_type="default", theta=500000.0, max_position_embeddings=MAX_MODEL_LEN),),
+        layers=(LayerSpec(mlp=MLPSpec(intermediate_size=shape.intermediate_size)),) * shape.num_layers,
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=name != "llama-3.1-8b",
-        has_qk_norm=name in HAS_QK_NORM,
     )
-    ops = resolve_ops("triton")
-    model = DecoderForCausalLM(config, ops, has_own_head=not config.tie_word_embeddings, dtype=DTYPE, device=DEVICE)
-    fill_dummy(model.checkpoint_tensors(), 0)
+    make = LayerMaker(
+        ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=NoGroup(), format_of=module_formats(None)
+    )
+    model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=MAX_MODEL_LEN)
+    fill_dummy(model.placements(), 0)
     return model
 
 
 def make_runner(model: DecoderForCausalLM, lengths: list[int]) -> SlotRunner:
     """A runner whose slots hold requests of these lengths, sampling at temperature 0.6."""
-    config = model.config
+    spec = model.spec
     per_row = [-(-(length + ROOM) // BLOCK_SIZE) for length in lengths]
     storage = KVCacheStorage(
-        config.num_layers, sum(per_row) + 1, config.num_kv_heads, BLOCK_SIZE, config.head_dim, DTYPE, DEVICE
+        spec.num_layers, sum(per_row) + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, DTYPE, DEVICE
     )
     storage.data.normal_(std=0.5)
-    rotary = RotaryTables(config.rope, config.head_dim, MAX_MODEL_LEN, DEVICE)
-    runner = SlotRunner(model, resolve_ops("triton"), rotary, storage, len(lengths), MAX_MODEL_LEN)
+    runner = SlotRunner(model, resolve_ops("triton"), storage, len(lengths), MAX_MODEL_LEN)
     blocks = (torch.randperm(sum(per_row), device=DEVICE) + 1).int()
     for slot, own in enumerate(blocks.split(per_row)):
         runner.state.block_tables[slot, : len(own)] = own

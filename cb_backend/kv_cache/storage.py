@@ -21,7 +21,7 @@ _GIB = 1 << 30
 
 
 class ModelShape(Protocol):
-    """The sizes of a `models.model_config.ModelConfig` that a cache depends on."""
+    """The sizes of a `models.spec.ModelSpec` that a cache depends on."""
 
     @property
     def num_layers(self) -> int: ...

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.fp8 import FP8, Fp8Rows, quantize_rows_torch
-from cb_backend.layers.linear import Fillable, Linear
+from cb_backend.layers.group import Group
+from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import RMSNorm
-from cb_backend.layers.ops import Ops
+from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.projection import Part, Projection
+from cb_backend.layers.step_metadata import StepMetadata
 
 _ELEMENTS_AT_ONCE = 1 << 24  # quantised together: bounds the memory that loading needs beside the weights
 
@@ -23,37 +26,36 @@ class Fp8Linear(Linear):
     """`Linear` in fp8: weight [out_size, in_size] e4m3, weight_scales [out_size] float32."""
 
     def __init__(
-        self, in_size: int, parts: dict[str, int], ops: Ops, *, has_bias: bool, dtype: torch.dtype, device: torch.device
+        self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(in_size, parts, ops, has_bias=has_bias, dtype=dtype, device=device, weight_dtype=FP8)
+        super().__init__(projection, ops, group, dtype=dtype, device=device, weight_dtype=FP8)
         self.dtype = dtype
         self.weight_scales = torch.empty(self.weight.shape[0], dtype=torch.float32, device=device)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         return self._product(self.ops.quantize_rows(x))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        rows, total = self.ops.add_rms_norm_fp8(x, residual, norm.weight, norm.eps)
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        rows, total = self._normed_rows(norm, x, residual)
         return self._product(rows), total
 
-    def gated_after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        rows, total = self.ops.add_rms_norm_fp8(x, residual, norm.weight, norm.eps)
+    def gated_after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        rows, total = self._normed_rows(norm, x, residual)
         if self.bias is not None:
             return self.ops.silu_mul(self._product(rows)), total
         return self.ops.linear_silu_mul_fp8(rows, self.weight, self.weight_scales), total
 
-    def _product(self, rows: Fp8Rows) -> Tensor:
-        product: Tensor = self.ops.linear_fp8(rows, self.weight, self.weight_scales, self.bias)
-        return product
+    def _normed_rows(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Fp8Rows, Tensor]:
+        if self.group.size == 1:
+            return self.ops.add_rms_norm_fp8(x, residual, norm.weight, norm.eps)
+        normed, total = self.group.reduce_add_norm(x, residual, norm)
+        return self.ops.quantize_rows(normed), total
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Fillable]]:
-        start = 0
-        for name, size in self.parts.items():
-            part = slice(start, start + size)
-            yield f"{prefix}.{name}.weight", QuantizedRows(self.weight[part], self.weight_scales[part], self.dtype)
-            if self.bias is not None:
-                yield f"{prefix}.{name}.bias", self.bias[part]
-            start += size
+    def _product(self, rows: Fp8Rows) -> Tensor:
+        return self.ops.linear_fp8(rows, self.weight, self.weight_scales, self.bias)
+
+    def _weight_of(self, part: Part) -> QuantizedRows:
+        return QuantizedRows(self.weight[part.rows], self.weight_scales[part.rows], self.dtype)
 
 
 class QuantizedRows:

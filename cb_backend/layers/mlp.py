@@ -1,42 +1,39 @@
-"""The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+"""Feed-forward blocks: what stands between a layer's attention and the next layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from cb_backend.layers.linear import Fillable, Linear
+from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import RMSNorm
-from cb_backend.layers.ops import Ops
+from cb_backend.layers.placement import Placement
+from cb_backend.layers.step_metadata import StepMetadata
+
+
+class Block(Protocol):
+    """A feed-forward block of any kind."""
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        """(the block's output for norm(x + residual), x + residual), each [num_tokens, hidden_size]."""
+        ...
+
+    def placements(self) -> Iterator[Placement]: ...
 
 
 class MLP:
-    """Gate and up projections are one fused weight, gate first."""
+    """The gated block: down(silu(gate(x)) * up(x)). Gate and up projections are one fused weight, gate first."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        ops: Ops,
-        *,
-        has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        linear_class: type[Linear] = Linear,
-    ) -> None:
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = linear_class(hidden_size, parts, ops, has_bias=has_bias, dtype=dtype, device=device)
-        self.down_proj = linear_class(
-            intermediate_size, {"down_proj": hidden_size}, ops, has_bias=has_bias, dtype=dtype, device=device
-        )
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear) -> None:
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the block's output for norm(x + residual), x + residual), each [num_tokens, hidden_size]."""
-        activated, total = self.gate_up_proj.gated_after(norm, x, residual)
-        return self.down_proj(activated), total
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        activated, total = self.gate_up_proj.gated_after(norm, x, residual, step)
+        return self.down_proj(activated, step), total
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Fillable]]:
-        yield from self.gate_up_proj.checkpoint_tensors(prefix)
-        yield from self.down_proj.checkpoint_tensors(prefix)
+    def placements(self) -> Iterator[Placement]:
+        yield from self.gate_up_proj.placements()
+        yield from self.down_proj.placements()

@@ -7,15 +7,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cb_backend.layers.ops import Ops
+from cb_backend.layers.layer_spec import NormSpec
+from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.placement import Placement
 
 
 class RMSNorm:
     """Scales each token to unit mean square, in float32 inside."""
 
-    def __init__(self, size: int, eps: float, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, spec: NormSpec, size: int, ops: ModelOps, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.name = name  # of the module in the checkpoint
         self.weight = torch.empty(size, dtype=dtype, device=device)  # [size]
-        self.eps = eps
+        self.eps = spec.eps
         self.ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -26,5 +31,5 @@ class RMSNorm:
         """(norm(x + residual), x + residual), each [num_tokens, size]."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{prefix}.weight", self.weight
+    def placements(self) -> Iterator[Placement]:
+        yield Placement(f"{self.name}.weight", self.weight)

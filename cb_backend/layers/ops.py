@@ -7,9 +7,7 @@ the CPU path and the specification; `triton` are the kernels.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import make_dataclass
 
 from cb_backend.errors import ConfigError
 from cb_backend.kernels import (
@@ -30,8 +28,9 @@ from cb_backend.kernels import (
     token_marks,
     top_logprobs,
 )
+from cb_backend.layers.op_signatures import ModelOps, Ops, StepOps
 
-Op = Callable[..., Any]  # each one's signature stands in its module in cb_backend/kernels
+__all__ = ["ModelOps", "Ops", "StepOps", "resolve_ops"]
 
 _MODULE_OF_OP = {
     "rms_norm": rms_norm,
@@ -61,39 +60,8 @@ _MODULE_OF_OP = {
 _SUFFIX_OF_BACKEND = {"torch": "_torch", "triton": ""}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ops:
-    """One function an operation, all of one backend."""
-
-    backend: str  # triton | torch
-    # Of the model
-    rms_norm: Op
-    add_rms_norm: Op
-    silu_mul: Op
-    linear: Op
-    linear_silu_mul: Op
-    add_norm_linear: Op
-    # The same with fp8 weights, and rows as `kernels.fp8.Fp8Rows`
-    add_rms_norm_fp8: Op
-    quantize_rows: Op
-    linear_fp8: Op
-    linear_silu_mul_fp8: Op
-    # Both
-    qkv_post: Op
-    plan_decode: Op
-    decode_attention: Op
-    prefill_attention: Op
-    # Of the step around it
-    sample: Op
-    apply_deltas: Op
-    join_slots: Op
-    prepare_rows: Op
-    commit_tokens: Op
-    mask_stop_ids: Op
-    # Of the rows that ask for more
-    apply_marks: Op
-    apply_token_bitmask: Op
-    top_logprobs: Op
+# One function an operation, all of one backend: what `Ops` says, as values that can be replaced one by one.
+_Table = make_dataclass("_Table", ["backend", *_MODULE_OF_OP], frozen=True, slots=True)
 
 
 def resolve_ops(backend: str) -> Ops:
@@ -103,4 +71,5 @@ def resolve_ops(backend: str) -> Ops:
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         raise ConfigError("attention_backend is 'triton' but the package triton is not installed; use 'torch'")
     suffix = _SUFFIX_OF_BACKEND[backend]
-    return Ops(backend=backend, **{op: getattr(module, op + suffix) for op, module in _MODULE_OF_OP.items()})
+    ops: Ops = _Table(backend, *(getattr(module, op + suffix) for op, module in _MODULE_OF_OP.items()))
+    return ops

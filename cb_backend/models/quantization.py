@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PlainFormat
 
 FP8 = "fp8"
 _SUPPORTED = "supported are float32, float16 and bfloat16 safetensors, fp8 with a scale a tensor or a channel, and GGUF"
@@ -30,6 +31,11 @@ def read_quantization(config: Any, where: str = "config.json") -> str | None:
     if reason is not None:
         raise ConfigError(f"the checkpoint is quantised ({method}) with {reason}; {_SUPPORTED}")
     return FP8
+
+
+def module_formats(quantization: str | None) -> ModuleFormats:
+    """The formats of a model's modules: fp8, or as they come."""
+    return ModuleFormats(Fp8Format() if quantization == FP8 else PlainFormat())
 
 
 def _unsupported_in_fp8(config: dict[str, Any]) -> str | None:

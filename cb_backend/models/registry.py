@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,19 @@ import torch
 
 from cb_backend.errors import ConfigError
 from cb_backend.json_files import read_json_object
-from cb_backend.layers.fp8_linear import Fp8Linear
-from cb_backend.layers.linear import Linear
-from cb_backend.layers.ops import Ops
-from cb_backend.models import llama, mistral, qwen2, qwen3, weights
-from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.models.model_config import JsonReader, ModelConfig, read_token_ids
-from cb_backend.models.quantization import FP8
+from cb_backend.layers.group import NoGroup
+from cb_backend.layers.layer_maker import LayerMaker
+from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.models import families, weights
+from cb_backend.models.config_reader import ConfigReader
+from cb_backend.models.decoder import HEAD, DecoderForCausalLM
+from cb_backend.models.quantization import FP8, module_formats
+from cb_backend.models.spec import ModelSpec
 
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path) -> ModelSpec:
     """Read `config.json`; end-of-sequence ids come from `generation_config.json` where that sets them.
 
     Raises `ConfigError` for a broken file, an unsupported model_type or an unsupported option.
@@ -29,28 +32,29 @@ def read_model_config(folder: Path) -> ModelConfig:
     values = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
-        reader = JsonReader(_read_json(generation), generation.name)
-        if eos_token_ids := read_token_ids(reader, "eos_token_id"):
+        reader = ConfigReader(_read_json(generation), generation.name)
+        if eos_token_ids := reader.token_ids("eos_token_id"):
             values["eos_token_id"] = list(eos_token_ids)
-    reader = JsonReader(values)
+    reader = ConfigReader(values)
     model_type = reader.get("model_type", str)
     if model_type not in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[model_type].read_config(reader)
+    spec: ModelSpec = importlib.import_module(f"{families.__name__}.{model_type}").read_spec(reader)
+    return spec
 
 
-def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's dtype on a GPU and float32 on a CPU."""
     if name == "auto":
-        name = "float32" if device.type == "cpu" else config.dtype
+        name = "float32" if device.type == "cpu" else spec.dtype
     return getattr(torch, name)
 
 
 def load_model(
     folder: Path,
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
-    ops: Ops,
+    ops: ModelOps,
     dtype: torch.dtype,
     device: torch.device,
     load_format: str = "auto",
@@ -58,28 +62,37 @@ def load_model(
     progress: Callable[[float], None] | None = None,
     has_kv_scales: bool = False,
     quantization: str | None = None,
+    max_model_len: int | None = None,
 ) -> DecoderForCausalLM:
     """Build the model and fill it from the folder's safetensors, or with random numbers (`load_format` dummy).
 
     `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. `has_kv_scales`: the cache
     is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it brings none).
     `quantization` fp8: the layers' matrices are quantised while they are loaded, if they are not in the file.
+    `max_model_len`: the longest context that will come; None: the longest the checkpoint is meant for.
     Raises `ConfigError` that names file and tensor.
     """
-    model_class = FAMILIES[config.model_type].MODEL_CLASS
-    is_fp8 = FP8 in (quantization, config.quantization)
-    given: Any = {"dtype": dtype, "device": device, "linear_class": Fp8Linear if is_fp8 else Linear}
+    make = LayerMaker(
+        ops=ops,
+        dtype=dtype,
+        device=device,
+        group=NoGroup(),
+        format_of=module_formats(quantization or spec.quantization),
+    )
+
+    def build(has_own_head: bool) -> DecoderForCausalLM:
+        length = spec.max_context_len if max_model_len is None else max_model_len
+        return DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
+
     if load_format == "dummy":
-        has_own_head = not config.tie_word_embeddings
-        model = model_class(config, ops, has_own_head=has_own_head, **given)
-        weights.fill_dummy(model.checkpoint_tensors(), seed)
+        model = build(has_own_head=not spec.tie_word_embeddings)
+        weights.fill_dummy(model.placements(), seed)
         return model
-    source = weights.open_checkpoint(folder, is_fp8=config.quantization == FP8)
+    source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
-    has_own_head = not config.tie_word_embeddings or weights.HEAD in source.files
-    model = model_class(config, ops, has_own_head=has_own_head, **given)
-    weights.fill_from_checkpoint(dict(model.checkpoint_tensors()), source, progress)
-    if config.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+    model = build(has_own_head=not spec.tie_word_embeddings or HEAD in source.files)
+    weights.fill_from_checkpoint(list(model.placements()), source, progress)
+    if spec.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.tie_head()
     if has_kv_scales:
         _set_kv_scales(model, source)
@@ -87,10 +100,9 @@ def load_model(
 
 
 def _set_kv_scales(model: DecoderForCausalLM, source: weights.CheckpointFiles) -> None:
-    for index, layer in enumerate(model.layers):
-        attention = layer.self_attn
+    for attention in (layer.self_attn for layer in model.layers):
         attention.key_scale, attention.value_scale = (
-            weights.read_kv_scale(source, f"model.layers.{index}.self_attn", kind) for kind in "kv"
+            weights.read_kv_scale(source, attention.name, kind) for kind in "kv"
         )
 
 

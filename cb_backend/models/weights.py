@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cb_backend.errors import ConfigError
 from cb_backend.layers.fp8_linear import QuantizedRows
-from cb_backend.layers.linear import Fillable
+from cb_backend.layers.placement import Placement
+from cb_backend.models.decoder import HEAD
 
-HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 # Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
@@ -67,22 +67,22 @@ def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
 
 
 def fill_from_checkpoint(
-    targets: Mapping[str, Fillable], source: CheckpointFiles, progress: Callable[[float], None] | None = None
+    placements: Sequence[Placement], source: CheckpointFiles, progress: Callable[[float], None] | None = None
 ) -> None:
-    """Copy every target from its file, cast to the target's dtype and device. Raises `ConfigError`, for what the files'
+    """Fill every target from its file, cast to the target's dtype and device. Raises `ConfigError`, for what the files'
     headers show before anything is copied.
     """
-    _check(targets, source)
-    names_of: dict[Path, list[str]] = {}
-    for name in targets:
-        names_of.setdefault(source.files[name], []).append(name)
-    total, done, quarters = sum(target.numel() for target in targets.values()), 0, 0
-    for path, names in names_of.items():
+    _check(placements, source)
+    placements_in: dict[Path, list[Placement]] = {}
+    for placement in placements:
+        placements_in.setdefault(source.files[placement.name], []).append(placement)
+    total, done, quarters = sum(placement.target.numel() for placement in placements), 0, 0
+    for path, in_file in placements_in.items():
         try:
             with safe_open(path, framework="pt") as reader:
-                for name in names:
-                    _copy(name, targets[name], reader.get_tensor(name), source)
-                    done += targets[name].numel()
+                for placement in in_file:
+                    _fill(placement, reader.get_tensor(placement.name), source)
+                    done += placement.target.numel()
                     while progress is not None and quarters < 4 * done // total:
                         quarters += 1
                         progress(quarters / 4)
@@ -90,15 +90,25 @@ def fill_from_checkpoint(
             raise ConfigError(f"{path.name} cannot be read to its end ({error}); fetch the checkpoint again") from None
 
 
-def _copy(name: str, target: Fillable, tensor: Tensor, source: CheckpointFiles) -> None:
+def _fill(placement: Placement, tensor: Tensor, source: CheckpointFiles) -> None:
+    name, target = placement.name, placement.target
     try:
         if name in source.quantised:
             assert isinstance(target, QuantizedRows)  # as `_check` has seen
-            target.copy_quantised(tensor, _read(source, f"{name}_scale"))
+            target.copy_quantised(placement.prepare(tensor), _scales_of(placement, _read(source, f"{name}_scale")))
         else:
-            target.copy_(tensor)
+            target.copy_(placement.prepare(tensor))
     except ValueError as error:
         raise ConfigError(f"{source.files[name].name}: tensor {name} {error}") from None
+
+
+def _scales_of(placement: Placement, scales: Tensor) -> Tensor:
+    """Those of the rows that a placement takes: one number, or one a row."""
+    if scales.numel() == 1:
+        return scales
+    if placement.shard is not None and placement.shard.dim == 0:
+        scales = placement.shard.of(scales)
+    return scales if placement.transform is None else placement.transform(scales)
 
 
 def _read(source: CheckpointFiles, name: str) -> Tensor:
@@ -123,16 +133,16 @@ def read_kv_scale(source: CheckpointFiles, prefix: str, kind: str) -> float:
     return 1.0
 
 
-def fill_dummy(tensors: Iterable[tuple[str, Fillable]], seed: int) -> None:
+def fill_dummy(placements: Iterable[Placement], seed: int) -> None:
     """N(0, 0.02) for matrices and biases, ones for norms: the right shape and cost, no meaning."""
     generator: torch.Generator | None = None
-    for name, tensor in tensors:
+    for name, target, *_ in placements:
         if generator is None:
-            generator = torch.Generator(tensor.device).manual_seed(seed)
-        if isinstance(tensor, Tensor) and "norm" in name:
-            tensor.fill_(1.0)
+            generator = torch.Generator(target.device).manual_seed(seed)
+        if isinstance(target, Tensor) and "norm" in name:
+            target.fill_(1.0)
         else:
-            tensor.normal_(0.0, _DUMMY_STD, generator=generator)
+            target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -160,38 +170,41 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check(targets: Mapping[str, Fillable], source: CheckpointFiles) -> None:
+def _check(placements: Sequence[Placement], source: CheckpointFiles) -> None:
     """Raises `ConfigError` that names the first tensor which is missing, misshapen or unknown."""
     names = sorted({path.name for path in source.files.values()})
     where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
-    for name, target in targets.items():
+    for placement in placements:
+        name = placement.name
         if name not in source.files:
             hint = "; the config does not tie the head (tie_word_embeddings)" if name == HEAD else ""
             raise ConfigError(f"tensor {name} is missing in {where}{hint}")
-        if source.shapes[name] != tuple(target.shape):
+        if source.shapes[name] != placement.shape:
             raise ConfigError(
                 f"{source.files[name].name}: tensor {name} has shape {list(source.shapes[name])}, "
-                f"config.json asks for {list(target.shape)}"
+                f"config.json asks for {list(placement.shape)}"
             )
         if name in source.quantised:
-            _check_scales(name, target, source)
+            _check_scales(placement, source)
+    known = {placement.name for placement in placements}
     modules = [name.removesuffix("weight") for name in source.quantised]
     scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
     for name, path in source.files.items():
-        if name not in targets and name not in scales and not _IGNORED.match(name):
+        if name not in known and name not in scales and not _IGNORED.match(name):
             raise ConfigError(f"{path.name}: tensor {name} has no place in the model that config.json describes")
 
 
-def _check_scales(name: str, target: Fillable, source: CheckpointFiles) -> None:
+def _check_scales(placement: Placement, source: CheckpointFiles) -> None:
     """Of a matrix that is fp8 in the file: that its place is too, and that it has one scale, or one a row."""
+    name = placement.name
     where, scale = source.files[name].name, f"{name}_scale"
-    if not isinstance(target, QuantizedRows):
+    if not isinstance(placement.target, QuantizedRows):
         raise ConfigError(f"{where}: tensor {name} is {_FP8}; embedding, head and norms are supported unquantised only")
     if scale not in source.files:
         raise ConfigError(f"{where}: tensor {name} is {_FP8} but there is no {scale}; fetch the checkpoint again")
-    shape = source.shapes[scale]
-    if shape not in ((), (1,), (target.shape[0],), (target.shape[0], 1)):
+    shape, num_rows = source.shapes[scale], placement.shape[0]
+    if shape not in ((), (1,), (num_rows,), (num_rows, 1)):
         raise ConfigError(
             f"{source.files[scale].name}: tensor {scale} has shape {list(shape)}; supported are one scale, or one for "
-            f"each of the {target.shape[0]} rows"
+            f"each of the {num_rows} rows"
         )

@@ -74,7 +74,7 @@ def make_engine(folder: Path, num_rows: int) -> LLMEngine:
     engine = create_engine(config)
     plain: Any = engine.runner
     ops = dataclasses.replace(plain.ops, join_slots=lambda *_: None)
-    runner = SlotRunner(plain.model, ops, plain.rotary, plain.storage, num_rows, engine.info.max_model_len)
+    runner = SlotRunner(plain.model, ops, plain.storage, num_rows, engine.info.max_model_len)
     for shape in step_shapes(num_rows, config.max_num_batched_tokens):
         runner.graphs.add(shape, NoGraph(), runner.new_buffers(shape))
     return LLMEngine(config, runner, engine.info)

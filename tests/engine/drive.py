@@ -132,7 +132,7 @@ def with_reference_runner(settings: EngineConfig) -> LLMEngine:
     engine = create_engine(settings)
     runner: Any = engine.runner
     reference = ReferenceRunner(
-        runner.model, runner.ops, runner.rotary, runner.storage, settings.max_num_seqs, engine.info.max_model_len
+        runner.model, runner.ops, runner.storage, settings.max_num_seqs, engine.info.max_model_len
     )
     reference.swapper = runner.swapper
     return LLMEngine(settings, reference, engine.info)

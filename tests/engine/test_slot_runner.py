@@ -52,9 +52,7 @@ def slot_engine(
     """An engine over the same weights whose steps are run by a `SlotRunner`."""
     old = engine.runner
     assert isinstance(old, SlotRunner | ReferenceRunner)
-    runner = SlotRunner(
-        old.model, old.ops, old.rotary, old.storage, engine.config.max_num_seqs, engine.info.max_model_len
-    )
+    runner = SlotRunner(old.model, old.ops, old.storage, engine.config.max_num_seqs, engine.info.max_model_len)
     replays = []
     for shape in shapes if has_graphs else ():
         replays.append(EagerReplay(runner, runner.new_buffers(shape)))

@@ -125,7 +125,7 @@ class ScriptedModelRunner(SlotRunner):
     def __init__(self, vocabulary: Vocabulary, num_blocks: int, config: EngineConfig, max_model_len: int) -> None:
         storage = KVCacheStorage(1, num_blocks + 1, 1, config.block_size, 1, torch.float32, torch.device("cpu"))
         model: Any = _ScriptedModel(self, vocabulary.size)
-        super().__init__(model, resolve_ops("torch"), _NoRotary(), storage, config.max_num_seqs, max_model_len)  # type: ignore[arg-type]
+        super().__init__(model, resolve_ops("torch"), storage, config.max_num_seqs, max_model_len)
         self.vocabulary = vocabulary
         self.scripts: dict[int, _Script] = {}  # by slot
 
@@ -150,7 +150,8 @@ class _ScriptedModel:
 
     def __init__(self, runner: ScriptedModelRunner, vocab_size: int) -> None:
         self._runner = runner
-        self.config = type("Config", (), {"vocab_size": vocab_size})
+        self.spec = type("Spec", (), {"vocab_size": vocab_size})
+        self.ropes = _NoRopes()
 
     def compute_logits(self, places: Tensor, out: Tensor | None = None) -> Tensor:
         """Of each token, whatever `out` is. What comes after a token of the prompt but its last is in no script."""
@@ -162,7 +163,7 @@ class _ScriptedModel:
         return torch.stack(rows)
 
 
-class _NoRotary:
+class _NoRopes:
     def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
 

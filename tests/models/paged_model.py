@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cb_backend.kv_cache.storage import KVCacheStorage
-from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.layers.rotary import RotaryTables
+from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.registry import load_model, read_model_config
 
 CPU = torch.device("cpu")
@@ -37,10 +37,13 @@ class PagedModel:
         device: torch.device = CPU,
     ) -> None:
         self.config = read_model_config(folder)
-        options = {"has_kv_scales": kv_dtype is not None, "quantization": quantization}
+        options: dict[str, Any] = {
+            "has_kv_scales": kv_dtype is not None,
+            "quantization": quantization,
+            "max_model_len": max_len,
+        }
         self.model = load_model(folder, self.config, ops=resolve_ops(backend), dtype=dtype, device=device, **options)
         self.device = device
-        self.rotary = RotaryTables(self.config.rope, self.config.head_dim, max_len, device)
         max_blocks = -(-max_len // block_size)
         num_blocks = num_slots * max_blocks + 1
         config = self.config
@@ -80,10 +83,8 @@ class PagedModel:
                 prompt_lens.append(self.num_prompt_tokens[slot])
             token_ids += tokens
         counts = [len(tokens) for _, tokens in prefill]
-        cos_sin, cos_sin_rows = self.rotary.rows(self._int32(positions), self._int32(prompt_lens))
-        metadata = AttentionMetadata(
-            cos_sin=cos_sin,
-            cos_sin_rows=cos_sin_rows,
+        step = StepMetadata(
+            ropes=self.model.ropes.rows(self._int32(positions), self._int32(prompt_lens)),
             slot_mapping=self._int32(mapping),
             block_tables=self.block_tables,
             num_decode_rows=len(decode),
@@ -94,7 +95,7 @@ class PagedModel:
             prefill_seq_lens=self._int32([self.num_tokens[slot] for slot, _ in prefill]),
             max_query_len=max(counts, default=0),
         )
-        return self.model.compute_logits(self.model(self._int32(token_ids), metadata, self.storage.layers))
+        return self.model.compute_logits(self.model(self._int32(token_ids), step, self.storage.layers))
 
     def prefill(self, slot: int, tokens: list[int], chunk: int | None = None) -> Tensor:
         """The prompt in chunks: logits [len(tokens), vocab]."""

@@ -135,7 +135,7 @@ def test_equal_cache_keys_mean_equal_keys(tmp_path: Path, rope: str) -> None:
         paged.prefill(slot, prefix)
         # of layer 0, whose keys depend on the tokens and their angles alone
         keys.append(paged.storage.layers[0][int(paged.block_tables[slot, 0]), 0])
-    names = [paged.rotary.cache_key(length) for length in lengths]
+    names = [paged.model.ropes.cache_key(length) for length in lengths]
     for a in range(len(lengths)):
         for b in range(a):
             assert torch.equal(keys[a], keys[b]) == (names[a] == names[b]), (lengths[a], lengths[b])

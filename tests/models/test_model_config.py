@@ -38,8 +38,8 @@ def test_absent_keys_get_the_defaults_of_transformers(tmp_path: Path, model_type
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert config.rms_norm_eps == theirs.rms_norm_eps
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.norm.eps == theirs.rms_norm_eps
+    assert config.ropes[0].theta == theirs.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.windows == (getattr(theirs, "sliding_window", None) or 0,) * 3
 
@@ -83,8 +83,8 @@ def test_windows_per_layer(tmp_path: Path, model_type: str, options: dict[str, A
     ],
 )
 def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    old = read_model_config(write(tmp_path, {**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})).rope
-    new = read_model_config(write(tmp_path, {**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})).rope
+    old = read_model_config(write(tmp_path, {**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})).ropes[0]
+    new = read_model_config(write(tmp_path, {**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})).ropes[0]
     assert old == new
     assert (old.rope_type, old.theta, old.factor) == (
         scaling.get("type") or scaling["rope_type"],
@@ -96,7 +96,7 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, scaling: dict[str,
 def test_original_length_beside_the_rope_parameters_wins(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     values = {**LLAMA, "original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope", **factors}}
-    rope = read_model_config(write(tmp_path, values)).rope
+    rope = read_model_config(write(tmp_path, values)).ropes[0]
     theirs = AutoConfig.from_pretrained(tmp_path)
     theirs.standardize_rope_params()  # transformers does so before it computes frequencies
     assert rope.original_max_position_embeddings == theirs.rope_parameters["original_max_position_embeddings"] == 64

@@ -19,9 +19,8 @@ from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
-from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import Ops
-from cb_backend.layers.rotary import RotaryTables
+from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.outputs import NO_TOKEN, JoinedRow, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
@@ -69,24 +68,22 @@ class ReferenceRunner:
         self,
         model: DecoderForCausalLM,
         ops: Ops,
-        rotary: RotaryTables,
         storage: KVCacheStorage,
         num_slots: int,
         max_model_len: int,
     ) -> None:
         self.model = model
         self.ops = ops
-        self.rotary = rotary
         self.storage = storage
         self.swapper: BlockSwapper | None = None
         self.device = storage.data.device
         self.batch = HostBatch(num_slots, max_model_len, storage.data.shape[-2])
-        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.rules = LogitsRules(model.spec.vocab_size, max_model_len, num_slots, self.device, ops)
         self.masks = TokenMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
 
     def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
-        return self.rotary.cache_key(num_prompt_tokens)
+        return self.model.ropes.cache_key(num_prompt_tokens)
 
     def close(self) -> None:
         self.masks.close()
@@ -120,7 +117,7 @@ class ReferenceRunner:
         prompt_logprobs = {} if of_prompts is None else of_prompts.result()
         return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs, prompt_logprobs, failures))
 
-    def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, AttentionMetadata]:
+    def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, StepMetadata]:
         """The step's input tokens [num_tokens] and where everything is."""
         batch = self.batch
         counts = plan.num_scheduled_tokens
@@ -128,15 +125,12 @@ class ReferenceRunner:
         starts = np.cumsum(counts) - counts  # [num_rows] index of each row's first token
         positions = np.arange(len(slots), dtype=np.int32) + np.repeat(plan.num_computed_tokens - starts, counts)
         positions = positions.astype(np.int32)
-        cos_sin, cos_sin_rows = self.rotary.rows(
-            self._to_device(positions), self._to_device(batch.num_prompt_tokens[slots])
-        )
+        num_prompt_tokens = self._to_device(batch.num_prompt_tokens[slots])
         seq_lens = (plan.num_computed_tokens + counts).astype(np.int32)
         decode, prefill = slice(0, plan.num_decode_rows), slice(plan.num_decode_rows, None)
         query_start_loc = np.concatenate(([0], np.cumsum(counts[prefill]))).astype(np.int32)
-        metadata = AttentionMetadata(
-            cos_sin=cos_sin,
-            cos_sin_rows=cos_sin_rows,
+        metadata = StepMetadata(
+            ropes=self.model.ropes.rows(self._to_device(positions), num_prompt_tokens),
             slot_mapping=self._to_device(batch.slot_mapping(slots, positions)),
             block_tables=self._to_device(batch.block_tables),
             num_decode_rows=plan.num_decode_rows,

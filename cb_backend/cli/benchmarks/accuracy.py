@@ -162,18 +162,16 @@ def logits_along(engine: LLMEngine, token_ids: list[int]) -> Any:
     """Logits [len(token_ids), vocab_size] after each of the tokens, computed as one prompt. No request may run."""
     import torch
 
-    from cb_backend.layers.attention_metadata import AttentionMetadata
+    from cb_backend.layers.step_metadata import StepMetadata
 
     runner: Any = engine.runner
     num_tokens, block_size, device = len(token_ids), engine.info.block_size, runner.device
     num_blocks = -(-num_tokens // block_size)
     slot_mapping = torch.arange(block_size, block_size + num_tokens, dtype=torch.int32, device=device)  # blocks 1, 2..
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    cos_sin, cos_sin_rows = runner.rotary.rows(positions, torch.full_like(positions, num_tokens))
     nothing = positions[:0]
-    metadata = AttentionMetadata(
-        cos_sin=cos_sin,
-        cos_sin_rows=cos_sin_rows,
+    step = StepMetadata(
+        ropes=runner.model.ropes.rows(positions, torch.full_like(positions, num_tokens)),
         slot_mapping=slot_mapping,
         block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device).unsqueeze(0),
         num_decode_rows=0,
@@ -186,7 +184,7 @@ def logits_along(engine: LLMEngine, token_ids: list[int]) -> Any:
     )
     with torch.inference_mode():
         tokens = torch.tensor(token_ids, dtype=torch.int32, device=device)
-        return runner.model.compute_logits(runner.model(tokens, metadata, runner.storage.layers))
+        return runner.model.compute_logits(runner.model(tokens, step, runner.storage.layers))
 
 
 def _encode(folder: str, texts: Sequence[str]) -> list[list[int]]:

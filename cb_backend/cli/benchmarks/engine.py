@@ -32,7 +32,7 @@ from cb_backend.cli.benchmarks.workloads import (
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import ConfigError
-from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.spec import ModelSpec
 from cb_backend.study.replay import fresh_engine
 
 HELP = "throughput, latency and host time of the engine on fixed workloads, beside the card's limit"
@@ -117,7 +117,7 @@ def _max_model_len(args: argparse.Namespace, names: list[str], vocab_size: int) 
     return max(PEER_MAX_MODEL_LEN, *longest) if longest else PEER_MAX_MODEL_LEN
 
 
-def _read_model(name: str) -> tuple[Path, ModelConfig]:
+def _read_model(name: str) -> tuple[Path, ModelSpec]:
     # Imported here: torch comes with them, and its import is a stage of the start-up.
     from cb_backend.models.checkpoint import resolve_checkpoint
     from cb_backend.models.registry import read_model_config
@@ -155,7 +155,7 @@ def _settings(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, int]]]:
 class Bench:
     """The loaded engine, what it is held against, and the records so far."""
 
-    def __init__(self, args: argparse.Namespace, engine: LLMEngine, folder: Path, model_config: ModelConfig) -> None:
+    def __init__(self, args: argparse.Namespace, engine: LLMEngine, folder: Path, model_config: ModelSpec) -> None:
         self.args = args
         self.engine = engine
         self.records: list[Record] = []

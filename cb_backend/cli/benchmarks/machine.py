@@ -16,7 +16,7 @@ from typing import Any
 
 from cb_backend import __version__
 from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape
-from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.spec import ModelSpec
 from cb_backend.process_watch import process_start_time
 
 REPEATS = 5  # of each measurement; the best one counts, because a limit is what can be reached
@@ -84,7 +84,7 @@ def config_digest(folder: Path) -> str:
 
 
 def model_shape(
-    config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto", quantization: str | None = None
+    config: ModelSpec, dtype: str, kv_cache_dtype: str = "auto", quantization: str | None = None
 ) -> ModelShape:
     """The sizes that the roofline needs; layers and cache in `dtype` unless they are fp8."""
     is_fp8 = quantization == "fp8"
@@ -95,7 +95,7 @@ def model_shape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=config.layers[0].mlp.intermediate_size,
         vocab_size=config.vocab_size,
         weight_bytes=1.0 if is_fp8 else size,
         head_bytes=size,

@@ -21,9 +21,8 @@ from cb_backend.errors import ConfigError
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import new_storage, size_kv_cache
 from cb_backend.layers.ops import Ops
-from cb_backend.layers.rotary import RotaryTables
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.spec import ModelSpec
 from cb_backend.outputs import JoinedRow, SchedulerOutput
 from cb_backend.sampling_params import SamplingParams
 
@@ -43,10 +42,9 @@ def log(message: str) -> None:
 
 def create_cuda_runner(
     config: EngineConfig,
-    model_config: ModelConfig,
+    spec: ModelSpec,
     model: DecoderForCausalLM,
     ops: Ops,
-    rotary: RotaryTables,
     max_model_len: int,
     kv_dtype: torch.dtype,
 ) -> SlotRunner:
@@ -54,12 +52,12 @@ def create_cuda_runner(
     device = torch.device("cuda")
     start = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
-    small = new_storage(config, model_config, 2, kv_dtype, device)
-    runner = SlotRunner(model, ops, rotary, small, config.max_num_seqs, max_model_len)
+    small = new_storage(config, spec, 2, kv_dtype, device)
+    runner = SlotRunner(model, ops, small, config.max_num_seqs, max_model_len)
     _compile_kernels(runner, min(config.max_num_seqs, config.max_num_batched_tokens))
     try:
-        warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, model_config.vocab_size)
-        shapes = [] if config.enforce_eager or not rotary.is_static else _shapes_to_capture(runner, config)
+        warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, spec.vocab_size)
+        shapes = [] if config.enforce_eager or not model.ropes.is_static else _shapes_to_capture(runner, config)
     except torch.cuda.OutOfMemoryError:
         raise ConfigError(
             f"a step of max_num_batched_tokens {config.max_num_batched_tokens} and max_num_seqs {config.max_num_seqs}"
@@ -67,8 +65,8 @@ def create_cuda_runner(
         ) from None
     torch.cuda.synchronize()
     log(f"warm-up took {time.perf_counter() - start:.1f} s")
-    num_blocks, shapes = _size_cache(config, model_config, kv_dtype, device, shapes)
-    runner.storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
+    num_blocks, shapes = _size_cache(config, spec, kv_dtype, device, shapes)
+    runner.storage = new_storage(config, spec, num_blocks, kv_dtype, device)
     log(
         f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB of"
         f" {str(kv_dtype).removeprefix('torch.')}"
@@ -160,7 +158,7 @@ def _is_launch_bound(runner: SlotRunner, shape: StepShape) -> bool:
 
 def _size_cache(
     config: EngineConfig,
-    model_config: ModelConfig,
+    spec: ModelSpec,
     kv_dtype: torch.dtype,
     device: torch.device,
     shapes: list[StepShape],
@@ -174,8 +172,8 @@ def _size_cache(
     if len(small) < len(shapes):
         # Where the configuration names the cache's size, it may not fit any more.
         with contextlib.suppress(ConfigError):
-            return size_kv_cache(config, model_config, kv_dtype, device, 2 * step_bytes + GRAPH_MEMORY), shapes
-    num_blocks = size_kv_cache(config, model_config, kv_dtype, device, step_bytes + GRAPH_MEMORY)
+            return size_kv_cache(config, spec, kv_dtype, device, 2 * step_bytes + GRAPH_MEMORY), shapes
+    num_blocks = size_kv_cache(config, spec, kv_dtype, device, step_bytes + GRAPH_MEMORY)
     if len(small) < len(shapes):
         log(f"no memory for graphs of full steps beside {num_blocks - 1} blocks: they are launched kernel by kernel")
     return num_blocks, small

@@ -20,11 +20,10 @@ from cb_backend.kernels.launch import IS_INTERPRETING
 from cb_backend.kv_cache.storage import bytes_per_block, new_storage, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.layers.rotary import RotaryTables
 from cb_backend.messages import ModelInfo
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
-from cb_backend.models.model_config import ModelConfig
 from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
+from cb_backend.models.spec import ModelSpec
 
 
 def resolve_device(name: str) -> torch.device:
@@ -36,9 +35,9 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """The configured length, or the checkpoint's. Raises `ConfigError` when more is asked for than the model knows."""
-    limit = model_config.max_context_len
+    limit = spec.max_context_len
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
@@ -48,11 +47,9 @@ def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> in
     return config.max_model_len
 
 
-def resolve_quantization(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def resolve_quantization(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """fp8 if it is asked for or the checkpoint is. Raises `ConfigError` where the GPU or the dtype does not do."""
-    quantization = config.quantization or model_config.quantization
+    quantization = config.quantization or spec.quantization
     if quantization is None:
         return None
     if not is_fp8_capable(device):
@@ -93,15 +90,15 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     where the device or the host has too little."""
     device = resolve_device(config.device)
     folder = resolve_checkpoint(config.model)
-    model_config = read_model_config(folder)
-    dtype = resolve_dtype(config.dtype, model_config, device)
+    spec = read_model_config(folder)
+    dtype = resolve_dtype(config.dtype, spec, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
-    quantization = resolve_quantization(config, model_config, dtype, device)
-    max_model_len = resolve_max_model_len(config, model_config)
+    quantization = resolve_quantization(config, spec, dtype, device)
+    max_model_len = resolve_max_model_len(config, spec)
     ops = resolve_ops(resolve_attention_backend(config.attention_backend, device))
     model = load_model(
         folder,
-        model_config,
+        spec,
         ops=ops,
         dtype=dtype,
         device=device,
@@ -110,23 +107,23 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         progress=_log_progress,
         has_kv_scales=kv_dtype != dtype,
         quantization=quantization,
+        max_model_len=max_model_len,
     )
-    rotary = RotaryTables(model_config.rope, model_config.head_dim, max_model_len, device)
     if device.type == "cuda":
-        runner = create_cuda_runner(config, model_config, model, ops, rotary, max_model_len, kv_dtype)
+        runner = create_cuda_runner(config, spec, model, ops, max_model_len, kv_dtype)
     else:
-        num_blocks = size_kv_cache(config, model_config, kv_dtype, device)
-        storage = new_storage(config, model_config, num_blocks, kv_dtype, device)
-        runner = SlotRunner(model, ops, rotary, storage, config.max_num_seqs, max_model_len)
-    num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(model_config, config.block_size, kv_dtype))
+        num_blocks = size_kv_cache(config, spec, kv_dtype, device)
+        storage = new_storage(config, spec, num_blocks, kv_dtype, device)
+        runner = SlotRunner(model, ops, storage, config.max_num_seqs, max_model_len)
+    num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(spec, config.block_size, kv_dtype))
     if num_host_blocks:
         runner.swapper = BlockSwapper(runner.storage, num_host_blocks)
     info = ModelInfo(
         model=config.model,
         tokenizer_dir=_tokenizer_dir(config, folder),
-        vocab_size=model_config.vocab_size,
+        vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=spec.eos_token_ids,
         block_size=config.block_size,
         num_blocks=runner.storage.data.shape[1] - 1,  # block 0 is the null block
         max_num_seqs=config.max_num_seqs,

@@ -28,9 +28,8 @@ from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, StepShape
 from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
-from cb_backend.layers.attention_metadata import AttentionMetadata
 from cb_backend.layers.ops import Ops
-from cb_backend.layers.rotary import RotaryTables
+from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.outputs import SchedulerOutput
 
@@ -42,7 +41,6 @@ class SlotRunner:
         self,
         model: DecoderForCausalLM,
         ops: Ops,
-        rotary: RotaryTables,
         storage: KVCacheStorage,
         num_slots: int,
         max_model_len: int,
@@ -50,7 +48,6 @@ class SlotRunner:
         """`storage` may be replaced later by a larger one of the same kind; `swapper` is set where blocks swap."""
         self.model = model
         self.ops = ops
-        self.rotary = rotary
         self.storage = storage
         self.swapper: BlockSwapper | None = None
         self.device = storage.data.device
@@ -58,20 +55,20 @@ class SlotRunner:
         self.padding_slot = num_slots
         self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
-        self.rules = LogitsRules(model.config.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.rules = LogitsRules(model.spec.vocab_size, max_model_len, num_slots, self.device, ops)
         self.masks = TokenMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
         self.graphs = StepGraphs()
         self.memory = HostMemory(num_slots, self.device)
         # One for all graphs, which leave their logits here for the rows that need them again.
         self.logits = torch.empty(
-            num_slots + MAX_GRAPH_PROMPTS, model.config.vocab_size, dtype=model.dtype, device=self.device
+            num_slots + MAX_GRAPH_PROMPTS, model.spec.vocab_size, dtype=model.dtype, device=self.device
         )
         self._is_asking = np.zeros(num_slots, np.bool_)  # slots whose rows ask for more than the step
         self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
 
     def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
-        return self.rotary.cache_key(num_prompt_tokens)
+        return self.model.ropes.cache_key(num_prompt_tokens)
 
     def close(self) -> None:
         """Give up the cache's memory; the runner cannot be used afterwards."""
@@ -185,11 +182,9 @@ class SlotRunner:
         state, ops, slots = self.state, self.ops, buffers.slots
         ops.apply_deltas(state.block_tables, buffers.deltas)
         ops.prepare_rows(slots, shape.num_decode, state, self.block_size, rows)
-        cos_sin, cos_sin_rows = self.rotary.rows(rows.positions, rows.num_prompt_tokens)
         nothing = slots[:0]
-        metadata = AttentionMetadata(
-            cos_sin=cos_sin,
-            cos_sin_rows=cos_sin_rows,
+        step = StepMetadata(
+            ropes=self.model.ropes.rows(rows.positions, rows.num_prompt_tokens),
             slot_mapping=rows.slot_mapping,
             block_tables=state.block_tables,
             num_decode_rows=shape.num_decode,
@@ -200,7 +195,7 @@ class SlotRunner:
             prefill_seq_lens=segments.get("prompt_seq_lens", nothing),
             max_query_len=shape.num_prefill,
         )
-        return self.model(rows.token_ids, metadata, self.storage.layers)
+        return self.model(rows.token_ids, step, self.storage.layers)
 
     def _sample(self, buffers: StepBuffers, logits: Tensor) -> None:
         """Choose the rows' tokens and book them. Changes stop ids in logits [num_rows, vocab_size]."""

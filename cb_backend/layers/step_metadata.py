@@ -1,8 +1,8 @@
-"""Where the tokens of one step stand: what attention needs to know beside the activations.
+"""Where the tokens of one step stand: what layers need to know beside the activations.
 
-Built by the model runner once a step and passed down as an argument; no layer keeps it. Decode tokens (one a row)
-come first in the token dimension, prefill tokens after them, so one step is one pass over all tokens with two
-attention calls.
+Built once a step by whoever runs the model, and the last argument of every layer's call; no layer keeps it. Decode
+tokens (one a row) come first in the token dimension, prefill tokens after them, so one step is one pass over all tokens
+with two attention calls.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionMetadata:
+class StepMetadata:
     """All tensors lie on the model's device. Either part may be empty (zero-length tensors)."""
 
-    cos_sin: Tensor  # [num_rows_of_the_table, rotary_dim] float32, first half cos, second half sin
-    cos_sin_rows: Tensor  # [num_tokens] int32 row of cos_sin for each token
+    # For each rope of the model (`DecoderForCausalLM.rope_rows`), which angles turn each token:
+    # a table [num_rows_of_the_table, rotary_dim] float32, first half cos, second half sin; its rows [num_tokens] int32
+    ropes: tuple[tuple[Tensor, Tensor], ...]
     slot_mapping: Tensor  # [num_tokens] int32 block_id * block_size + offset; block 0 for padding
     block_tables: Tensor  # [num_slots, max_blocks] int32 block ids in token order
     # Decode rows: tokens [0, num_decode_rows)
@@ -30,3 +31,4 @@ class AttentionMetadata:
     prefill_query_start_loc: Tensor  # [num_prefill_rows + 1] int32, counted from the first prefill token
     prefill_seq_lens: Tensor  # [num_prefill_rows] int32 tokens of the row in the cache after this step
     max_query_len: int  # longest prefill row of this step; 0: there is none
+    adapters: None = None  # the step has none

@@ -1,0 +1,70 @@
+"""Builds layers from their specifications: what all of a model's layers have in common is given once, here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cb_backend.layers.attention import Attention, AttentionParts
+from cb_backend.layers.group import Group
+from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from cb_backend.layers.linear import Linear
+from cb_backend.layers.mlp import MLP, Block
+from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.projection import Projection, Split
+from cb_backend.layers.weight_format import ModuleFormats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMaker:
+    """Layers of one model on one device; their tensors are empty. `name`s are those of modules in the checkpoint."""
+
+    ops: ModelOps
+    dtype: torch.dtype
+    device: torch.device
+    group: Group
+    format_of: ModuleFormats
+
+    def linear(self, projection: Projection) -> Linear:
+        """In the format of its name. Raises `ConfigError` where its parts have different ones."""
+        new_linear = self.format_of.of(projection).new_linear
+        return new_linear(projection, self.ops, self.group, dtype=self.dtype, device=self.device)
+
+    def norm(self, name: str, spec: NormSpec, size: int) -> RMSNorm:
+        return RMSNorm(name, spec, size, self.ops, dtype=self.dtype, device=self.device)
+
+    def attention(self, name: str, hidden_size: int, spec: AttentionSpec, layer: LayerSpec) -> Attention:
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        qkv_proj = Projection(
+            name=name,
+            in_size=hidden_size,
+            parts={"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            has_bias=spec.has_qkv_bias,
+            split=Split.ROWS,
+        )
+        o_proj = Projection(
+            name=name, in_size=q_size, parts={"o_proj": hidden_size}, has_bias=spec.has_o_bias, split=Split.COLUMNS
+        )
+        norms = (
+            {part: self.norm(f"{name}.{part}", spec.qk_norm, spec.head_dim) for part in ("q_norm", "k_norm")}
+            if spec.qk_norm
+            else {}
+        )
+        parts = AttentionParts(qkv_proj=self.linear(qkv_proj), o_proj=self.linear(o_proj), **norms)
+        return Attention(name, spec, layer, parts, self.ops)
+
+    def block(self, name: str, hidden_size: int, spec: MLPSpec) -> Block:
+        size, has_bias = spec.intermediate_size, spec.has_bias
+        gate_up_proj = Projection(
+            name=name,
+            in_size=hidden_size,
+            parts={"gate_proj": size, "up_proj": size},
+            has_bias=has_bias,
+            split=Split.ROWS,
+        )
+        down_proj = Projection(
+            name=name, in_size=size, parts={"down_proj": hidden_size}, has_bias=has_bias, split=Split.COLUMNS
+        )
+        return MLP(self.linear(gate_up_proj), self.linear(down_proj))

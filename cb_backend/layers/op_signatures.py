@@ -1,0 +1,129 @@
+"""What can be asked of the ops: of those that layers call, and of those that the step around the model calls.
+
+Shapes, types and what is computed are told by each op's twin in `cb_backend/kernels`; a test holds these signatures to
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from cb_backend.kernels.fp8 import Fp8Rows
+from cb_backend.kernels.slot_state import SlotState
+from cb_backend.kernels.step_rows import StepRows
+
+
+class ModelOps(Protocol):
+    """The ops of the layers."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor: ...
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor: ...
+    def linear_silu_mul(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def add_norm_linear(
+        self, x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    # The same with fp8 weights
+    def add_rms_norm_fp8(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]: ...
+    def quantize_rows(self, x: Tensor) -> Fp8Rows: ...
+    def linear_fp8(self, x: Fp8Rows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def linear_silu_mul_fp8(self, x: Fp8Rows, weight: Tensor, weight_scales: Tensor) -> Tensor: ...
+
+    def qkv_post(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        cos_sin_rows: Tensor,
+        slot_mapping: Tensor,
+        kv_cache: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        out: Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> Tensor: ...
+    def plan_decode(self, seq_lens: Tensor, kv_cache: Tensor, window: int = 0) -> Tensor | None: ...
+    def decode_attention(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_tables: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        window: int = 0,
+        out: Tensor | None = None,
+        plans: dict[int, Tensor] | None = None,
+        value_scale: float = 1.0,
+    ) -> Tensor: ...
+    def prefill_attention(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_tables: Tensor,
+        slots: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        window: int = 0,
+        *,
+        max_query_len: int,
+        out: Tensor | None = None,
+        value_scale: float = 1.0,
+    ) -> Tensor: ...
+
+
+class StepOps(Protocol):
+    """The ops of the step around the model, and of the rows that ask for more."""
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        has_filters: bool = True,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+    def apply_deltas(self, block_tables: Tensor, deltas: Tensor) -> None: ...
+    def join_slots(self, joined: Tensor, state: SlotState) -> None: ...
+    def prepare_rows(
+        self, slots: Tensor, num_decode: int, state: SlotState, block_size: int, out: StepRows
+    ) -> None: ...
+    def commit_tokens(
+        self,
+        slots: Tensor,
+        sampled: Tensor,
+        is_failed: Tensor,
+        sample_positions: Tensor,
+        last_token: Tensor,
+        num_tokens: Tensor,
+        result: Tensor,
+    ) -> None: ...
+    def mask_stop_ids(
+        self, logits: Tensor, slots: Tensor, sample_positions: Tensor, min_positions: Tensor, stop_ids: Tensor
+    ) -> None: ...
+    def apply_marks(
+        self, logits: Tensor, rows: Tensor, marks: Tensor, mark_rows: Tensor, penalties: Tensor
+    ) -> None: ...
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None: ...
+    def top_logprobs(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Ops(ModelOps, StepOps, Protocol):
+    """All of one backend."""
+
+    backend: str  # triton | torch

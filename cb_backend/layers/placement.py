@@ -1,0 +1,59 @@
+"""Where each of a checkpoint's tensors goes, and what happens to it on the way.
+
+Layers list their placements; whoever loads, fills them. Nothing here knows files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Fillable(Protocol):
+    """A tensor, or what takes a checkpoint's tensor as one would."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def device(self) -> torch.device: ...
+    def numel(self) -> int: ...
+    def copy_(self, source: Tensor) -> Any: ...
+    def normal_(self, mean: float, std: float, *, generator: torch.Generator | None) -> Any: ...
+
+
+class Shard(NamedTuple):
+    """The part of a checkpoint's tensor that is wanted: `size` of the `whole` entries of dimension `dim`."""
+
+    dim: int
+    start: int
+    size: int
+    whole: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view."""
+        return tensor.narrow(self.dim, self.start, self.size)
+
+
+class Placement(NamedTuple):
+    """One tensor of the checkpoint and its place. `transform` keeps the shape, and its results need not be views."""
+
+    name: str  # in the checkpoint
+    target: Fillable
+    shard: Shard | None = None  # None: all of it
+    transform: Callable[[Tensor], Tensor] | None = None  # of the shard; None: as it is
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the checkpoint's tensor must have."""
+        shape = list(self.target.shape)
+        if self.shard is not None:
+            shape[self.shard.dim] = self.shard.whole
+        return tuple(shape)
+
+    def prepare(self, tensor: Tensor) -> Tensor:
+        """What of the checkpoint's tensor goes to the target."""
+        tensor = tensor if self.shard is None else self.shard.of(tensor)
+        return tensor if self.transform is None else self.transform(tensor)

@@ -1,0 +1,72 @@
+"""What projections are stored as. Which format a module has is chosen by its name, when the model is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from cb_backend.errors import ConfigError
+from cb_backend.layers.fp8_linear import Fp8Linear
+from cb_backend.layers.group import Group
+from cb_backend.layers.linear import Linear
+from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.projection import Projection
+
+
+class WeightFormat(Protocol):
+    """A way to store a projection's weight, and to multiply with it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def new_linear(
+        self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
+        """An empty projection. `dtype` is that of its inputs and products."""
+        ...
+
+
+class PlainFormat:
+    """Weights in the model's dtype."""
+
+    name = "plain"
+
+    def new_linear(
+        self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
+        return Linear(projection, ops, group, dtype=dtype, device=device)
+
+
+class Fp8Format:
+    """Weights in fp8 (e4m3) with a scale for each output feature."""
+
+    name = "fp8"
+
+    def new_linear(
+        self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
+    ) -> Fp8Linear:
+        return Fp8Linear(projection, ops, group, dtype=dtype, device=device)
+
+
+class ModuleFormats:
+    """The format of each module, by its name in the checkpoint (`model.layers.3.mlp.down_proj`)."""
+
+    def __init__(self, default: WeightFormat, exceptions: Sequence[tuple[str, WeightFormat]] = ()) -> None:
+        """exceptions: (regular expression, format); the first one that matches a whole name decides."""
+        self._default = default
+        self._exceptions = [(re.compile(pattern), its_format) for pattern, its_format in exceptions]
+
+    def __call__(self, module: str) -> WeightFormat:
+        return next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)
+
+    def of(self, projection: Projection) -> WeightFormat:
+        """The format that all parts have. Raises `ConfigError` where they differ: they are one weight."""
+        stored = [projection.stored_as] if projection.stored_as else list(projection.parts)
+        formats = {f"{projection.name}.{part}": self(f"{projection.name}.{part}") for part in stored}
+        if len({found.name for found in formats.values()}) > 1:
+            given = ", ".join(f"{module} is {found.name}" for module, found in formats.items())
+            raise ConfigError(f"{given}: supported is one format for projections of the same input")
+        return next(iter(formats.values()))

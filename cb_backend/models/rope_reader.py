@@ -1,0 +1,88 @@
+"""What a checkpoint says of its rotary position embeddings, in all the spellings that are in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cb_backend.errors import ConfigError
+from cb_backend.layers.rope_config import ROPE_TYPES, RopeConfig
+from cb_backend.models.config_reader import ConfigReader
+
+_NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+
+
+def read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
+    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
+    max_position_embeddings = reader.positive("max_position_embeddings")
+    given = reader.get("rope_scaling", dict, None) or reader.get("rope_parameters", dict, None) or {}
+    rope = ConfigReader({"rope_theta": reader.values.get("rope_theta"), **given}, f"{reader.where} (rope parameters)")
+    rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
+    if rope_type not in ROPE_TYPES or any(isinstance(value, dict) for value in given.values()):
+        found = f"rope_type {rope_type!r}" if rope_type not in ROPE_TYPES else "a rope for each layer type"
+        raise ConfigError(f"{reader.where} asks for {found}; supported for all layers alike: {', '.join(ROPE_TYPES)}")
+    partial = rope.get("partial_rotary_factor", float, reader.get("partial_rotary_factor", float, 1.0))
+    if partial != 1.0:
+        raise ConfigError(
+            f"{reader.where}: partial_rotary_factor is {partial}; these families rotate whole heads (1.0)"
+        )
+    theta = rope.positive_float("rope_theta", 10_000.0)
+    shared: dict[str, Any] = {
+        "rope_type": rope_type, "theta": theta, "max_position_embeddings": max_position_embeddings
+    }  # fmt: skip
+    if rope_type in _NEEDS_ORIGINAL_LENGTH:
+        # Some files keep the pretraining length beside the rope parameters; that one wins, as in transformers.
+        inside = rope.positive("original_max_position_embeddings", max_position_embeddings)
+        shared["original_max_position_embeddings"] = reader.positive("original_max_position_embeddings", inside)
+    return RopeConfig(**shared, **_ROPE_READERS[rope_type](rope, shared, head_dim))
+
+
+def _read_no_scaling(_rope: ConfigReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+    return {}
+
+
+def _read_factor(rope: ConfigReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+    return {"factor": rope.positive_float("factor")}
+
+
+def _read_llama3(rope: ConfigReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+    return {key: rope.positive_float(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+def _length_ratio(shared: dict[str, Any]) -> float:
+    return shared["max_position_embeddings"] / shared["original_max_position_embeddings"]
+
+
+def _read_yarn(rope: ConfigReader, shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+    return {
+        "factor": rope.positive_float("factor", _length_ratio(shared)),
+        "attention_factor": rope.get("attention_factor", float, None),
+        "beta_fast": rope.get("beta_fast", float, 0.0) or 32.0,
+        "beta_slow": rope.get("beta_slow", float, 0.0) or 1.0,
+        "mscale": rope.get("mscale", float, 0.0),
+        "mscale_all_dim": rope.get("mscale_all_dim", float, 0.0),
+        "truncate": rope.get("truncate", bool, True),
+    }
+
+
+def _read_longrope(rope: ConfigReader, shared: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    factors = {key: tuple(float(value) for value in rope.get(key, list)) for key in ("short_factor", "long_factor")}
+    for key, values in factors.items():
+        if len(values) != head_dim // 2:
+            raise ConfigError(
+                f"{rope.where}: {key} has {len(values)} entries; head_dim {head_dim} needs {head_dim // 2}"
+            )
+    return {
+        **factors,
+        "factor": rope.positive_float("factor", _length_ratio(shared)),
+        "attention_factor": rope.get("attention_factor", float, None),
+    }
+
+
+_ROPE_READERS = {
+    "default": _read_no_scaling,
+    "linear": _read_factor,
+    "dynamic": _read_factor,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}

@@ -1,0 +1,68 @@
+"""What a model is, as plain data: the layers, in order, and what they share.
+
+A family's `read_spec` makes one of a checkpoint's `config.json`; the decoder builds it. This module does not know
+tensors, files or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, NormSpec
+from cb_backend.layers.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One decoder-only model: sizes, options, and what generation needs to know."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    attention: AttentionSpec
+    norm: NormSpec
+    ropes: tuple[RopeConfig, ...]
+    layers: tuple[LayerSpec, ...]
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    prefix: str = "model."  # of the checkpoint's names, but for the head's
+    dtype: str = "float32"  # of the checkpoint
+    quantization: str | None = None  # of the checkpoint's matrices: fp8 | None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """[num_layers] newest tokens a query sees, its own included; 0 = all."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest context the checkpoint is meant for: `max_position_embeddings`, stretched by the rope scaling.
+
+        For linear, dynamic and yarn files may give the length before the stretch; the others give the one after it.
+        """
+        return max(_stretched(rope, self.max_position_embeddings) for rope in self.ropes)
+
+
+def _stretched(rope: RopeConfig, max_position_embeddings: int) -> int:
+    if rope.rope_type in ("linear", "dynamic"):
+        return int(max_position_embeddings * rope.factor)
+    if rope.rope_type == "yarn":
+        return max(max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
+    return max_position_embeddings

@@ -1,0 +1,150 @@
+"""Layers as they are made: which format a module has, and what of a checkpoint's tensors a device of a group takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cb_backend.errors import ConfigError
+from cb_backend.layers.fp8_linear import Fp8Linear
+from cb_backend.layers.group import Group, NoGroup
+from cb_backend.layers.layer_maker import LayerMaker
+from cb_backend.layers.layer_spec import MLPSpec, NormSpec
+from cb_backend.layers.linear import Linear
+from cb_backend.layers.mlp import MLP
+from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.placement import Placement, Shard
+from cb_backend.layers.projection import Projection, Split
+from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PlainFormat
+
+CPU = torch.device("cpu")
+STEP: Any = None  # these layers do not look at it
+
+
+class OneOf:
+    """A device of a group, whose sums the test makes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def reduce_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        return norm.add(x, residual)
+
+
+def maker(formats: ModuleFormats | None = None, group: Group | None = None) -> LayerMaker:
+    return LayerMaker(
+        ops=resolve_ops("torch"),
+        dtype=torch.float32,
+        device=CPU,
+        group=group or NoGroup(),
+        format_of=formats or ModuleFormats(PlainFormat()),
+    )
+
+
+def fill(placements: Iterable[Placement], checkpoint: dict[str, Tensor]) -> None:
+    for placement in placements:
+        tensor = checkpoint[placement.name]
+        assert placement.shape == tuple(tensor.shape)
+        placement.target.copy_(placement.prepare(tensor))
+
+
+def test_a_module_has_the_format_of_its_name() -> None:
+    formats = ModuleFormats(Fp8Format(), [(r"model\.layers\.0\..*", PlainFormat()), (r".*\.down_proj", PlainFormat())])
+    first, second = (maker(formats).block(f"model.layers.{i}.mlp", 8, MLPSpec(intermediate_size=6)) for i in (0, 1))
+    assert isinstance(first, MLP)
+    assert isinstance(second, MLP)
+    assert [type(each) for each in (first.gate_up_proj, first.down_proj)] == [Linear, Linear]
+    assert [type(each) for each in (second.gate_up_proj, second.down_proj)] == [Fp8Linear, Linear]
+
+
+def test_the_first_exception_that_matches_the_whole_name_decides() -> None:
+    formats = ModuleFormats(PlainFormat(), [("a", PlainFormat()), ("a|ab", Fp8Format())])
+    assert [formats(module).name for module in ("a", "ab", "abc")] == ["plain", "fp8", "plain"]
+
+
+def test_projections_of_one_weight_cannot_differ_in_format() -> None:
+    formats = ModuleFormats(Fp8Format(), [(r".*\.gate_proj", PlainFormat())])
+    with pytest.raises(ConfigError, match=r"m\.gate_proj is plain, m\.up_proj is fp8: supported is one format"):
+        maker(formats).block("m", 8, MLPSpec(intermediate_size=6))
+
+
+@pytest.mark.parametrize("stored_as", [None, "qkv_proj"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_devices_of_a_group_have_the_whole_together(size: int, stored_as: str | None) -> None:
+    """Row by row of each part: what the devices compute, side by side, is the whole product."""
+    torch.manual_seed(0)
+    parts = {"q_proj": 8, "k_proj": 4}
+    weight, bias = torch.randn(12, 6), torch.randn(12)
+    if stored_as:
+        checkpoint = {f"a.{stored_as}.weight": weight, f"a.{stored_as}.bias": bias}
+    else:
+        checkpoint = {"a.q_proj.weight": weight[:8], "a.k_proj.weight": weight[8:]}
+        checkpoint |= {"a.q_proj.bias": bias[:8], "a.k_proj.bias": bias[8:]}
+    x = torch.randn(3, 6)
+    products = []
+    projection = Projection(name="a", in_size=6, parts=parts, has_bias=True, split=Split.ROWS, stored_as=stored_as)
+    for rank in range(size):
+        linear = maker(group=OneOf(rank, size)).linear(projection)
+        fill(linear.placements(), checkpoint)
+        products.append(linear(x, STEP).split([8 // size, 4 // size], dim=1))
+    whole = torch.cat([torch.cat(each, dim=1) for each in zip(*products, strict=True)], dim=1)
+    torch.testing.assert_close(whole, x @ weight.T + bias)
+
+
+def test_partial_sums_have_the_bias_once() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(5, 8), torch.randn(5), torch.randn(3, 8)
+    total = torch.zeros(3, 5)
+    projection = Projection(name="a", in_size=8, parts={"o_proj": 5}, has_bias=True, split=Split.COLUMNS)
+    for rank, columns in enumerate(x.chunk(2, dim=1)):
+        linear = maker(group=OneOf(rank, 2)).linear(projection)
+        fill(linear.placements(), {"a.o_proj.weight": weight, "a.o_proj.bias": bias})
+        total += linear(columns, STEP)
+    torch.testing.assert_close(total, x @ weight.T + bias)
+
+
+def test_what_a_group_cannot_share_out_is_named() -> None:
+    projection = Projection(name="a", in_size=7, parts={"o_proj": 5}, split=Split.COLUMNS)
+    with pytest.raises(ConfigError, match="a: 7 features cannot be shared out among 2 devices"):
+        maker(group=OneOf(0, 2)).linear(projection)
+
+
+def test_a_group_is_asked_where_a_product_follows_an_addition() -> None:
+    """And nothing is fused with what the devices have yet to add."""
+    torch.manual_seed(0)
+    asked: list[str] = []
+
+    class Asked(OneOf):
+        def reduce_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+            asked.append(norm.name)
+            return norm.add(2 * x, residual)
+
+    x, residual = torch.randn(2, 3, 8)
+    for formats in (ModuleFormats(PlainFormat()), ModuleFormats(Fp8Format())):
+        make = maker(formats, Asked(0, 2))
+        norm = make.norm("n", NormSpec(eps=1e-5), 8)
+        norm.weight.uniform_(0.5, 1.5)
+        linear = make.linear(Projection(name="a", in_size=8, parts={"gate": 8, "up": 8}, split=Split.ROWS))
+        for placement in linear.placements():
+            placement.target.copy_(torch.randn(4, 8))
+        normed, total = norm.add(2 * x, residual)
+        for found, its_total in (linear.after(norm, x, residual, STEP), linear.gated_after(norm, x, residual, STEP)):
+            assert torch.equal(its_total, total)
+            wanted = linear(normed, STEP)
+            is_gated = found.shape[1] == 4
+            torch.testing.assert_close(found, resolve_ops("torch").silu_mul(wanted) if is_gated else wanted)
+    assert asked == ["n"] * 4
+
+
+def test_a_placement_takes_its_shard_and_transforms_it() -> None:
+    target = torch.zeros(2, 3)
+    placement = Placement("t", target, Shard(0, 1, 2, 4), lambda rows: rows + 1)
+    tensor = torch.arange(12.0).view(4, 3)
+    assert placement.shape == (4, 3)
+    target.copy_(placement.prepare(tensor))
+    assert torch.equal(target, tensor[1:3] + 1)
