@@ -59,6 +59,7 @@ def make_model(name: str) -> DecoderForCausalLM:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            rotary_dim=shape.head_dim,
             scale=shape.head_dim**-0.5,
             qk_norm=norm if name in HAS_QK_NORM else None,
         ),

@@ -21,6 +21,7 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
+from cb_backend.kernels.rms_norm import rms_norm_torch
 
 # Tokens of a step up to which there are many small programs, so that none is long; more are many programs anyway, and
 # larger ones load their token's angles less often.
@@ -67,6 +68,7 @@ def _qkv_post_kernel(
     BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr,  # rotary_dim / 2
     HAS_NORM: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
     eps: tl.constexpr,
     FP8_MAX: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -102,9 +104,11 @@ def _qkv_post_kernel(
     rotated, rotated_partner = x.to(tl.float32), x_partner.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / HEAD_DIM + eps)[:, None]
-        rotated = ((rotated * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
-        rotated_partner = ((rotated_partner * scale).to(x.dtype).to(tl.float32) * partner_weight).to(x.dtype)
-        rotated_partner = rotated_partner.to(tl.float32)
+        rotated, rotated_partner = rotated * scale, rotated_partner * scale
+        if ROUNDS_FIRST:
+            rotated, rotated_partner = rotated.to(x.dtype).to(tl.float32), rotated_partner.to(x.dtype).to(tl.float32)
+        rotated = (rotated * weight).to(x.dtype).to(tl.float32)
+        rotated_partner = (rotated_partner * partner_weight).to(x.dtype).to(tl.float32)
     rotated = (rotated * cos[None, :] + rotated_partner * sin[None, :]).to(x.dtype)
     q_ptr = out_ptr + (token.to(tl.int64) * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
     tl.store(q_ptr, rotated, mask=is_inside & is_q[:, None])
@@ -135,6 +139,7 @@ def qkv_post(
     out: Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    rounds_first: bool = True,
 ) -> Tensor:
     """`qkv_post_torch` in one launch; rows of qkv and of cos_sin may be strided. Both norms are given, or none.
 
@@ -144,7 +149,7 @@ def qkv_post(
     if needs_twin(qkv):
         return qkv_post_torch(
             qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, num_heads, num_kv_heads, head_dim,
-            q_norm, k_norm, eps, out, key_scale, value_scale,
+            q_norm, k_norm, eps, out, key_scale, value_scale, rounds_first,
         )  # fmt: skip
     num_tokens = qkv.shape[0]
     if out is None:
@@ -159,7 +164,7 @@ def qkv_post(
         qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, q_norm, k_norm, out, 1 / key_scale, 1 / value_scale,
         qkv.stride(0), cos_sin.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
-        HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, eps=eps, FP8_MAX=FP8_MAX,
+        HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, ROUNDS_FIRST=rounds_first, eps=eps, FP8_MAX=FP8_MAX,
         IS_DEPENDENT=can_overlap(qkv.device), IS_AHEAD=bool(options), HEADS=heads, BLOCK_D=next_power_of_2(head_dim),
         num_warps=parameters["num_warps"], **options,
     )  # fmt: skip
@@ -181,6 +186,7 @@ def qkv_post_torch(
     out: Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    rounds_first: bool = True,
 ) -> Tensor:
     """Return q [num_tokens, num_heads, head_dim] ready for attention; write k and v into `kv_cache` in place.
 
@@ -188,7 +194,8 @@ def qkv_post_torch(
     half of a row and sines in the second; cos_sin_rows and slot_mapping [num_tokens] int32, a slot being
     block_id * block_size + offset; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim].
     Padding tokens point at the null block (slots 0 to block_size - 1). RoPE rotates halves of the first rotary_dim
-    dimensions, in fp32; q_norm and k_norm [head_dim] are RMSNorm weights applied to each head before it.
+    dimensions, in fp32; q_norm and k_norm [head_dim] are RMSNorm weights applied to each head before it,
+    rounded as `rms_norm` rounds.
     An fp8 cache gets keys / key_scale and values / value_scale, at most 448 in size (saturated, infinity included);
     other caches have no use for the scales.
     """
@@ -197,8 +204,8 @@ def qkv_post_torch(
     heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     cos, sin = cos_sin[cos_sin_rows.long()].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
-    q = _rotate(_head_norm(q, q_norm, eps), cos, sin, qkv.dtype)
-    k = _rotate(_head_norm(k, k_norm, eps), cos, sin, qkv.dtype)
+    q = _rotate(_head_norm(q, q_norm, eps, rounds_first), cos, sin, qkv.dtype)
+    k = _rotate(_head_norm(k, k_norm, eps, rounds_first), cos, sin, qkv.dtype)
     slots = slot_mapping.long()
     blocks, offsets = slots // block_size, slots % block_size
     if kv_cache.dtype == torch.float8_e4m3fn:
@@ -208,12 +215,9 @@ def qkv_post_torch(
     return q if out is None else out.copy_(q)
 
 
-def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm over head_dim, rounded as rms_norm rounds; x itself where there is no weight."""
-    if weight is None:
-        return x
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+def _head_norm(x: Tensor, weight: Tensor | None, eps: float, rounds_first: bool) -> Tensor:
+    """RMSNorm over head_dim; x itself where there is no weight."""
+    return x if weight is None else rms_norm_torch(x, weight, eps, rounds_first=rounds_first)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""RMSNorm, alone and fused with the residual addition before it.
+"""RMSNorm, alone and fused with the residual addition before it, and with the norm of what is added.
 
 Knows rows and weights, not where they stand in a model. Arithmetic is fp32; the normalised row is rounded to the
-input's type before the weight multiplies it, as Hugging Face's LlamaRMSNorm does.
+input's type before the weight multiplies it, as Hugging Face's LlamaRMSNorm does, or only after it (`rounds_first`
+False), as others do. Weights may be fp32 whatever the rows are.
 """
 
 from __future__ import annotations
@@ -24,18 +25,35 @@ from cb_backend.kernels.launch import (
 
 
 @jit()
+def _normed(x, weight, HIDDEN_SIZE: tl.constexpr, eps: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
+    """One row, zeros outside, in its own type."""
+    x32 = x.to(tl.float32)
+    normed = x32 * tl.rsqrt(tl.sum(x32 * x32, axis=0) / HIDDEN_SIZE + eps)
+    if ROUNDS_FIRST:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
+
+
+@jit()
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    post_weight_ptr,
     out_ptr,
     out_residual_ptr,
     scales_ptr,
     x_stride,
     residual_stride,
+    out_stride: tl.constexpr,
     hidden_size: tl.constexpr,
     eps: tl.constexpr,
+    x_scale: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
     FP8_MAX: tl.constexpr,
     MIN_ROW_MAX: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -46,109 +64,156 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_inside = column < hidden_size
-    weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0)
+    if HAS_POST:
+        post_weight = tl.load(post_weight_ptr + column, mask=is_inside, other=0.0)
     await_previous(IS_DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + column, mask=is_inside, other=0.0)
+    if HAS_POST:
+        x = _normed(x, post_weight, hidden_size, eps, ROUNDS_FIRST)
+    if x_scale != 1.0:
+        x = (x.to(tl.float32) * x_scale).to(x.dtype)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(out_residual_ptr + row * hidden_size + column, x, mask=is_inside)
-    x32 = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / hidden_size + eps)
-    normed = (x32 * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    normed = normed.to(x.dtype)
-    if out_ptr.dtype.element_ty == tl.float8e4nv:
-        normed, row_scale = quantized_row(normed.to(tl.float32), FP8_MAX, MIN_ROW_MAX)
-        tl.store(scales_ptr + row, row_scale)
-    tl.store(out_ptr + row * hidden_size + column, normed, mask=is_inside)
+    if HAS_OUT:
+        if HAS_WEIGHT:
+            x = _normed(x, weight, hidden_size, eps, ROUNDS_FIRST)
+        if out_ptr.dtype.element_ty == tl.float8e4nv:
+            x, row_scale = quantized_row(x.to(tl.float32), FP8_MAX, MIN_ROW_MAX)
+            tl.store(scales_ptr + row, row_scale)
+        tl.store(out_ptr + row * out_stride + column, x, mask=is_inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """`rms_norm_torch` in one launch; rows of x may be strided."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, rounds_first: bool = True) -> Tensor:
+    """`rms_norm_torch` in one launch; rows of x and of out may be strided, and be the same."""
     if needs_twin(x):
-        return rms_norm_torch(x, weight, eps, out)
+        return rms_norm_torch(x, weight, eps, out, rounds_first)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, None, weight, eps, out, None)
+    _launch(x, None, weight, eps, out, None, rounds_first=rounds_first)
     return out
 
 
-def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    post_weight: Tensor | None = None,
+    x_scale: float = 1.0,
+    rounds_first: bool = True,
+) -> tuple[Fp8Rows, Tensor]:
     """`add_rms_norm_fp8_torch` in one launch."""
     if needs_twin(x):
-        return add_rms_norm_fp8_torch(x, residual, weight, eps)
+        return add_rms_norm_fp8_torch(x, residual, weight, eps, post_weight, x_scale, rounds_first)
     out, total = new_rows(x), torch.empty_like(residual)
-    _launch(x, residual, weight, eps, out.values, total, out.scales)
+    _launch(x, residual, weight, eps, out.values, total, out.scales, post_weight, x_scale, rounds_first)
     return out, total
 
 
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     out: tuple[Tensor, Tensor] | None = None,
+    post_weight: Tensor | None = None,
+    x_scale: float = 1.0,
+    rounds_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm_torch` in one launch; rows of x and residual may be strided."""
     if needs_twin(x):
-        return add_rms_norm_torch(x, residual, weight, eps, out)
-    if out is None:
+        return add_rms_norm_torch(x, residual, weight, eps, out, post_weight, x_scale, rounds_first)
+    if weight is None:
+        total = torch.empty_like(residual) if out is None else out[1]
+        out = (total, total)
+    elif out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(residual)
-    _launch(x, residual, weight, eps, *out)
+    normed = None if weight is None else out[0]
+    _launch(x, residual, weight, eps, normed, out[1], None, post_weight, x_scale, rounds_first)
     return out
 
 
 def _launch(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
-    out: Tensor,
+    out: Tensor | None,
     out_residual: Tensor | None,
     scales: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    x_scale: float = 1.0,
+    rounds_first: bool = True,
 ) -> None:
     num_tokens, hidden_size = x.shape
     if num_tokens == 0:
         return
     block = next_power_of_2(hidden_size)
     _rms_norm_kernel[(num_tokens,)](
-        x, residual, weight, out, out_residual, scales,
+        x, residual, weight, post_weight, out, out_residual, scales,
         x.stride(0), 0 if residual is None else residual.stride(0),
-        hidden_size=hidden_size, eps=eps, HAS_RESIDUAL=residual is not None,
-        FP8_MAX=FP8_MAX, MIN_ROW_MAX=MIN_ROW_MAX,
+        out_stride=hidden_size if out is None else out.stride(0),
+        hidden_size=hidden_size, eps=eps, x_scale=x_scale, HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None, HAS_POST=post_weight is not None, HAS_OUT=out is not None,
+        ROUNDS_FIRST=rounds_first, FP8_MAX=FP8_MAX, MIN_ROW_MAX=MIN_ROW_MAX,
         IS_DEPENDENT=can_overlap(x.device), BLOCK=block,
         **launch_parameters("rms_norm", x.device, block=block), **dependent_options(x.device, num_tokens),
     )  # fmt: skip
 
 
-def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm_torch(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, rounds_first: bool = True
+) -> Tensor:
     """`weight * x / sqrt(mean(x ** 2) + eps)` over the last dimension.
 
-    x [num_tokens, hidden_size], weight [hidden_size]. Returns x's shape and type, in `out` where given.
+    x [num_tokens, hidden_size], weight [hidden_size] of x's type or fp32. Returns x's shape and type, in `out` where
+    given.
     """
     x32 = x.float()
-    normed = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    normed = (normed.to(x.dtype) if rounds_first else normed) * weight
     return normed.to(x.dtype) if out is None else out.copy_(normed)
 
 
 def add_rms_norm_torch(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     out: tuple[Tensor, Tensor] | None = None,
+    post_weight: Tensor | None = None,
+    x_scale: float = 1.0,
+    rounds_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`s = residual + x`, rounded to the input's type; returns (`rms_norm(s)`, `s`).
+    """`s = residual + y * x_scale`, rounded to the input's type; returns (`rms_norm(s)`, `s`), (s, s) without a weight.
 
-    x, residual [num_tokens, hidden_size]. The results are new tensors, or `out`, which may alias the inputs.
+    y is x, or `rms_norm(x)` by `post_weight` where that is given. x, residual [num_tokens, hidden_size]. The results
+    are new tensors, or `out`, which may alias the inputs; without a weight both are `out[1]`.
     """
-    new_residual = residual + x
+    if post_weight is not None:
+        x = rms_norm_torch(x, post_weight, eps, rounds_first=rounds_first)
+    new_residual = residual + (x if x_scale == 1.0 else x * x_scale)
+    if weight is None:
+        total = new_residual if out is None else out[1].copy_(new_residual)
+        return total, total
     if out is None:
-        return rms_norm_torch(new_residual, weight, eps), new_residual
+        return rms_norm_torch(new_residual, weight, eps, rounds_first=rounds_first), new_residual
     normed, total = out
-    return rms_norm_torch(new_residual, weight, eps, out=normed), total.copy_(new_residual)
+    return rms_norm_torch(new_residual, weight, eps, normed, rounds_first), total.copy_(new_residual)
 
 
-def add_rms_norm_fp8_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
+def add_rms_norm_fp8_torch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    post_weight: Tensor | None = None,
+    x_scale: float = 1.0,
+    rounds_first: bool = True,
+) -> tuple[Fp8Rows, Tensor]:
     """`add_rms_norm` with its first result quantised row by row."""
-    normed, total = add_rms_norm_torch(x, residual, weight, eps)
+    normed, total = add_rms_norm_torch(x, residual, weight, eps, None, post_weight, x_scale, rounds_first)
     return quantize_rows_torch(normed), total

@@ -1,4 +1,4 @@
-"""The gated activation of an MLP: `silu(gate) * up`, gate and up side by side in one row.
+"""The gated activations of an MLP: `silu(gate) * up` and `gelu(gate) * up`, gate and up side by side in one row.
 
 Knows rows, not the projections before and after it.
 """
@@ -22,7 +22,13 @@ from cb_backend.kernels.launch import (
 
 @jit()
 def _silu_mul_kernel(
-    gate_up_ptr, out_ptr, row_stride, intermediate_size, IS_DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    row_stride,
+    intermediate_size,
+    IS_GELU: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """BLOCK columns of one row a program."""
     let_next_start(IS_DEPENDENT)
@@ -33,15 +39,26 @@ def _silu_mul_kernel(
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=is_inside, other=0.0)
     up = tl.load(gate_up_ptr + row * row_stride + intermediate_size + column, mask=is_inside, other=0.0)
     gate32 = gate.to(tl.float32)
-    activated = (gate32 * tl.sigmoid(gate32)).to(gate.dtype)
+    if IS_GELU:  # x (1 + tanh(y)) / 2 is x sigmoid(2 y)
+        inner = 2 * 0.7978845608028654 * (gate32 + 0.044715 * gate32 * gate32 * gate32)
+        activated = (gate32 * tl.sigmoid(inner)).to(gate.dtype)
+    else:
+        activated = (gate32 * tl.sigmoid(gate32)).to(gate.dtype)
     product = activated.to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + row * intermediate_size + column, product.to(gate.dtype), mask=is_inside)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """`silu_mul_torch` in one launch; rows may be strided."""
-    if needs_twin(gate_up):
-        return silu_mul_torch(gate_up, out)
+    return silu_mul_torch(gate_up, out) if needs_twin(gate_up) else _launch(gate_up, out, is_gelu=False)
+
+
+def gelu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """`gelu_mul_torch` in one launch; rows may be strided."""
+    return gelu_mul_torch(gate_up, out) if needs_twin(gate_up) else _launch(gate_up, out, is_gelu=True)
+
+
+def _launch(gate_up: Tensor, out: Tensor | None, *, is_gelu: bool) -> Tensor:
     num_tokens, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
         out = gate_up.new_empty(num_tokens, intermediate_size)
@@ -51,7 +68,7 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     block = parameters["block"]
     _silu_mul_kernel[(num_tokens, -(-intermediate_size // block))](
         gate_up, out, gate_up.stride(0), intermediate_size,
-        IS_DEPENDENT=can_overlap(out.device), BLOCK=block,
+        IS_GELU=is_gelu, IS_DEPENDENT=can_overlap(out.device), BLOCK=block,
         num_warps=parameters["num_warps"], **dependent_options(out.device, num_tokens),
     )  # fmt: skip
     return out
@@ -64,4 +81,11 @@ def silu_mul_torch(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     product = functional.silu(gate) * up
+    return product if out is None else out.copy_(product)
+
+
+def gelu_mul_torch(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """As `silu_mul_torch`, with gelu in its approximation by tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    product = functional.gelu(gate, approximate="tanh") * up
     return product if out is None else out.copy_(product)

@@ -37,12 +37,18 @@ class Attention:
     def __init__(self, name: str, spec: AttentionSpec, layer: LayerSpec, parts: AttentionParts, ops: ModelOps) -> None:
         self.name = name  # of the module in the checkpoint
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.window, self.rope, self.scale = layer.window, layer.rope, spec.scale
+        self.window, self.scale = layer.window, spec.scale
+        self.rope = -1 if layer.rope is None else layer.rope  # see `Ropes`
         self.ops = ops
         self.key_scale = self.value_scale = 1.0  # an fp8 cache holds keys and values divided by them
         self.qkv_proj, self.o_proj = parts.qkv_proj, parts.o_proj
         self.q_norm, self.k_norm = parts.q_norm, parts.k_norm
-        self.eps = spec.qk_norm.eps if spec.qk_norm else 0.0
+        self._norm_weights = (
+            parts.q_norm.weight if parts.q_norm else None,
+            parts.k_norm.weight if parts.k_norm else None,
+            spec.qk_norm.eps if spec.qk_norm else 0.0,
+        )
+        self._rounds_first = spec.qk_norm is None or spec.qk_norm.rounds_first
 
     def __call__(self, qkv: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
         """What `qkv_proj` gave, [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> [num_tokens, hidden_size].
@@ -60,11 +66,10 @@ class Attention:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            self.q_norm.weight if self.q_norm else None,
-            self.k_norm.weight if self.k_norm else None,
-            self.eps,
+            *self._norm_weights,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
+            rounds_first=self._rounds_first,
         )  # [num_tokens, num_heads, head_dim]
         return self.o_proj(self._attend(q, kv_cache, step).flatten(1), step)
 
@@ -110,3 +115,26 @@ class Attention:
         for part in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
             if part is not None:
                 yield from part.placements()
+
+
+class WholeNormAttention(Attention):
+    """q and k are normed before RoPE, each over all of its heads at once."""
+
+    def __init__(self, name: str, spec: AttentionSpec, layer: LayerSpec, parts: AttentionParts, ops: ModelOps) -> None:
+        super().__init__(name, spec, layer, parts, ops)
+        q_norm, k_norm = parts.q_norm, parts.k_norm
+        assert q_norm is not None  # as the specification says
+        assert k_norm is not None
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._whole_norms = (
+            (slice(0, q_size), q_norm.weight),
+            (slice(q_size, q_size + kv_size), k_norm.weight),
+        )
+        self._whole_eps = q_norm.spec.eps
+        self._norm_weights = (None, None, 0.0)  # no head's own
+
+    def __call__(self, qkv: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
+        for columns, weight in self._whole_norms:
+            part = qkv[:, columns]
+            self.ops.rms_norm(part, weight, self._whole_eps, out=part, rounds_first=self._rounds_first)
+        return super().__call__(qkv, kv_cache, step)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cb_backend.kernels.fp8 import FP8, Fp8Rows, quantize_rows_torch
 from cb_backend.layers.group import Group
 from cb_backend.layers.linear import Linear
-from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.projection import Part, Projection
 from cb_backend.layers.step_metadata import StepMetadata
@@ -35,20 +35,20 @@ class Fp8Linear(Linear):
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         return self._product(self.ops.quantize_rows(x))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        rows, total = self._normed_rows(norm, x, residual)
+    def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        rows, total = self._normed_rows(junction, x, residual)
         return self._product(rows), total
 
-    def gated_after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        rows, total = self._normed_rows(norm, x, residual)
+    def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        rows, total = self._normed_rows(junction, x, residual)
         if self.bias is not None:
             return self.ops.silu_mul(self._product(rows)), total
         return self.ops.linear_silu_mul_fp8(rows, self.weight, self.weight_scales), total
 
-    def _normed_rows(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Fp8Rows, Tensor]:
+    def _normed_rows(self, junction: Junction, x: Tensor, residual: Tensor) -> tuple[Fp8Rows, Tensor]:
         if self.group.size == 1:
-            return self.ops.add_rms_norm_fp8(x, residual, norm.weight, norm.eps)
-        normed, total = self.group.reduce_add_norm(x, residual, norm)
+            return junction.add_fp8(x, residual)
+        normed, total = self.group.reduce_add_norm(x, residual, junction)
         return self.ops.quantize_rows(normed), total
 
     def _product(self, rows: Fp8Rows) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.norm import Junction
 
 
 class Group(Protocol):
@@ -21,8 +21,8 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
-    def reduce_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """(norm(s), s) for s = residual + the sum of every device's x, each [num_tokens, size]."""
+    def reduce_add_norm(self, x: Tensor, residual: Tensor, junction: Junction) -> tuple[Tensor, Tensor]:
+        """`junction.add` of the sum of every device's x; each [num_tokens, hidden_size]."""
         ...
 
 
@@ -32,5 +32,5 @@ class NoGroup:
     rank = 0
     size = 1
 
-    def reduce_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        return norm.add(x, residual)
+    def reduce_add_norm(self, x: Tensor, residual: Tensor, junction: Junction) -> tuple[Tensor, Tensor]:
+        return junction.add(x, residual)

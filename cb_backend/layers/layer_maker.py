@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from cb_backend.layers.attention import Attention, AttentionParts
+from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
-from cb_backend.layers.linear import Linear
-from cb_backend.layers.mlp import MLP, Block
-from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.linear import Embedding, Linear, ScaledEmbedding
+from cb_backend.layers.mlp import MLP, Block, GeluMLP
+from cb_backend.layers.norm import Junction, RMSNorm
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.projection import Projection, Split
 from cb_backend.layers.weight_format import ModuleFormats
@@ -32,8 +32,38 @@ class LayerMaker:
         new_linear = self.format_of.of(projection).new_linear
         return new_linear(projection, self.ops, self.group, dtype=self.dtype, device=self.device)
 
+    def embedding(
+        self, name: str, vocab_size: int, hidden_size: int, *, scale: float = 1.0, is_scale_rounded: bool = False
+    ) -> Embedding:
+        if scale == 1.0:
+            return Embedding(name, vocab_size, hidden_size, dtype=self.dtype, device=self.device)
+        return ScaledEmbedding(
+            name,
+            vocab_size,
+            hidden_size,
+            scale=scale,
+            is_scale_rounded=is_scale_rounded,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
     def norm(self, name: str, spec: NormSpec, size: int) -> RMSNorm:
-        return RMSNorm(name, spec, size, self.ops, dtype=self.dtype, device=self.device)
+        return RMSNorm(name, spec, size, dtype=self.dtype, device=self.device)
+
+    def junction(
+        self,
+        spec: NormSpec,
+        size: int,
+        *,
+        leaving: str | None,
+        joining: str | None,
+        scale: float = 1.0,
+        divisor: float = 1.0,
+    ) -> Junction:
+        """Between two blocks; the norms are given by their names, None: there is none. `divisor` of what leaves."""
+        leaves = None if leaving is None else self.norm(leaving, replace(spec, divisor=divisor), size)
+        joins = None if joining is None else self.norm(joining, spec, size)
+        return Junction(self.ops, spec, leaving=leaves, joining=joins, scale=scale)
 
     def attention(self, name: str, hidden_size: int, spec: AttentionSpec, layer: LayerSpec) -> Attention:
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -43,17 +73,19 @@ class LayerMaker:
             parts={"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             has_bias=spec.has_qkv_bias,
             split=Split.ROWS,
+            stored_as="qkv_proj" if spec.is_qkv_fused else None,
         )
         o_proj = Projection(
             name=name, in_size=q_size, parts={"o_proj": hidden_size}, has_bias=spec.has_o_bias, split=Split.COLUMNS
         )
-        norms = (
-            {part: self.norm(f"{name}.{part}", spec.qk_norm, spec.head_dim) for part in ("q_norm", "k_norm")}
-            if spec.qk_norm
-            else {}
-        )
+        norms: dict[str, RMSNorm] = {}
+        if spec.qk_norm is not None:
+            sizes = (q_size, kv_size) if spec.is_qk_norm_whole else (spec.head_dim, spec.head_dim)
+            for part, size in zip(("q_norm", "k_norm"), sizes, strict=True):
+                norms[part] = self.norm(f"{name}.{part}", spec.qk_norm, size)
         parts = AttentionParts(qkv_proj=self.linear(qkv_proj), o_proj=self.linear(o_proj), **norms)
-        return Attention(name, spec, layer, parts, self.ops)
+        kind = WholeNormAttention if spec.is_qk_norm_whole else Attention
+        return kind(name, spec, layer, parts, self.ops)
 
     def block(self, name: str, hidden_size: int, spec: MLPSpec) -> Block:
         size, has_bias = spec.intermediate_size, spec.has_bias
@@ -63,8 +95,10 @@ class LayerMaker:
             parts={"gate_proj": size, "up_proj": size},
             has_bias=has_bias,
             split=Split.ROWS,
+            stored_as="gate_up_proj" if spec.is_gate_up_fused else None,
         )
         down_proj = Projection(
             name=name, in_size=size, parts={"down_proj": hidden_size}, has_bias=has_bias, split=Split.COLUMNS
         )
-        return MLP(self.linear(gate_up_proj), self.linear(down_proj))
+        products = self.linear(gate_up_proj), self.linear(down_proj)
+        return GeluMLP(*products, self.ops) if spec.activation == "gelu_tanh" else MLP(*products)

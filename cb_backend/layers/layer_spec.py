@@ -15,6 +15,14 @@ class NormSpec:
     """An RMSNorm."""
 
     eps: float
+    rounds_first: bool = True  # the normed vector to its type before the weight multiplies it; else only after it
+    plus_one: bool = False  # the checkpoint holds weights less 1
+    divisor: float = 1.0  # of the weights
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the weight is not what the checkpoint holds."""
+        return self.plus_one or self.divisor != 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +32,13 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int  # need not be hidden_size / num_heads
+    rotary_dim: int  # the dimensions of a head that are turned, the first ones
     scale: float  # of the scores
     has_qkv_bias: bool = False
     has_o_bias: bool = False
-    qk_norm: NormSpec | None = None  # over each head of q and k, before RoPE
+    is_qkv_fused: bool = False  # in the checkpoint: one matrix qkv_proj
+    qk_norm: NormSpec | None = None  # of q and k before RoPE
+    is_qk_norm_whole: bool = False  # over all heads at once; else over each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +46,9 @@ class MLPSpec:
     """The gated feed-forward block."""
 
     intermediate_size: int
+    activation: str = "silu"  # silu | gelu_tanh
     has_bias: bool = False
+    is_gate_up_fused: bool = False  # in the checkpoint: one matrix gate_up_proj
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,4 +57,4 @@ class LayerSpec:
 
     mlp: MLPSpec
     window: int = FULL_ATTENTION  # newest tokens a query sees, its own included
-    rope: int = 0  # which of the model's ropes
+    rope: int | None = 0  # which of the model's ropes; None: positions are not told

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cb_backend.layers.group import Group
-from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Fillable, Placement
 from cb_backend.layers.projection import Part, Projection, Split
@@ -47,16 +47,17 @@ class Linear:
         """[num_tokens, in_size] -> [num_tokens, out_size]."""
         return self.ops.linear(x, self.weight, self.bias)
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """(the product of norm(x + residual), x + residual); x and residual [num_tokens, in_size]."""
-        if self.group.size == 1:
-            return self.ops.add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
-        normed, total = self.group.reduce_add_norm(x, residual, norm)
+    def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        """(the product of what leaves the junction, the residual stream); x and residual [num_tokens, in_size]."""
+        norm_weight = junction.plain_weight
+        if norm_weight is not None and self.group.size == 1:
+            return self.ops.add_norm_linear(x, residual, norm_weight, junction.eps, self.weight, self.bias)
+        normed, total = self.group.reduce_add_norm(x, residual, junction)
         return self(normed, step), total
 
-    def gated_after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """(silu(first half) * second half of that product, x + residual); the first [num_tokens, out_size / 2]."""
-        normed, total = self.group.reduce_add_norm(x, residual, norm)
+    def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        """(silu(first half) * second half of that product, the residual stream), the first of half its size."""
+        normed, total = self.group.reduce_add_norm(x, residual, junction)
         if self.bias is None:
             return self.ops.linear_silu_mul(normed, self.weight), total
         return self.ops.silu_mul(self(normed, step)), total
@@ -88,6 +89,27 @@ class Embedding:
 
     def placements(self) -> Iterator[Placement]:
         yield Placement(f"{self.name}.weight", self.weight)
+
+
+class ScaledEmbedding(Embedding):
+    """Vectors times a number, which is rounded to their type first or is not."""
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float,
+        is_scale_rounded: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(name, vocab_size, hidden_size, dtype=dtype, device=device)
+        self.scale = float(torch.tensor(scale, dtype=dtype)) if is_scale_rounded else scale
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return super().__call__(token_ids).mul_(self.scale)  # a plain launch as well
 
 
 class LMHead:

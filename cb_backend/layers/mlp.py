@@ -8,7 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from cb_backend.layers.linear import Linear
-from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.norm import Junction
+from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.step_metadata import StepMetadata
 
@@ -16,8 +17,8 @@ from cb_backend.layers.step_metadata import StepMetadata
 class Block(Protocol):
     """A feed-forward block of any kind."""
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """(the block's output for norm(x + residual), x + residual), each [num_tokens, hidden_size]."""
+    def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        """(the block's output for what leaves the junction, the residual stream), each [num_tokens, hidden_size]."""
         ...
 
     def placements(self) -> Iterator[Placement]: ...
@@ -30,10 +31,22 @@ class MLP:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        activated, total = self.gate_up_proj.gated_after(norm, x, residual, step)
+    def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        activated, total = self.gate_up_proj.gated_after(junction, x, residual, step)
         return self.down_proj(activated, step), total
 
     def placements(self) -> Iterator[Placement]:
         yield from self.gate_up_proj.placements()
         yield from self.down_proj.placements()
+
+
+class GeluMLP(MLP):
+    """down(gelu(gate(x)) * up(x)), with the approximation of gelu by tanh."""
+
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear, ops: ModelOps) -> None:
+        super().__init__(gate_up_proj, down_proj)
+        self.ops = ops
+
+    def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        gate_up, total = self.gate_up_proj.after(junction, x, residual, step)
+        return self.down_proj(self.ops.gelu_mul(gate_up), step), total

@@ -1,35 +1,80 @@
-"""RMSNorm, alone or together with the addition to the residual stream before it."""
+"""RMSNorm, and where it stands: between a block's output and the next block's input.
+
+A model's blocks differ in which of the norms there are. All of them are one operation with the addition to the residual
+stream, so that they cost one launch together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.layers.layer_spec import NormSpec
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
 
 
 class RMSNorm:
-    """Scales each token to unit mean square, in float32 inside."""
+    """The weight that scales each token's normed vector, and how it does."""
 
-    def __init__(
-        self, name: str, spec: NormSpec, size: int, ops: ModelOps, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name = name  # of the module in the checkpoint
-        self.weight = torch.empty(size, dtype=dtype, device=device)  # [size]
-        self.eps = spec.eps
-        self.ops = ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, size] -> the same, normed."""
-        return self.ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), each [num_tokens, size]."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        self.spec = spec
+        # What is folded into a weight needs more digits than a narrow type has.
+        self.weight = torch.empty(size, dtype=torch.float32 if spec.is_folded else dtype, device=device)  # [size]
 
     def placements(self) -> Iterator[Placement]:
-        yield Placement(f"{self.name}.weight", self.weight)
+        yield Placement(f"{self.name}.weight", self.weight, transform=_folding(self.spec))
+
+
+def _folding(spec: NormSpec) -> Callable[[Tensor], Tensor] | None:
+    if not spec.is_folded:
+        return None
+    return lambda weight: (weight.float() + spec.plus_one) / spec.divisor
+
+
+class Junction:
+    """Where a block's output joins the residual stream, and the next block's input leaves it.
+
+    `joining` norms what is added, `leaving` what the next block gets; None: it is as it is. What is added is multiplied
+    by `scale`.
+    """
+
+    def __init__(
+        self, ops: ModelOps, spec: NormSpec, *, leaving: RMSNorm | None, joining: RMSNorm | None, scale: float = 1.0
+    ) -> None:
+        self.ops = ops
+        self.norms = tuple(norm for norm in (leaving, joining) if norm is not None)
+        self.weight = leaving.weight if leaving else None  # [hidden_size]
+        self.eps = spec.eps
+        self._rounding: dict[str, Any] = {} if spec.rounds_first else {"rounds_first": False}
+        self._options = dict(self._rounding)
+        if joining is not None:
+            self._options["post_weight"] = joining.weight
+        if scale != 1.0:
+            self._options["x_scale"] = scale
+
+    @property
+    def plain_weight(self) -> Tensor | None:
+        """The weight, where this is an addition and a norm and no more: what a product may be fused with."""
+        return None if self._options else self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the first block gets of the embeddings: [num_tokens, hidden_size] -> the same, normed."""
+        return x if self.weight is None else self.ops.rms_norm(x, self.weight, self.eps, **self._rounding)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the next block gets, the residual stream with x added), each [num_tokens, hidden_size]."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, **self._options)
+
+    def add_fp8(self, x: Tensor, residual: Tensor) -> tuple[Fp8Rows, Tensor]:
+        """`add`, with its first result in fp8."""
+        return self.ops.add_rms_norm_fp8(x, residual, self.weight, self.eps, **self._options)
+
+    def placements(self) -> Iterator[Placement]:
+        for norm in self.norms:
+            yield from norm.placements()

@@ -18,10 +18,21 @@ from cb_backend.kernels.step_rows import StepRows
 class ModelOps(Protocol):
     """The ops of the layers."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor: ...
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, rounds_first: bool = True
+    ) -> Tensor: ...
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        out: tuple[Tensor, Tensor] | None = None,
+        post_weight: Tensor | None = None,
+        x_scale: float = 1.0,
+        rounds_first: bool = True,
     ) -> tuple[Tensor, Tensor]: ...
+    def gelu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor: ...
     def linear_silu_mul(self, x: Tensor, weight: Tensor) -> Tensor: ...
@@ -30,7 +41,16 @@ class ModelOps(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     # The same with fp8 weights
-    def add_rms_norm_fp8(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]: ...
+    def add_rms_norm_fp8(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        post_weight: Tensor | None = None,
+        x_scale: float = 1.0,
+        rounds_first: bool = True,
+    ) -> tuple[Fp8Rows, Tensor]: ...
     def quantize_rows(self, x: Tensor) -> Fp8Rows: ...
     def linear_fp8(self, x: Fp8Rows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor: ...
     def linear_silu_mul_fp8(self, x: Fp8Rows, weight: Tensor, weight_scales: Tensor) -> Tensor: ...
@@ -51,6 +71,7 @@ class ModelOps(Protocol):
         out: Tensor | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        rounds_first: bool = True,
     ) -> Tensor: ...
     def plan_decode(self, seq_lens: Tensor, kv_cache: Tensor, window: int = 0) -> Tensor | None: ...
     def decode_attention(

@@ -35,6 +35,7 @@ __all__ = ["ModelOps", "Ops", "StepOps", "resolve_ops"]
 _MODULE_OF_OP = {
     "rms_norm": rms_norm,
     "add_rms_norm": rms_norm,
+    "gelu_mul": silu_mul,
     "silu_mul": silu_mul,
     "linear": linear,
     "linear_silu_mul": linear,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.layers.layer_maker import LayerMaker
-from cb_backend.layers.layer_spec import LayerSpec
-from cb_backend.layers.linear import Embedding, LMHead
+from cb_backend.layers.linear import LMHead
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.ropes import Ropes
 from cb_backend.layers.step_metadata import StepMetadata
@@ -23,14 +22,28 @@ HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
-    """norm, attention, add; norm, MLP, add. The additions are fused into the norm that follows, it into the product."""
+    """Attention and MLP, each with the junction before it: an addition fused with norms, and these with the product.
 
-    def __init__(self, name: str, spec: ModelSpec, layer: LayerSpec, make: LayerMaker) -> None:
+    Which norms a junction has is settled when it is made: whatever a family's form, a step runs the same code.
+    """
+
+    def __init__(self, spec: ModelSpec, index: int, make: LayerMaker) -> None:
+        layer, name, norms = spec.layers[index], spec.layer_name(index), spec.norms
         self.self_attn = make.attention(f"{name}.self_attn", spec.hidden_size, spec.attention, layer)
         self.mlp = make.block(f"{name}.mlp", spec.hidden_size, layer.mlp)
-        self.input_layernorm, self.post_attention_layernorm = (
-            make.norm(f"{name}.{norm}", spec.norm, spec.hidden_size)
-            for norm in ("input_layernorm", "post_attention_layernorm")
+        self.to_attention = make.junction(
+            spec.norm,
+            spec.hidden_size,
+            leaving=named(name, norms.before_attention),
+            joining=named(spec.layer_name(index - 1), norms.after_mlp) if index else None,
+            scale=spec.residual_scale,
+        )
+        self.to_mlp = make.junction(
+            spec.norm,
+            spec.hidden_size,
+            leaving=named(name, norms.before_mlp),
+            joining=named(name, norms.after_attention),
+            scale=spec.residual_scale,
         )
 
     def __call__(
@@ -38,15 +51,19 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """The block's output, not yet added, and the residual stream it belongs to; each [num_tokens, hidden_size]."""
         if residual is None:  # the first layer
-            qkv, residual = self.self_attn.qkv_proj(self.input_layernorm(hidden), step), hidden
+            qkv, residual = self.self_attn.qkv_proj(self.to_attention(hidden), step), hidden
         else:
-            qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual, step)
+            qkv, residual = self.self_attn.qkv_proj.after(self.to_attention, hidden, residual, step)
         hidden = self.self_attn(qkv, kv_cache, step)
-        return self.mlp.after(self.post_attention_layernorm, hidden, residual, step)
+        return self.mlp.after(self.to_mlp, hidden, residual, step)
 
     def placements(self) -> Iterator[Placement]:
-        for part in (self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm):
+        for part in (self.self_attn, self.mlp, self.to_attention, self.to_mlp):
             yield from part.placements()
+
+
+def named(module: str, norm: str | None) -> str | None:
+    return None if norm is None else f"{module}.{norm}"
 
 
 class DecoderForCausalLM:
@@ -57,14 +74,25 @@ class DecoderForCausalLM:
         self.spec = spec
         self.ops = make.ops
         self.group = make.group
-        self.ropes = Ropes(spec.ropes, spec.head_dim, max_model_len, make.device)
-        self.embed_tokens = Embedding(
-            f"{spec.prefix}embed_tokens", spec.vocab_size, spec.hidden_size, dtype=make.dtype, device=make.device
+        self.ropes = Ropes(
+            spec.ropes, spec.attention.rotary_dim, max_model_len, make.device, has_identity=spec.has_layers_without_rope
         )
-        self.layers = [
-            DecoderLayer(f"{spec.prefix}layers.{index}", spec, layer, make) for index, layer in enumerate(spec.layers)
-        ]
-        self.norm = make.norm(f"{spec.prefix}norm", spec.norm, spec.hidden_size)
+        self.embed_tokens = make.embedding(
+            f"{spec.prefix}embed_tokens",
+            spec.vocab_size,
+            spec.hidden_size,
+            scale=spec.embed_scale,
+            is_scale_rounded=spec.is_embed_scale_rounded,
+        )
+        self.layers = [DecoderLayer(spec, index, make) for index in range(spec.num_layers)]
+        self.to_head = make.junction(
+            spec.norm,
+            spec.hidden_size,
+            leaving=f"{spec.prefix}norm",
+            joining=named(spec.layer_name(spec.num_layers - 1), spec.norms.after_mlp),
+            scale=spec.residual_scale,
+            divisor=spec.logits_divisor,
+        )
         embedding = self.embed_tokens.weight
         self.lm_head = LMHead(torch.empty_like(embedding) if has_own_head else embedding, make.ops)
 
@@ -93,7 +121,7 @@ class DecoderForCausalLM:
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden, residual = layer(hidden, residual, kv_cache, step)
         assert residual is not None  # a model has layers
-        return self.group.reduce_add_norm(hidden, residual, self.norm)[0]
+        return self.group.reduce_add_norm(hidden, residual, self.to_head)[0]
 
     def _plan_decode(self, step: StepMetadata, kv_cache: Tensor) -> None:
         """Make the step's plans before any layer: the first layer's attention must find its plan complete."""
@@ -111,6 +139,6 @@ class DecoderForCausalLM:
         yield from self.embed_tokens.placements()
         for layer in self.layers:
             yield from layer.placements()
-        yield from self.norm.placements()
+        yield from self.to_head.placements()
         if self.has_own_head:
             yield Placement(HEAD, self.lm_head.weight)

@@ -11,40 +11,70 @@ from cb_backend.models.config_reader import ConfigReader
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
 
-def read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
-    max_position_embeddings = reader.positive("max_position_embeddings")
-    given = reader.get("rope_scaling", dict, None) or reader.get("rope_parameters", dict, None) or {}
-    rope = ConfigReader({"rope_theta": reader.values.get("rope_theta"), **given}, f"{reader.where} (rope parameters)")
-    rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
-    if rope_type not in ROPE_TYPES or any(isinstance(value, dict) for value in given.values()):
-        found = f"rope_type {rope_type!r}" if rope_type not in ROPE_TYPES else "a rope for each layer type"
-        raise ConfigError(f"{reader.where} asks for {found}; supported for all layers alike: {', '.join(ROPE_TYPES)}")
-    partial = rope.get("partial_rotary_factor", float, reader.get("partial_rotary_factor", float, 1.0))
-    if partial != 1.0:
+def read_rope(
+    reader: ConfigReader, rotary_dim: int, *, default_theta: float = 10_000.0, is_partial: bool = False
+) -> RopeConfig:
+    """The rope of all layers, in both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters`.
+
+    is_partial: of a family that may turn parts of heads only; `read_partial_rotary_factor` tells how much.
+    """
+    given = rope_values(reader)
+    if any(isinstance(value, dict) for value in given.values.values()):
+        raise ConfigError(
+            f"{reader.where} asks for a rope for each layer type; supported for all layers alike: "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    partial = read_partial_rotary_factor(reader, 1.0)
+    if partial != 1.0 and not is_partial:
         raise ConfigError(
             f"{reader.where}: partial_rotary_factor is {partial}; these families rotate whole heads (1.0)"
         )
-    theta = rope.positive_float("rope_theta", 10_000.0)
+    return rope_of(reader, given, rotary_dim, default_theta)
+
+
+def read_partial_rotary_factor(reader: ConfigReader, default: float) -> float:
+    """Which part of each head is turned: said among the rope parameters, or beside them."""
+    value: float = rope_values(reader).get(
+        "partial_rotary_factor", float, reader.get("partial_rotary_factor", float, default)
+    )
+    return value
+
+
+def rope_values(reader: ConfigReader) -> ConfigReader:
+    """What is said of the rope, or of several ropes by the kind of their layers."""
+    given = reader.get("rope_scaling", dict, None) or reader.get("rope_parameters", dict, None) or {}
+    return ConfigReader({"rope_theta": reader.values.get("rope_theta"), **given}, f"{reader.where} (rope parameters)")
+
+
+def rope_of(reader: ConfigReader, rope: ConfigReader, rotary_dim: int, default_theta: float) -> RopeConfig:
+    """The rope that `rope` tells of, in a model that `reader` tells of."""
+    max_position_embeddings = reader.positive("max_position_embeddings")
+    rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(
+            f"{reader.where} asks for rope_type {rope_type!r}; supported for all layers alike: {', '.join(ROPE_TYPES)}"
+        )
     shared: dict[str, Any] = {
-        "rope_type": rope_type, "theta": theta, "max_position_embeddings": max_position_embeddings
-    }  # fmt: skip
+        "rope_type": rope_type,
+        "theta": rope.positive_float("rope_theta", default_theta),
+        "max_position_embeddings": max_position_embeddings,
+    }
     if rope_type in _NEEDS_ORIGINAL_LENGTH:
         # Some files keep the pretraining length beside the rope parameters; that one wins, as in transformers.
         inside = rope.positive("original_max_position_embeddings", max_position_embeddings)
         shared["original_max_position_embeddings"] = reader.positive("original_max_position_embeddings", inside)
-    return RopeConfig(**shared, **_ROPE_READERS[rope_type](rope, shared, head_dim))
+    return RopeConfig(**shared, **_ROPE_READERS[rope_type](rope, shared, rotary_dim))
 
 
-def _read_no_scaling(_rope: ConfigReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+def _read_no_scaling(_rope: ConfigReader, _shared: dict[str, Any], _rotary_dim: int) -> dict[str, Any]:
     return {}
 
 
-def _read_factor(rope: ConfigReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+def _read_factor(rope: ConfigReader, _shared: dict[str, Any], _rotary_dim: int) -> dict[str, Any]:
     return {"factor": rope.positive_float("factor")}
 
 
-def _read_llama3(rope: ConfigReader, _shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+def _read_llama3(rope: ConfigReader, _shared: dict[str, Any], _rotary_dim: int) -> dict[str, Any]:
     return {key: rope.positive_float(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
 
 
@@ -52,7 +82,7 @@ def _length_ratio(shared: dict[str, Any]) -> float:
     return shared["max_position_embeddings"] / shared["original_max_position_embeddings"]
 
 
-def _read_yarn(rope: ConfigReader, shared: dict[str, Any], _head_dim: int) -> dict[str, Any]:
+def _read_yarn(rope: ConfigReader, shared: dict[str, Any], _rotary_dim: int) -> dict[str, Any]:
     return {
         "factor": rope.positive_float("factor", _length_ratio(shared)),
         "attention_factor": rope.get("attention_factor", float, None),
@@ -64,12 +94,12 @@ def _read_yarn(rope: ConfigReader, shared: dict[str, Any], _head_dim: int) -> di
     }
 
 
-def _read_longrope(rope: ConfigReader, shared: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def _read_longrope(rope: ConfigReader, shared: dict[str, Any], rotary_dim: int) -> dict[str, Any]:
     factors = {key: tuple(float(value) for value in rope.get(key, list)) for key in ("short_factor", "long_factor")}
     for key, values in factors.items():
-        if len(values) != head_dim // 2:
+        if len(values) != rotary_dim // 2:
             raise ConfigError(
-                f"{rope.where}: {key} has {len(values)} entries; head_dim {head_dim} needs {head_dim // 2}"
+                f"{rope.where}: {key} has {len(values)} entries; head_dim {rotary_dim} needs {rotary_dim // 2}"
             )
     return {
         **factors,

@@ -13,6 +13,27 @@ from cb_backend.layers.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNorms:
+    """Which norms stand around a layer's two blocks, by their names in the checkpoint; None: there is none."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+PRE_NORMS = BlockNorms(
+    before_attention="input_layernorm", after_attention=None, before_mlp="post_attention_layernorm", after_mlp=None
+)
+POST_NORMS = BlockNorms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One decoder-only model: sizes, options, and what generation needs to know."""
 
@@ -25,6 +46,11 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
     tie_word_embeddings: bool
+    norms: BlockNorms = PRE_NORMS
+    embed_scale: float = 1.0
+    is_embed_scale_rounded: bool = False  # to the embedding's type, before it multiplies
+    residual_scale: float = 1.0  # of what a block adds to the residual stream
+    logits_divisor: float = 1.0
     prefix: str = "model."  # of the checkpoint's names, but for the head's
     dtype: str = "float32"  # of the checkpoint
     quantization: str | None = None  # of the checkpoint's matrices: fp8 | None
@@ -45,6 +71,14 @@ class ModelSpec:
     @property
     def head_dim(self) -> int:
         return self.attention.head_dim
+
+    @property
+    def has_layers_without_rope(self) -> bool:
+        return any(layer.rope is None for layer in self.layers)
+
+    def layer_name(self, index: int) -> str:
+        """Of the module in the checkpoint."""
+        return f"{self.prefix}layers.{index}"
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cb_backend.errors import ConfigError
@@ -9,18 +10,19 @@ from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpe
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.quantization import read_quantization
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds in layer_types
 _MOST_LAYERS = 10_000  # beyond, a damaged file would keep the start busy for hours
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def read_basics(reader: ConfigReader) -> dict[str, Any]:
-    """The `ModelSpec` fields that no family reads in its own way."""
+def read_basics(reader: ConfigReader, *, is_tied: bool = False) -> dict[str, Any]:
+    """The `ModelSpec` fields that no family reads in its own way. is_tied: the head is the embedding's by default."""
     return {
         "model_type": reader.get("model_type", str),
         "vocab_size": reader.positive("vocab_size"),
         "hidden_size": reader.positive("hidden_size"),
         "max_position_embeddings": reader.positive("max_position_embeddings"),
-        "tie_word_embeddings": reader.get("tie_word_embeddings", bool, False),
+        "tie_word_embeddings": reader.get("tie_word_embeddings", bool, is_tied),
         "dtype": _read_dtype(reader),
         "quantization": read_quantization(reader.values.get("quantization_config"), reader.where),
         "eos_token_ids": reader.token_ids("eos_token_id"),
@@ -32,11 +34,14 @@ def read_attention(
     *,
     default_kv_heads: int | None = None,
     default_head_dim: int | None = None,
-    has_qkv_bias: bool = False,
-    has_o_bias: bool = False,
-    qk_norm: NormSpec | None = None,
+    partial_rotary_factor: float = 1.0,
+    scale: float | None = None,
+    **options: Any,
 ) -> AttentionSpec:
-    """Defaults of None: as many KV heads as heads, and a head_dim of hidden_size / heads."""
+    """Defaults of None: as many KV heads as heads, a head_dim of hidden_size / heads, a scale of head_dim ** -0.5.
+
+    options: those fields of the result that the family settles.
+    """
     hidden_size, num_heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
     num_kv_heads = reader.positive("num_key_value_heads", default_kv_heads or num_heads)
     if num_heads % num_kv_heads:
@@ -51,33 +56,56 @@ def read_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scale=head_dim**-0.5,
-        has_qkv_bias=has_qkv_bias,
-        has_o_bias=has_o_bias,
-        qk_norm=qk_norm,
+        rotary_dim=_rotary_dim(reader, head_dim, partial_rotary_factor),
+        scale=head_dim**-0.5 if scale is None else scale,
+        **options,
     )
 
 
-def read_norm(reader: ConfigReader) -> NormSpec:
-    return NormSpec(eps=reader.get("rms_norm_eps", float, 1e-6))
+def _rotary_dim(reader: ConfigReader, head_dim: int, partial: float) -> int:
+    rotary_dim = int(head_dim * partial)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise ConfigError(
+            f"{reader.where}: partial_rotary_factor is {partial}, by which {rotary_dim} of a head's {head_dim} "
+            "dimensions would be turned; it must be an even number of at least 2 of them"
+        )
+    return rotary_dim
 
 
-def read_mlp(reader: ConfigReader, *, has_bias: bool = False) -> MLPSpec:
+def read_norm(reader: ConfigReader, *, default_eps: float = 1e-6, **options: Any) -> NormSpec:
+    """options: those fields of the result that the family settles."""
+    return NormSpec(eps=reader.get("rms_norm_eps", float, default_eps), **options)
+
+
+def read_mlp(reader: ConfigReader, **options: Any) -> MLPSpec:
+    """options: those fields of the result that the family settles."""
     activation = reader.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"{reader.where}: hidden_act is {activation!r}; supported: silu")
-    return MLPSpec(intermediate_size=reader.positive("intermediate_size"), has_bias=has_bias)
+    return MLPSpec(intermediate_size=reader.positive("intermediate_size"), **options)
 
 
 def num_layers(reader: ConfigReader) -> int:
     return reader.positive("num_hidden_layers", most=_MOST_LAYERS)
 
 
-def read_layers(reader: ConfigReader, *, mlp: MLPSpec, windows: tuple[int, ...] | None = None) -> tuple[LayerSpec, ...]:
-    """Layers that differ in their windows only; None: none has one."""
-    if windows is None:
-        windows = (FULL_ATTENTION,) * num_layers(reader)
-    return tuple(LayerSpec(mlp=mlp, window=window) for window in windows)
+def read_layers(
+    reader: ConfigReader,
+    *,
+    mlp: MLPSpec,
+    windows: Sequence[int] | None = None,
+    ropes: Sequence[int | None] | None = None,
+) -> tuple[LayerSpec, ...]:
+    """Layers that differ in windows and ropes only; None: none has a window, all have the first rope."""
+    count = num_layers(reader)
+    windows = (FULL_ATTENTION,) * count if windows is None else windows
+    ropes = (0,) * count if ropes is None else ropes
+    return tuple(LayerSpec(mlp=mlp, window=window, rope=rope) for window, rope in zip(windows, ropes, strict=True))
+
+
+def windows_of(kinds: Sequence[str], window: int) -> tuple[int, ...]:
+    """The window of each layer: those of the kind sliding_attention have one."""
+    return tuple(window if kind == SLIDING else FULL_ATTENTION for kind in kinds)
 
 
 def read_qwen_windows(reader: ConfigReader) -> tuple[int, ...]:
@@ -88,7 +116,7 @@ def read_qwen_windows(reader: ConfigReader) -> tuple[int, ...]:
     kinds = read_layer_types(reader)
     if kinds is None:
         return tuple(window if index >= first_sliding else FULL_ATTENTION for index in range(num_layers(reader)))
-    return tuple(window if kind == "sliding_attention" else FULL_ATTENTION for kind in kinds)
+    return windows_of(kinds, window)
 
 
 def read_layer_types(reader: ConfigReader) -> list[str] | None:
@@ -97,7 +125,7 @@ def read_layer_types(reader: ConfigReader) -> list[str] | None:
     if kinds is None:
         return None
     count = num_layers(reader)
-    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    unknown = sorted({str(kind) for kind in kinds} - {FULL, SLIDING})
     if unknown or len(kinds) != count:
         raise ConfigError(
             f"{reader.where}: layer_types must name full_attention or sliding_attention for each of {count} "

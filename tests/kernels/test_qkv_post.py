@@ -23,6 +23,8 @@ class Case:
     rotary_dim: int
     block_size: int
     has_norm: bool = False
+    rounds_first: bool = True
+    is_norm_wide: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -36,6 +38,10 @@ CASES = [
     Case(num_tokens=SMALL_STEP + 1, num_heads=3, num_kv_heads=2, head_dim=8, rotary_dim=6, block_size=32),
     Case(num_tokens=SMALL_STEP + 1, num_heads=34, num_kv_heads=1, head_dim=4, rotary_dim=4, block_size=32,
          has_norm=True),
+    Case(num_tokens=3, num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16, block_size=16, has_norm=True,
+         rounds_first=False, is_norm_wide=True, dtype=torch.bfloat16),
+    Case(num_tokens=SMALL_STEP + 1, num_heads=3, num_kv_heads=1, head_dim=8, rotary_dim=4, block_size=32,
+         has_norm=True, rounds_first=False, dtype=torch.float16),
     Case(num_tokens=0, num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64, block_size=16),
 ]  # fmt: skip
 
@@ -60,7 +66,8 @@ def test_kernel_and_twin(case: Case, function: object, device: torch.device) -> 
     angles = torch.rand(30, case.rotary_dim // 2) * 6
     rows = torch.randint(0, 30, (case.num_tokens,), dtype=torch.int32)
     slot_mapping = (torch.randperm(6 * case.block_size)[: case.num_tokens]).int()
-    norms = [torch.randn(case.head_dim).to(case.dtype) if case.has_norm else None for _ in range(2)]
+    norm_dtype = torch.float32 if case.is_norm_wide else case.dtype
+    norms = [torch.randn(case.head_dim).to(norm_dtype) if case.has_norm else None for _ in range(2)]
     shape = (6, 2, case.num_kv_heads, case.block_size, case.head_dim)
     kv_cache = torch.full(shape, POISON, dtype=case.dtype, device=device)
     out = torch.full((case.num_tokens, case.num_heads, case.head_dim), float("nan"), dtype=case.dtype, device=device)
@@ -68,6 +75,7 @@ def test_kernel_and_twin(case: Case, function: object, device: torch.device) -> 
         qkv.to(device), torch.cat((angles.cos(), angles.sin()), dim=1).to(device), rows.to(device),
         slot_mapping.to(device), kv_cache, case.num_heads, case.num_kv_heads, case.head_dim,
         *(None if norm is None else norm.to(device) for norm in norms), EPS, out=out,
+        rounds_first=case.rounds_first,
     )  # fmt: skip
     assert result is out
     wanted_out, wanted_cache = torch.empty(out.shape).double(), torch.full(shape, POISON).double()

@@ -16,7 +16,7 @@ from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.layer_spec import MLPSpec, NormSpec
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.mlp import MLP
-from cb_backend.layers.norm import RMSNorm
+from cb_backend.layers.norm import Junction
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.placement import Placement, Shard
 from cb_backend.layers.projection import Projection, Split
@@ -32,8 +32,8 @@ class OneOf:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def reduce_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        return norm.add(x, residual)
+    def reduce_add_norm(self, x: Tensor, residual: Tensor, junction: Junction) -> tuple[Tensor, Tensor]:
+        return junction.add(x, residual)
 
 
 def maker(formats: ModuleFormats | None = None, group: Group | None = None) -> LayerMaker:
@@ -120,20 +120,21 @@ def test_a_group_is_asked_where_a_product_follows_an_addition() -> None:
     asked: list[str] = []
 
     class Asked(OneOf):
-        def reduce_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-            asked.append(norm.name)
-            return norm.add(2 * x, residual)
+        def reduce_add_norm(self, x: Tensor, residual: Tensor, junction: Junction) -> tuple[Tensor, Tensor]:
+            asked.append(junction.norms[0].name)
+            return junction.add(2 * x, residual)
 
     x, residual = torch.randn(2, 3, 8)
     for formats in (ModuleFormats(PlainFormat()), ModuleFormats(Fp8Format())):
         make = maker(formats, Asked(0, 2))
-        norm = make.norm("n", NormSpec(eps=1e-5), 8)
-        norm.weight.uniform_(0.5, 1.5)
+        junction = make.junction(NormSpec(eps=1e-5), 8, leaving="n", joining=None)
+        junction.norms[0].weight.uniform_(0.5, 1.5)
         linear = make.linear(Projection(name="a", in_size=8, parts={"gate": 8, "up": 8}, split=Split.ROWS))
         for placement in linear.placements():
             placement.target.copy_(torch.randn(4, 8))
-        normed, total = norm.add(2 * x, residual)
-        for found, its_total in (linear.after(norm, x, residual, STEP), linear.gated_after(norm, x, residual, STEP)):
+        normed, total = junction.add(2 * x, residual)
+        for after in (linear.after, linear.gated_after):
+            found, its_total = after(junction, x, residual, STEP)
             assert torch.equal(its_total, total)
             wanted = linear(normed, STEP)
             is_gated = found.shape[1] == 4

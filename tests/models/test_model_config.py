@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from cb_backend.errors import ConfigError
-from cb_backend.models.registry import read_model_config, resolve_dtype
+from cb_backend.models.registry import FAMILIES, read_model_config, resolve_dtype
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -31,7 +32,7 @@ def write(folder: Path, values: dict[str, Any], generation: dict[str, Any] | Non
     return folder
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_keys_get_the_defaults_of_transformers(tmp_path: Path, model_type: str) -> None:
     heads = {"num_attention_heads": 32}  # a multiple of every family's default number of KV heads
     config = read_model_config(write(tmp_path, {**LLAMA, **heads, "model_type": model_type}))
@@ -41,7 +42,23 @@ def test_absent_keys_get_the_defaults_of_transformers(tmp_path: Path, model_type
     assert config.norm.eps == theirs.rms_norm_eps
     assert config.ropes[0].theta == theirs.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
-    assert config.windows == (getattr(theirs, "sliding_window", None) or 0,) * 3
+    assert config.windows == tuple(theirs_window(theirs, index) for index in range(3))
+
+
+def theirs_window(theirs: Any, index: int) -> int:
+    kinds = getattr(theirs, "layer_types", None)
+    is_sliding = kinds is None or kinds[index] == "sliding_attention"
+    return (getattr(theirs, "sliding_window", None) or 0) if is_sliding else 0
+
+
+def test_mistral_with_layer_types_is_ministral(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    values = {**LLAMA, "num_key_value_heads": 2, "layer_types": kinds, "sliding_window": 7}
+    mistral, ministral = (
+        read_model_config(write(tmp_path, {**values, "model_type": name})) for name in ("mistral", "ministral")
+    )
+    assert mistral.windows == (0, 7, 0)
+    assert mistral == dataclasses.replace(ministral, model_type="mistral")
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
@@ -144,7 +161,7 @@ def test_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, r"'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba"}, r"'mamba' is not supported; supported: .*llama, ministral, mistral, .*qwen2, qwen3"),
         ({"hidden_size": None}, r"does not set 'hidden_size'"),
         ({"hidden_size": "64"}, r"'hidden_size' must be of type int, found '64'"),
         ({"vocab_size": 0}, r"'vocab_size' is 0; it must be at least 1"),
@@ -178,12 +195,24 @@ def test_dtype(tmp_path: Path) -> None:
             r"3 entries with linear_attention",
         ),
         (
-            {
-                "model_type": "mistral",
-                "num_key_value_heads": 2,
-                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            },
-            r"mistral with different layer_types",
+            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention", 7, "full_attention"]},
+            r"3 entries with 7",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, r"no_rope_layers must hold .* 3 layers; found 2 entries"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, "x"]}, r"no_rope_layers must hold .* \[1, 0, 'x'\]"),
+        ({"model_type": "granite", "logits_scaling": 0.0}, r"'logits_scaling' is 0.0; it must be above 0"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear"}},
+            r"rope_type 'linear'; phi3 has default and longrope",
+        ),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 0.1},
+            r"partial_rotary_factor is 0.1, by which 1 of a head's 16",
+        ),
+        ({"model_type": "olmo2", "partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5"),
+        (
+            {"model_type": "exaone4", "num_key_value_heads": 2, "sliding_window_pattern": "LLG"},
+            r"sliding_window_pattern is 'LLG' and there are no layer_types",
         ),
     ],
 )

@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
+    GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 ORIGINAL_LEN = 16  # pretraining context of the scaled ropes; max_position_embeddings is 8 times that
@@ -57,6 +63,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "longrope": _rope("longrope", factor=8.0, **_LONGROPE),
 }
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama-gqa": (LlamaConfig, {}),
     "llama-mha": (LlamaConfig, {"num_key_value_heads": 4}),
@@ -89,6 +97,71 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "num_hidden_layers": 3,
         },
+    ),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.7,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "granite-tied": (
+        GraniteConfig,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "residual_multiplier": 0.22},
+    ),
+    "smollm3": (SmolLM3Config, {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3-sliding": (
+        SmolLM3Config,
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            **_rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL_LEN),
+        },
+    ),
+    "phi3": (Phi3Config, {"num_key_value_heads": 4, "pad_token_id": 0}),
+    "phi3-window": (Phi3Config, {"sliding_window": 13, "pad_token_id": 0}),
+    "phi3-partial": (
+        Phi3Config,
+        {
+            "hidden_size": 80,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": ORIGINAL_LEN,
+            **_rope("longrope", **{**_LONGROPE, "partial_rotary_factor": 0.6}),
+        },
+    ),
+    "ministral": (
+        MinistralConfig,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "sliding_window": 9,
+            "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL],
+        },
+    ),
+    "ministral-all": (MinistralConfig, {"sliding_window": 16, "head_dim": 20}),
+    "olmo2": (Olmo2Config, {"pad_token_id": 0}),
+    "olmo2-mha": (
+        Olmo2Config,
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "exaone4": (Exaone4Config, {"sliding_window": None, "layer_types": [_FULL, _FULL]}),
+    "exaone4-hybrid": (
+        Exaone4Config,
+        {"sliding_window": 10, "sliding_window_pattern": 3, "num_hidden_layers": 6, **ROPES["llama3"]},
     ),
 }
 

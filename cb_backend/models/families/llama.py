@@ -16,6 +16,6 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         **read_basics(reader),
         attention=attention,
         norm=read_norm(reader),
-        ropes=(read_rope(reader, attention.head_dim),),
+        ropes=(read_rope(reader, attention.rotary_dim),),
         layers=read_layers(reader, mlp=read_mlp(reader, has_bias=reader.get("mlp_bias", bool, False))),
     )

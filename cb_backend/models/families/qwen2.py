@@ -22,6 +22,6 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         **read_basics(reader),
         attention=attention,
         norm=read_norm(reader),
-        ropes=(read_rope(reader, attention.head_dim),),
+        ropes=(read_rope(reader, attention.rotary_dim),),
         layers=read_layers(reader, mlp=read_mlp(reader), windows=read_qwen_windows(reader)),
     )
