@@ -136,9 +136,9 @@ def read_layer_types(reader: ConfigReader) -> list[str] | None:
 
 def read_window(reader: ConfigReader, default: int) -> int:
     """`sliding_window`: null switches it off, absent means the family's default."""
-    if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
-        return FULL_ATTENTION
-    return reader.positive("sliding_window", default)
+    if "sliding_window" not in reader.values:
+        return default
+    return FULL_ATTENTION if reader.values["sliding_window"] is None else reader.positive("sliding_window")
 
 
 def _read_dtype(reader: ConfigReader) -> str:

@@ -25,14 +25,21 @@ def prompts_for(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[lis
 
 
 def reference(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """transformers' greedy continuation of each prompt, alone, with its own cache."""
+    """transformers' greedy continuation of each prompt, alone, with its own cache.
+
+    Step by step: `generate` would throw the cache of a phi3 away where its long rope begins, and compute it anew.
+    """
     outputs = []
     for prompt in prompts:
         model = load_reference(folder)  # anew: transformers' dynamic rope remembers the longest prompt it has seen
-        model.generation_config.eos_token_id = None
+        answer: list[int] = []
+        cache, tokens = None, prompt
         with torch.inference_mode():
-            ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
-        outputs.append(ids[0, len(prompt) :].tolist())
+            for _ in range(num_tokens):
+                output = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+                cache, tokens = output.past_key_values, [int(output.logits[0, -1].argmax())]
+                answer += tokens
+        outputs.append(answer)
     return outputs
 
 
