@@ -16,6 +16,7 @@ from cb_backend.errors import ConfigError
 from cb_backend.json_files import read_json_object
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+CONVERSION_NOTE = "conversion.json"  # in a converted checkpoint's folder: by which version, and why without a tokenizer
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -30,8 +31,18 @@ def load_tokenizer(folder: Path) -> tuple[BackendTokenizer, dict[str, Any]]:
     return backend, config
 
 
+def why_no_tokenizer(folder: Path) -> str | None:
+    """The reason that the conversion of a checkpoint noted for leaving out its tokenizer. Raises `ConfigError` for a
+    broken note.
+    """
+    note = folder / CONVERSION_NOTE
+    return read_json_object(note).get("no_tokenizer") if note.is_file() else None
+
+
 def _load_backend(path: Path) -> BackendTokenizer:
     if not path.is_file():
+        if reason := why_no_tokenizer(path.parent):
+            raise ConfigError(reason)
         raise ConfigError(
             "tokenizer.json is missing in the tokenizer's folder; convert the tokenizer once with transformers:"
             " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or name another one in 'tokenizer'"

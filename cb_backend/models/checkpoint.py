@@ -1,15 +1,14 @@
 """Where a checkpoint is: a folder, a GGUF file to convert once, or a name on the Hugging Face hub.
 
 The result is always a folder with `config.json` and safetensors, and one with `tokenizer.json`. Conversions go into a
-cache folder keyed by content and appear there whole or not at all. Only this module imports transformers and
-huggingface_hub, and only when there is something to convert or to fetch.
+cache folder keyed by content and appear there whole or not at all. transformers and huggingface_hub are imported only
+when there is something to convert or to fetch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cb_backend.errors import ConfigError
+from cb_backend.models.gguf.cache_key import conversion_key
+from cb_backend.models.gguf.source import find_models, is_gguf, is_gguf_name, listed
+from cb_backend.tokenizer_files import why_no_tokenizer
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -36,7 +38,7 @@ def cache_dir() -> Path:
 
 def check_checkpoint_name(model: str) -> None:
     """Raise `ConfigError` for what can be nothing at all: a path where nothing is. Reads and fetches nothing."""
-    if not Path(model).expanduser().exists() and (model.endswith(".gguf") or not _HUB_ID.fullmatch(model)):
+    if not Path(model).expanduser().exists() and (is_gguf_name(model) or not _HUB_ID.fullmatch(model)):
         raise ConfigError(f"{model!r} is neither a folder, a .gguf file nor a hub id like org/name")
 
 
@@ -44,12 +46,20 @@ def resolve_checkpoint(model: str) -> Path:
     """The folder with `config.json` and safetensors that `model` means. Raises `ConfigError` with the remedy."""
     path = Path(model).expanduser()
     if path.is_file():
-        if path.suffix != ".gguf":
+        if not is_gguf_name(path.name) and not is_gguf(path):
             raise ConfigError(f"model {model!r} is a file, but not a .gguf; name the checkpoint's folder")
         return convert_gguf(path)
     folder = path if path.is_dir() else _from_hub(model, _WEIGHT_PATTERNS)
+    if not any(folder.glob("*.safetensors")) and (files := find_models(folder)):
+        if len(files) > 1:
+            names = listed(file.name for file in files)
+            raise ConfigError(f"model {model!r} holds {len(files)} GGUF models; name one of its files: {names}")
+        return convert_gguf(files[0])
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {model!r} holds no config.json, so it is not a Hugging Face checkpoint")
+        raise ConfigError(
+            f"model {model!r} holds no config.json, so it is not a Hugging Face checkpoint"
+            + ("" if path.is_dir() else "; of a repository of GGUF files, download one and name the file")
+        )
     return folder
 
 
@@ -66,7 +76,8 @@ def resolve_tokenizer(tokenizer: str | None, checkpoint: Path) -> Path:
         return folder
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not any(path.name in ("tokenizer.model", "vocab.json", "vocab.txt") for path in files):
-        raise ConfigError("there is no tokenizer in the checkpoint's folder; set the engine argument tokenizer")
+        reason = "there is no tokenizer in the checkpoint's folder; set the engine argument tokenizer"
+        raise ConfigError(why_no_tokenizer(folder) or reason)
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -74,50 +85,20 @@ def resolve_tokenizer(tokenizer: str | None, checkpoint: Path) -> Path:
 
 
 def convert_gguf(path: Path) -> Path:
-    """Dequantise a GGUF file into a safetensors folder in the cache, once for each content; return the folder.
+    """Dequantise a GGUF file into a safetensors folder in the cache, once for each content and version of the
+    conversion; return the folder.
 
-    Takes about four bytes of disk a parameter. Raises `ConfigError` when the file is damaged or of an unknown
-    architecture.
+    Takes about four bytes of disk a parameter. Raises `ConfigError` when the file is damaged, incomplete, or asks for
+    what is not supported.
     """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return _build_once(cache_dir() / "models" / f"gguf-{digest.hexdigest()[:32]}", lambda to: _convert_gguf(path, to))
+    return _build_once(cache_dir() / "models" / f"gguf-{conversion_key(path)}", lambda to: _convert_gguf(path, to))
 
 
 def _convert_gguf(path: Path, target: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ConfigError(f"{path.name} is not a GGUF file")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from cb_backend.models.gguf.conversion import convert
 
-    try:
-        # NOTE: float32 keeps the dequantised values exactly.
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, **_dequantize()
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # whatever transformers and gguf raise on a damaged file
-        raise ConfigError(f"{path.name} cannot be converted: {_first_line(error)}") from None
     with _saving(target):
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-    # A GPU runs it in bfloat16 unless told otherwise: the quantised values hold fewer bits than that.
-    config = json.loads((target / "config.json").read_text())
-    config.pop("quantization_config", None)
-    config["dtype"] = "bfloat16"
-    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-
-
-def _dequantize() -> dict[str, object]:
-    """transformers 5 may keep GGUF weights packed unless told; older versions always dequantise."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
+        convert(path, target)
 
 
 def _convert_tokenizer(folder: Path, target: Path) -> None:
@@ -175,10 +156,16 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def _saving(target: Path) -> Iterator[None]:
-    """Around writers of other packages, whose errors for a full disk have no class in common."""
+    """Around writers of other packages: their errors for a full disk share the system's words, but no class."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise ConfigError(
+                f"the checkpoint cannot be converted ({type(error).__name__}: {_first_line(error)})"
+            ) from error
         free = shutil.disk_usage(target).free >> 20
         raise ConfigError(
             f"the converted files cannot be written to {target.parent} ({_first_line(error)}; {free} MiB are free); "
