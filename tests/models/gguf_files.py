@@ -32,11 +32,13 @@ BYTE_MERGES = ["a b", "ab c"]
 BYTE_TYPES = [CONTROL] * 5 + [NORMAL] * 92
 
 # Sentencepiece: four control tokens, some bytes, characters, and pieces whose scores say how they are merged.
-PIECES = ["<unk>", "<s>", "</s>", "<|turn|>", *(f"<0x{byte:02X}>" for byte in (0x0A, 0xC3, 0xA9)), "▁", *map(chr, range(97, 123)),
+PIECES = ["<unk>", "<s>", "</s>", "<|turn|>", "<0x0A>", "<0xC3>", "<0xA9>", "▁", *map(chr, range(97, 123)),
           "▁a", "ab", "▁ab", "abc", "▁abc", "▁t", "he", "▁the"]  # fmt: skip
 PIECES += [chr(ord("一") + i) for i in range(97 - len(PIECES))]
 PIECE_TYPES = [UNKNOWN, CONTROL, CONTROL, CONTROL, BYTE, BYTE, BYTE] + [NORMAL] * 90
-PIECE_SCORES = [0.0] * 7 + [-1000.0 - i for i in range(27)] + [-1.0 - i for i in range(8)] + [-2000.0 - i for i in range(55)]
+PIECE_SCORES = (
+    [0.0] * 7 + [-1000.0 - i for i in range(27)] + [-1.0 - i for i in range(8)] + [-2000.0 - i for i in range(55)]
+)
 
 _MODULES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -64,9 +66,9 @@ class GgufFile:
     def quantised(self, kind: gguf.GGMLQuantizationType, pattern: str = r".*weight") -> GgufFile:
         """Matrices that match and whose rows the kind's blocks divide."""
         block = gguf.GGML_QUANT_SIZES[kind][0]
-        self.kinds.update(
-            {n: kind for n, t in self.tensors.items() if re.fullmatch(pattern, n) and t.ndim == 2 and t.shape[1] % block == 0}
-        )  # fmt: skip
+        for name, tensor in self.tensors.items():
+            if re.fullmatch(pattern, name) and tensor.ndim == 2 and tensor.shape[1] % block == 0:
+                self.kinds[name] = kind
         return self
 
     def write(self, path: Path) -> Path:

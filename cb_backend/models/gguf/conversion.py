@@ -12,7 +12,7 @@ from typing import Any
 
 from cb_backend.errors import ConfigError
 from cb_backend.models.gguf.cache_key import VERSION
-from cb_backend.models.gguf.model_settings import EMBEDDING, read_generation_settings, read_model_settings
+from cb_backend.models.gguf.model_settings import read_generation_settings, read_model_settings, read_vocab_size
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
 from cb_backend.models.gguf.source import GgufSource, open_source
 from cb_backend.models.gguf.tensors import Place, check_tensors, places_of, write_tensors
@@ -29,8 +29,7 @@ def convert(path: Path, folder: Path) -> None:
     one may be named. Raises `ConfigError` for whatever else is not supported or damaged.
     """
     source = open_source(path)
-    vocab_size = source.tensors[EMBEDDING].shape[0] if EMBEDDING in source.tensors else 0
-    vocabulary = read_vocabulary(source, vocab_size)
+    vocabulary = read_vocabulary(source, read_vocab_size(source))
     settings = read_model_settings(source, vocabulary)
     config = FAMILIES[settings["model_type"]].read_config(JsonReader(settings, source.name))
     places = places_of(config, has_interleaved_rope=source.architecture == "llama")

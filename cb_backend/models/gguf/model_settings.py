@@ -35,15 +35,23 @@ _SAMPLING = {
 }  # fmt: skip
 
 
+def read_vocab_size(source: GgufSource) -> int:
+    """Rows of the embedding, padding included. Raises `ConfigError` for another architecture or a lack of it."""
+    if source.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{source.name} holds the architecture {source.architecture!r}; supported: {', '.join(ARCHITECTURES)}"
+        )
+    if EMBEDDING not in source.tensors:
+        raise ConfigError(f"{source.name} lacks the tensor {EMBEDDING}; it is cut off or one part of a model")
+    return source.tensors[EMBEDDING].shape[0]
+
+
 def read_model_settings(source: GgufSource, vocabulary: Vocabulary) -> dict[str, Any]:
     """The object of `config.json`. Raises `ConfigError` for another architecture, a missing key or an unsupported
     setting, each by its name in the file.
     """
     prefix = f"{source.architecture}."
-    if source.architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"{source.name} holds the architecture {source.architecture!r}; supported: {', '.join(ARCHITECTURES)}"
-        )
+    vocab_size = read_vocab_size(source)
     reader = JsonReader(_of_all_layers(source, prefix), source.name)
     _refuse_unknown(source, prefix)
     num_heads = reader.positive(prefix + "attention.head_count")
@@ -63,7 +71,7 @@ def read_model_settings(source: GgufSource, vocabulary: Vocabulary) -> dict[str,
         "rms_norm_eps": reader.positive_float(prefix + "attention.layer_norm_rms_epsilon"),
         "rope_parameters": read_rope_parameters(source, reader, head_dim),
         "tie_word_embeddings": HEAD not in source.tensors,
-        "vocab_size": _num_rows(source),
+        "vocab_size": vocab_size,
         # A GPU runs it in bfloat16 unless told otherwise: the quantised values hold fewer bits than that.
         "dtype": "bfloat16",
         **vocabulary.ids(),
@@ -145,9 +153,3 @@ def _has_biases(source: GgufSource, *modules: str) -> bool:
             "some of these matrices alone are not supported"
         )
     return bool(present)
-
-
-def _num_rows(source: GgufSource) -> int:
-    if EMBEDDING not in source.tensors:
-        raise ConfigError(f"{source.name} lacks the tensor {EMBEDDING}; it is cut off or one part of a model")
-    return source.tensors[EMBEDDING].shape[0]

@@ -124,12 +124,15 @@ def _name_of_part(match: re.Match[str], number: int) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFValueType
 
     _check_magic(path)
     try:
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
+        for key, field in reader.fields.items():
+            if field.types == [GGUFValueType.FLOAT32]:
+                metadata[key] = float(str(np.float32(metadata[key])))  # 1e-05 as it was written, not 9.99999974e-06
     except (ValueError, LookupError, OverflowError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
