@@ -12,46 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from cb_backend.errors import ConfigError
 from cb_backend.models.checkpoint import resolve_checkpoint
 from cb_backend.models.gguf import conversion
 from cb_backend.models.registry import read_model_config
+from tests.models.gguf_checks import assert_equal, assert_refused
 from tests.models.gguf_files import CONTROL, GgufFile, byte_level, rope_factors, tiny_gguf
-from tests.models.paged_model import PagedModel
 from tests.models.tiny_checkpoints import random_tokens, reference_logits
 
-LENGTH = 120  # far beyond the 16 positions after which scaled ropes differ most
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CB_BACKEND_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def assert_equal(path: Path, source: Path) -> Path:
-    """The file's logits are those of transformers on the checkpoint, and its greedy continuation is the same."""
-    folder = resolve_checkpoint(str(path))
-    prompt = random_tokens(LENGTH, seed=3)
-    paged = PagedModel(folder, max_len=128)
-    paged.start(0, LENGTH)
-    logits = paged.prefill(0, prompt)
-    expected = reference_logits(source, prompt, [])
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    greedy: list[int] = []
-    for _ in range(4):
-        greedy.append(int(logits[-1].argmax()))
-        logits = paged.step([(0, greedy[-1])], [])
-    assert greedy == reference_logits(source, prompt, greedy)[LENGTH - 1 : -1].argmax(-1).tolist()
-    return folder
-
-
-def assert_refused(path: Path, *messages: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve_checkpoint(str(path))
-    for message in messages:
-        assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def refused(tmp_path: Path, name: str, changes: dict[str, Any], *messages: str) -> None:
