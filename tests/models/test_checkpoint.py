@@ -5,39 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from cb_backend.errors import ConfigError
 from cb_backend.models import checkpoint
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
+from tests.models.gguf_files import tiny_gguf
 from tests.models.paged_model import PagedModel
-from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
+from tests.models.tiny_checkpoints import random_tokens, reference_logits
 
 # A byte-level BPE of 97 tokens: printable bytes, two merges, and an end-of-sequence token.
 ALPHABET = sorted(ByteLevel.alphabet())[:94]
 MERGES = ["a b", "ab c"]
 TOKENS = [*ALPHABET, "ab", "abc", "<eos>"]
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -47,46 +31,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def write_gguf(source: Path, path: Path) -> None:
-    """The qwen2 checkpoint as an unquantised GGUF file."""
-    config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.NORMAL] * (len(TOKENS) - 1) + [gguf.TokenType.CONTROL])
-    writer.add_token_merges(MERGES)
-    writer.add_eos_token_id(len(TOKENS) - 1)
-    for name, tensor in load_file(source / "model.safetensors").items():
-        for ours, theirs in GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name.replace("model.layers", "blk"), tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_gguf_is_converted_once_and_computes_the_same(tmp_path: Path, cache: Path, monkeypatch) -> None:
-    source = write_checkpoint("qwen2-bias", tmp_path / "source")
-    write_gguf(source, tmp_path / "tiny.gguf")
-    folder = resolve_checkpoint(str(tmp_path / "tiny.gguf"))
+def test_gguf_is_converted_once_and_computes_the_same(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, file = tiny_gguf("qwen2-bias", tmp_path / "source")
+    path = file.write(tmp_path / "tiny.gguf")
+    folder = resolve_checkpoint(str(path))
     assert folder.parent == cache / "models"
     assert [entry for entry in folder.parent.iterdir() if entry != folder] == []  # nothing half done is left
     prompt = random_tokens(40, seed=1)
     paged = PagedModel(folder)
     paged.start(0, 40)
     torch.testing.assert_close(paged.prefill(0, prompt), reference_logits(source, prompt, []), atol=1e-4, rtol=0)
-    assert paged.config.eos_token_ids == (len(TOKENS) - 1,)
+    assert paged.config.eos_token_ids == (2,)
     tokenizer = Tokenizer.from_file(str(resolve_tokenizer(None, folder) / "tokenizer.json"))
     assert tokenizer.encode("abcab").tokens == ["abc", "ab"]
 
@@ -94,7 +51,7 @@ def test_gguf_is_converted_once_and_computes_the_same(tmp_path: Path, cache: Pat
         raise AssertionError("converted twice")
 
     monkeypatch.setattr(checkpoint, "_convert_gguf", fail)
-    assert resolve_checkpoint(str(tmp_path / "tiny.gguf")) == folder
+    assert resolve_checkpoint(str(path)) == folder
 
 
 @pytest.mark.parametrize(
@@ -187,3 +144,22 @@ def test_a_full_disk_is_said_with_the_folder_and_leaves_nothing(
     with pytest.raises(ConfigError, match=message):
         resolve_tokenizer(None, tmp_path)
     assert not any((cache / "tokenizers").iterdir())
+
+
+def test_another_fault_of_a_writer_is_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faulty:
+        def save_pretrained(self, target: Path) -> None:
+            raise TypeError("Object of type set is not JSON serializable")
+
+    (tmp_path / "vocab.json").write_text("{}")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: Faulty())
+    with pytest.raises(ConfigError, match=r"cannot be converted \(TypeError: Object of type set") as caught:
+        resolve_tokenizer(None, tmp_path)
+    assert "room" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tiny.gguf"])
+def test_a_file_is_no_tokenizer(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=r"is a file; name the folder that holds tokenizer\.json"):
+        resolve_tokenizer(str(tmp_path / name), tmp_path)
