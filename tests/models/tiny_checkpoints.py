@@ -181,9 +181,10 @@ def write_checkpoint(name: str, folder: Path, **save_options: Any) -> Path:
     return folder
 
 
-def load_reference(folder: Path) -> torch.nn.Module:
+def load_reference(folder: Path, **options: Any) -> torch.nn.Module:
     """The model as transformers loads it, with its plainest attention."""
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    given = {"attn_implementation": "eager", "dtype": torch.float32, **options}
+    return AutoModelForCausalLM.from_pretrained(folder, **given).eval()
 
 
 @torch.inference_mode()
