@@ -51,9 +51,14 @@ def is_gguf_name(name: str) -> bool:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file is GGUF by its first bytes, whatever its name (caches name files by their digest)."""
-    with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+    """Whether the file is GGUF by its first bytes, whatever its name (caches name files by their digest). Raises
+    `ConfigError` for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read ({error.strerror}: {path})") from None
 
 
 def find_models(folder: Path) -> list[Path]:
@@ -92,7 +97,8 @@ def open_source(path: Path) -> GgufSource:
     """
     parts = find_parts(path)
     readers = [_read(part) for part in parts]
-    metadata, tensors = readers[0][0], {}
+    metadata = readers[0][0]
+    tensors: dict[str, GgufTensor] = {}
     for part, (its_metadata, its_tensors) in zip(parts, readers, strict=True):
         count = its_metadata.get("split.count", 1)
         if count != len(parts):

@@ -85,7 +85,7 @@ def _build(source: GgufSource, vocabulary: Vocabulary) -> Tokenizer:
 
 def _byte_level(vocabulary: Vocabulary, architecture: str) -> Tokenizer:
     rule = find_rule(vocabulary.pre, architecture)
-    merges = [tuple(merge.split(" ")) for merge in vocabulary.merges]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
     tokenizer = _bpe(vocabulary, merges, unk_token=vocabulary.token("unk"), ignore_merges=rule.ignores_merges)
     apply_rule(rule, tokenizer, vocabulary.adds_space_prefix)
     tokenizer.decoder = decoders.ByteLevel()
@@ -117,7 +117,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, ...]], **options: Any) -> Tokenizer:
+def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     ids = {text: i for i, text in enumerate(vocabulary.tokens) if not _is_padding(vocabulary, i)}
     try:
         return Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
