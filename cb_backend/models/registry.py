@@ -35,7 +35,11 @@ def read_model_config(folder: Path) -> ModelSpec:
         reader = ConfigReader(_read_json(generation), generation.name)
         if eos_token_ids := reader.token_ids("eos_token_id"):
             values["eos_token_id"] = list(eos_token_ids)
-    reader = ConfigReader(values)
+    return read_spec(ConfigReader(values))
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    """The specification by the family that `model_type` names. Raises `ConfigError` as `read_model_config` does."""
     model_type = reader.get("model_type", str)
     if model_type not in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")

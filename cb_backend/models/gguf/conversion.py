@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.cache_key import VERSION
 from cb_backend.models.gguf.model_settings import read_generation_settings, read_model_settings, read_vocab_size
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
@@ -18,8 +19,8 @@ from cb_backend.models.gguf.source import GgufSource, open_source
 from cb_backend.models.gguf.tensors import Place, check_tensors, places_of, write_tensors
 from cb_backend.models.gguf.tokenizer import write_tokenizer
 from cb_backend.models.gguf.vocabulary import Vocabulary, read_vocabulary
-from cb_backend.models.model_config import JsonReader, ModelConfig
-from cb_backend.models.registry import FAMILIES, read_model_config
+from cb_backend.models.registry import read_model_config, read_spec
+from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import open_checkpoint
 from cb_backend.tokenizer_files import CONVERSION_NOTE
 
@@ -31,7 +32,7 @@ def convert(path: Path, folder: Path) -> None:
     source = open_source(path)
     vocabulary = read_vocabulary(source, read_vocab_size(source))
     settings = read_model_settings(source, vocabulary)
-    config = FAMILIES[settings["model_type"]].read_config(JsonReader(settings, source.name))
+    config = read_spec(ConfigReader(settings, source.name))
     places = places_of(config, has_interleaved_rope=source.architecture == "llama")
     check_tensors(source, places)
     write_tensors(source, places, folder)
@@ -56,7 +57,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _check(
-    source: GgufSource, vocabulary: Vocabulary, config: ModelConfig, places: dict[str, Place], folder: Path
+    source: GgufSource, vocabulary: Vocabulary, config: ModelSpec, places: dict[str, Place], folder: Path
 ) -> None:
     """Read the folder back as the model is loaded. A difference is a fault of ours or of a library, not of the file."""
     read = read_model_config(folder)
@@ -66,7 +67,7 @@ def _check(
         ("its settings", config, read),
         ("its tensors", {place.name: place.shape for place in places.values()}, written.shapes),
         ("its ends of an answer", vocabulary.end_ids, read.eos_token_ids),
-        ("its rotary factors", () if factors is None else tuple(factors.packed.tolist()), read.rope.long_factor),
+        ("its rotary factors", () if factors is None else tuple(factors.packed.tolist()), read.ropes[0].long_factor),
     ):
         if expected != found:
             raise ConfigError(

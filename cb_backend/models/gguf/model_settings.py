@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.rope_scaling import read_rope_parameters
 from cb_backend.models.gguf.source import GgufSource, listed
 from cb_backend.models.gguf.vocabulary import Vocabulary
-from cb_backend.models.model_config import JsonReader
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING = "token_embd.weight"
@@ -52,7 +52,7 @@ def read_model_settings(source: GgufSource, vocabulary: Vocabulary) -> dict[str,
     """
     prefix = f"{source.architecture}."
     vocab_size = read_vocab_size(source)
-    reader = JsonReader(_of_all_layers(source, prefix), source.name)
+    reader = ConfigReader(_of_all_layers(source, prefix), source.name)
     _refuse_unknown(source, prefix)
     num_heads = reader.positive(prefix + "attention.head_count")
     head_dim = _read_head_dim(reader, prefix, num_heads)
@@ -112,7 +112,7 @@ def _refuse_unknown(source: GgufSource, prefix: str) -> None:
         raise ConfigError(f"{source.name}: {prefix}attention.causal is false; this is no model that generates text")
 
 
-def _read_head_dim(reader: JsonReader, prefix: str, num_heads: int) -> int:
+def _read_head_dim(reader: ConfigReader, prefix: str, num_heads: int) -> int:
     rotary_dim = reader.get(prefix + "rope.dimension_count", int, None)
     usual = rotary_dim or reader.positive(prefix + "embedding_length") // num_heads
     head_dim = reader.positive(prefix + "attention.key_length", usual)
@@ -125,7 +125,7 @@ def _read_head_dim(reader: JsonReader, prefix: str, num_heads: int) -> int:
     return head_dim
 
 
-def _read_family(source: GgufSource, reader: JsonReader, prefix: str) -> tuple[str, dict[str, Any]]:
+def _read_family(source: GgufSource, reader: ConfigReader, prefix: str) -> tuple[str, dict[str, Any]]:
     """The model_type and its options. Mistral has no name of its own in GGUF: it is a llama with a window."""
     window = reader.get(prefix + _WINDOW, int, 0)
     if source.architecture != "llama" and window:

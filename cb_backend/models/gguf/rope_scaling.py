@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from cb_backend.errors import ConfigError
+from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.source import GgufSource
-from cb_backend.models.model_config import JsonReader
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -23,7 +23,7 @@ _NEUTRAL = {
 }  # fmt: skip
 
 
-def read_rope_parameters(source: GgufSource, reader: JsonReader, head_dim: int) -> dict[str, Any]:
+def read_rope_parameters(source: GgufSource, reader: ConfigReader, head_dim: int) -> dict[str, Any]:
     """The `rope_parameters` of `config.json`. Raises `ConfigError` for a scaling that is not supported."""
     prefix = f"{source.architecture}.rope."
     theta = reader.positive_float(prefix + "freq_base", _DEFAULT_THETA)
@@ -38,7 +38,7 @@ def read_rope_parameters(source: GgufSource, reader: JsonReader, head_dim: int) 
     return {"rope_theta": theta, **_read_factors(source, reader, head_dim)}
 
 
-def _read_scaling(reader: JsonReader, prefix: str) -> dict[str, Any]:
+def _read_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any]:
     keys = {key: f"{prefix}scaling.{key}" for key in ("type", "factor", "original_context_length", *_NEUTRAL)}
     # Before the keys had a room of their own, a linear factor was all there was.
     factor = reader.get(keys["factor"], float, reader.get(prefix + "scale_linear", float, 0.0))
@@ -61,7 +61,7 @@ def _read_scaling(reader: JsonReader, prefix: str) -> dict[str, Any]:
     return {"rope_type": "yarn", "factor": factor, **given}
 
 
-def _read_factors(source: GgufSource, reader: JsonReader, head_dim: int) -> dict[str, Any]:
+def _read_factors(source: GgufSource, reader: ConfigReader, head_dim: int) -> dict[str, Any]:
     """Any factors at all are a `longrope` that has the same ones at every length and leaves cos and sin unscaled."""
     tensor = source.tensors[ROPE_FACTORS]
     if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):

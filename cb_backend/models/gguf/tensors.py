@@ -21,7 +21,7 @@ from cb_backend.models.gguf.model_settings import EMBEDDING
 from cb_backend.models.gguf.model_settings import HEAD as GGUF_HEAD
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
 from cb_backend.models.gguf.source import GgufSource, GgufTensor, listed
-from cb_backend.models.model_config import ModelConfig
+from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import HEAD, INDEX
 
 _MAX_FILE_BYTES = 2 << 30
@@ -37,7 +37,7 @@ class Place:
     num_heads: int = 0  # above 0: rows of these heads are in the order of interleaved rotary embeddings
 
 
-def places_of(config: ModelConfig, has_interleaved_rope: bool) -> dict[str, Place]:
+def places_of(config: ModelSpec, has_interleaved_rope: bool) -> dict[str, Place]:
     """GGUF name -> place, for every tensor that the model needs. `has_interleaved_rope`: the rows of q and k are in
     pairs, as files of the llama architecture have them.
     """
@@ -89,23 +89,24 @@ def write_tensors(source: GgufSource, places: Mapping[str, Place], folder: Path)
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
 
 
-def _places_of_layer(config: ModelConfig, has_interleaved_rope: bool) -> Iterator[tuple[str, Place]]:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+def _places_of_layer(config: ModelSpec, has_interleaved_rope: bool) -> Iterator[tuple[str, Place]]:
+    attention, mlp = config.attention, config.layers[0].mlp  # all layers are alike in these files
+    hidden, inner, head_dim = config.hidden_size, mlp.intermediate_size, config.head_dim
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
     q_rows, kv_rows = num_heads * head_dim, num_kv_heads * head_dim
     norms = [("attn_norm", "input_layernorm", hidden), ("ffn_norm", "post_attention_layernorm", hidden)]
-    if config.has_qk_norm:
+    if attention.qk_norm is not None:
         norms += [(f"attn_{kind}_norm", f"self_attn.{kind}_norm", head_dim) for kind in "qk"]
     for theirs, ours, size in norms:
         yield f"{theirs}.weight", Place(f"{ours}.weight", (size,))
     for theirs, ours, shape, has_bias, heads in (
-        ("attn_q", "self_attn.q_proj", (q_rows, hidden), config.has_qkv_bias, num_heads),
-        ("attn_k", "self_attn.k_proj", (kv_rows, hidden), config.has_qkv_bias, num_kv_heads),
-        ("attn_v", "self_attn.v_proj", (kv_rows, hidden), config.has_qkv_bias, 0),
-        ("attn_output", "self_attn.o_proj", (hidden, q_rows), config.has_o_bias, 0),
-        ("ffn_gate", "mlp.gate_proj", (inner, hidden), config.has_mlp_bias, 0),
-        ("ffn_up", "mlp.up_proj", (inner, hidden), config.has_mlp_bias, 0),
-        ("ffn_down", "mlp.down_proj", (hidden, inner), config.has_mlp_bias, 0),
+        ("attn_q", "self_attn.q_proj", (q_rows, hidden), attention.has_qkv_bias, num_heads),
+        ("attn_k", "self_attn.k_proj", (kv_rows, hidden), attention.has_qkv_bias, num_kv_heads),
+        ("attn_v", "self_attn.v_proj", (kv_rows, hidden), attention.has_qkv_bias, 0),
+        ("attn_output", "self_attn.o_proj", (hidden, q_rows), attention.has_o_bias, 0),
+        ("ffn_gate", "mlp.gate_proj", (inner, hidden), mlp.has_bias, 0),
+        ("ffn_up", "mlp.up_proj", (inner, hidden), mlp.has_bias, 0),
+        ("ffn_down", "mlp.down_proj", (hidden, inner), mlp.has_bias, 0),
     ):
         heads = heads if has_interleaved_rope else 0
         yield f"{theirs}.weight", Place(f"{ours}.weight", shape, heads)

@@ -11,9 +11,9 @@ from enum import IntEnum
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.pre_tokenizers import adds_bos_by_default
 from cb_backend.models.gguf.source import GgufSource
-from cb_backend.models.model_config import JsonReader
 
 SENTENCEPIECE = "llama"  # values of tokenizer.ggml.model
 BYTE_LEVEL = "gpt2"
@@ -70,7 +70,7 @@ class Vocabulary:
 
 def read_vocabulary(source: GgufSource, vocab_size: int) -> Vocabulary:
     """`vocab_size`: the embedding's rows. Raises `ConfigError` for tokens or ids beyond it, naming key and value."""
-    reader = JsonReader(
+    reader = ConfigReader(
         {key.removeprefix("tokenizer.ggml."): value for key, value in source.metadata.items()}, source.name
     )
     model, pre = reader.get("model", str, "none"), reader.get("pre", str, None)
@@ -107,7 +107,7 @@ def read_vocabulary(source: GgufSource, vocab_size: int) -> Vocabulary:
     )
 
 
-def _read_special_ids(reader: JsonReader, num_ids: int) -> dict[str, int]:
+def _read_special_ids(reader: ConfigReader, num_ids: int) -> dict[str, int]:
     found = {}
     for name, key in _KEYS.items():
         token_id = reader.get(key, int, -1)
