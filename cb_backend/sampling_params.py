@@ -18,6 +18,7 @@ from cb_backend.structured_output import StructuredOutput
 # Below this temperature the distribution is numerically a single point; vLLM draws the line at the same value.
 GREEDY_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 100.0
+MAX_TOKENS = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -97,8 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first value that is out of range."""
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens}); lower min_tokens"

@@ -4,7 +4,8 @@ One file over `tritonclient[grpc]`, to use or to copy; it imports nothing of the
 stream of its own, because in this protocol cancelling a stream cancels all the requests on it.
 
     client = Client("localhost:8001")
-    for text in client.stream("The capital of France is", max_tokens=32, temperature=0):
+    print(client.chat("What is the capital of France?", max_tokens=32, temperature=0))
+    for text in client.stream([{"role": "user", "content": "Tell me a story."}], max_tokens=128):
         print(text, end="", flush=True)
 """
 
@@ -21,6 +22,10 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
+
+# A text goes to the model as it is; chat messages ({"role", "content"} each) through the checkpoint's chat template. An
+# object has them under "messages", and beside them arguments of the template ("tools", ...).
+Prompt = str | list[dict[str, Any]] | dict[str, Any]
 
 _Event = tuple[Any, Any, float]  # result, error, time of arrival
 
@@ -62,27 +67,36 @@ class Client:
         except InferenceServerException:
             return False
 
-    def stream(self, prompt: str, **sampling: Any) -> Generator[str, None, None]:
+    def chat(self, messages: Prompt, **sampling: Any) -> str:
+        """The whole answer to chat messages; a text is one message of a user. Raises `ClientError`.
+
+        For an answer that is streamed, give the messages to `stream`.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.generate(messages, **sampling)
+
+    def stream(self, prompt: Prompt, **sampling: Any) -> Generator[str, None, None]:
         """Pieces of text as they are generated; joined they are the answer. Closing the iterator cancels the request.
 
-        `sampling`: max_tokens, temperature, top_p, top_k, seed, stop, ... as the server documents them. Raises
-        `ClientError`.
+        `prompt`: a text, or chat messages. `sampling`: max_tokens, temperature, top_p, top_k, seed, stop, ... as the
+        server documents them. Raises `ClientError`.
         """
         for response in self.responses(prompt, is_streaming=True, **sampling):
             if response.text:
                 yield response.text
 
-    def generate(self, prompt: str, **sampling: Any) -> str:
+    def generate(self, prompt: Prompt, **sampling: Any) -> str:
         """The whole answer, without the prompt. Raises `ClientError`."""
         return "".join(response.text for response in self.responses(prompt, is_streaming=False, **sampling))
 
-    def generate_all(self, prompts: Iterable[str], **sampling: Any) -> list[str]:
+    def generate_all(self, prompts: Iterable[Prompt], **sampling: Any) -> list[str]:
         """Answers to several prompts that are sent at the same time, in their order. Raises the first `ClientError`."""
         prompts = list(prompts)
         with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, **sampling), prompts))
 
-    def responses(self, prompt: str, *, is_streaming: bool, **sampling: Any) -> Generator[Response, None, None]:
+    def responses(self, prompt: Prompt, *, is_streaming: bool, **sampling: Any) -> Generator[Response, None, None]:
         """Every response of one request, the final one last. Closing the iterator cancels the request."""
         arrived: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         connection = grpc.InferenceServerClient(self.url)
@@ -118,9 +132,10 @@ class Client:
         return result, received_at
 
 
-def _inputs(prompt: str, is_streaming: bool, sampling: dict[str, Any]) -> list[grpc.InferInput]:
+def _inputs(prompt: Prompt, is_streaming: bool, sampling: dict[str, Any]) -> list[grpc.InferInput]:
+    name, text = ("text_input", prompt) if isinstance(prompt, str) else ("messages", json.dumps(prompt))
     inputs = [
-        _input("text_input", "BYTES", [prompt.encode()]),
+        _input(name, "BYTES", [text.encode()]),
         _input("stream", "BOOL", [is_streaming]),
         _input("exclude_input_in_output", "BOOL", [True]),
         _input("sampling_parameters", "BYTES", [json.dumps(sampling).encode()]),

@@ -1,5 +1,6 @@
 """Send prompts to a served model and print the answers: several at once, streamed if wanted.
 
+    python client/generate.py --chat "What is the capital of France?" --system "Answer in one word." --temperature 0
     python client/generate.py "The capital of France is" "Once upon a time" --stream --max-tokens 64
 
 Ctrl-C cancels what still runs. Exit code 0: every prompt was answered; 1: an error; 130: cancelled.
@@ -12,18 +13,21 @@ import sys
 import threading
 from typing import Any
 
-from cb_client import Client, ClientError
+from cb_client import Client, ClientError, Prompt
 
 
 def main() -> int:
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
+    if args.system is not None and not args.chat:
+        parser.error("--system is a chat message; give --chat as well")
     client = Client(args.url, args.model)
     sampling = _sampling(args)
     printer = _Printer(len(args.prompts))
     is_cancelled = threading.Event()
     errors: list[str] = []
 
-    def answer(index: int, prompt: str) -> None:
+    def answer(index: int, prompt: Prompt) -> None:
         try:
             pieces = client.stream(prompt, **sampling) if args.stream else iter([client.generate(prompt, **sampling)])
             for piece in pieces:
@@ -36,7 +40,8 @@ def main() -> int:
             printer.end(index)
 
     # Daemon threads: after Ctrl-C nobody waits for an answer that is not streamed; the broken connection cancels it.
-    threads = [threading.Thread(target=answer, args=item, daemon=True) for item in enumerate(args.prompts)]
+    prompts = [_messages(text, args.system) if args.chat else text for text in args.prompts]
+    threads = [threading.Thread(target=answer, args=item, daemon=True) for item in enumerate(prompts)]
     for thread in threads:
         thread.start()
     try:
@@ -80,6 +85,12 @@ class _Printer:
                 print(f"[{index + 1}] {self._pending[index]}", flush=True)
 
 
+def _messages(text: str, system: str | None) -> list[dict[str, Any]]:
+    """What a user says, as chat messages."""
+    said = {"role": "user", "content": text}
+    return [said] if system is None else [{"role": "system", "content": system}, said]
+
+
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -88,6 +99,10 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Send prompts to a served model and print the answers.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
+    parser.add_argument(
+        "--chat", action="store_true", help="each PROMPT is what a user says, put into the checkpoint's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
     parser.add_argument("--stream", action="store_true", help="print text as it is generated")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, help="0 = greedy; the server's default is 1")

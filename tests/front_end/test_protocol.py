@@ -242,11 +242,6 @@ def test_request_parameters_are_sampling_parameters() -> None:
         parse('{"temprature": 1}')
 
 
-def test_request_parameters_are_ignored_beside_the_input() -> None:
-    given = text_array(b'{"seed": 3}')
-    assert parse('{"nonsense": 1, ', sampling_parameters=given).params == SamplingParams(seed=3)
-
-
 @pytest.mark.parametrize("value", [None, "", -1, 0, 2**31, 1.5, True, "1.5", "ten", [], {}, "1_000", "٣"])
 def test_d7_bad_max_tokens(value: Any) -> None:
     assert "max_tokens" in refusal({"max_tokens": value})

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.wire.sampling_json import parse_params
+from cb_backend.front_end.wire.sampling_json import read_params
 from cb_backend.scheduling_params import MAX_TIMEOUT_MS, SchedulingParams
 
 
 def scheduling(values: dict[str, Any]) -> SchedulingParams:
-    return parse_params(json.dumps(values), 500)[1]
+    return read_params(values, 500)[1]
 
 
 def test_defaults() -> None:
@@ -24,7 +23,7 @@ def test_defaults() -> None:
 def test_all_of_them_beside_sampling_parameters() -> None:
     values = {"priority": -3, "timeout_ms": 1500, "queue_timeout_ms": "250", "cache_salt": "team a", "tenant": "a",
               "max_tokens": 7}  # fmt: skip
-    sampling, found = parse_params(json.dumps(values), 500)
+    sampling, found = read_params(values, 500)
     assert sampling.max_tokens == 7
     assert found == SchedulingParams(
         priority=-3, timeout_ms=1500, queue_timeout_ms=250, cache_salt="team a", tenant="a"

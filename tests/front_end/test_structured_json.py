@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.wire.sampling_json import parse_params
+from cb_backend.front_end.wire.sampling_json import read_params
 from cb_backend.structured_output import (
     ANY_JSON_OBJECT,
     MAX_CHOICE_BYTES,
@@ -23,7 +23,7 @@ SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 
 
 def parse(**values: Any) -> StructuredOutput | None:
-    return parse_params(json.dumps(values), vocab_size=100)[0].structured_output
+    return read_params(values, vocab_size=100)[0].structured_output
 
 
 def refusal(**values: Any) -> str:
@@ -137,3 +137,38 @@ def test_a_schema_of_the_greatest_size_passes_even_as_text_in_text() -> None:
     structured = parse(structured_outputs=json.dumps({"json": text}))
     assert structured is not None
     assert json.loads(structured.text) == schema
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        {"name": "person", "strict": True, "schema": SCHEMA},
+        {"name": "person", "schema": SCHEMA, "description": "someone"},
+        {"schema": SCHEMA},
+        {"name": "person", "schema": SCHEMA_TEXT},
+        {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}},
+    ],
+)
+def test_r32h_the_wrapper_of_a_schema_is_taken_off(wrapper: dict[str, Any]) -> None:
+    expected = StructuredOutput(kind="json", text=SCHEMA_TEXT)
+    for value in (wrapper, json.dumps(wrapper)):
+        assert parse(guided_json=value) == expected
+        assert parse(structured_outputs={"json": value}) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"schema": {"type": "object"}, "name": {"type": "string"}}},
+        {"name": "person", "strict": True},
+        {"type": "object", "schema": {"type": "integer"}},
+        {"name": "person", "schema": True},
+    ],
+)
+def test_r32h_a_schema_that_is_no_wrapper_stays(schema: dict[str, Any]) -> None:
+    assert parse(guided_json=schema) == StructuredOutput(kind="json", text=json.dumps(schema, separators=(",", ":")))
+
+
+def test_r32h_a_wrapped_schema_is_checked_like_any_other() -> None:
+    wrapper = {"name": "deep", "schema": nested(MAX_NESTING)}
+    assert "guided_json is nested too deeply" in refusal(guided_json=wrapper)

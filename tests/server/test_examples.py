@@ -286,6 +286,21 @@ def test_trtllm_words_and_generate(server: RunningServer, reference: Reference) 
         assert name in text or "parameters as tensors" in text
 
 
+def test_h02_trtllm_words_as_json_text(server: RunningServer, reference: Reference) -> None:
+    whole = reference.greedy_text("the quick", 20)
+    body = {"text_input": "the quick", "max_tokens": 20, "stop_words": json.dumps([whole[5:8], "\u2603"])}
+    status, text = server.post("/v2/models/llm_trtllm/generate", body)
+    assert status == 200, text
+    assert json.loads(text)["text_output"] == "the quick" + whole.partition(whole[5:8])[0]
+
+
+def test_r70b_a_bad_string_is_shown_as_text_over_http(server: RunningServer) -> None:
+    body = {"text_input": "the quick", "embedding_bias_words": "Paris"}
+    status, text = server.post("/v2/models/llm_trtllm/generate", body)
+    assert status == 400
+    assert "'embedding_bias_words' is not supported (got 'Paris')" in json.loads(text)["error"]
+
+
 def test_cancelling_through_the_other_wire(server: RunningServer) -> None:
     call = Call(server, "llm_trtllm", TWO, text_input="the quick", stream=True, **numbers(max_tokens=9000, end_id=-1))
     call.next()

@@ -81,8 +81,15 @@ def refuse_surrogates(name: str, text: str) -> None:
         raise InvalidRequestError(f"{name} holds a lone surrogate, which is not a character: {show(text)}")
 
 
+def read_structure(name: str, value: Any) -> Any:
+    """A list or an object, also where it is written as JSON text: request parameters can hold text, but neither."""
+    is_text = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+    return load_json(name, value) if is_text else value
+
+
 def read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
+    """A list of strings, one string, or JSON text of a list of strings; any other text stands for itself."""
+    strings = _strings_of_text(value) if isinstance(value, str) else value
     if not isinstance(strings, list):
         raise InvalidRequestError(f"{name} must be a string or a list of strings, got {show(value)}")
     if len(strings) > most:
@@ -92,6 +99,17 @@ def read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
             raise InvalidRequestError(f"{name} must hold strings only, got {show(text)}")
         refuse_surrogates(name, text)
     return tuple(dict.fromkeys(strings))
+
+
+def _strings_of_text(text: str) -> list[str]:
+    if text.lstrip().startswith("["):
+        try:
+            strings = load_json("a list of strings", text)
+        except InvalidRequestError:  # a bracket with which a text begins
+            return [text]
+        if all(isinstance(string, str) for string in strings):
+            return list(strings)
+    return [text]
 
 
 def equals(value: Any, neutral: Any) -> bool:
@@ -109,5 +127,7 @@ def show(value: Any) -> str:
     """A client's value for an error text: cut before it is turned into text, printable."""
     if isinstance(value, list | dict):
         return f"a {'list' if isinstance(value, list) else 'JSON object'} of {len(value)} entries"
+    if isinstance(value, bytes):  # a tensor's string
+        value = value[: 4 * (MAX_SHOWN + 1)].decode(errors="replace")
     text = repr(value[: MAX_SHOWN + 1] if isinstance(value, str) else value)
     return text.encode("ascii", "backslashreplace").decode() if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.wire.sampling_json import check_json_size, parse_params
+from cb_backend.front_end.wire.sampling_json import check_json_size, load_parameters, read_params
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 
@@ -66,8 +66,8 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
 
     inputs: arrays of the inputs that are there; strings are object arrays of bytes, flags bool, each with one
         element in any shape.
-    parameters: the request parameters as JSON text, empty for none. They are sampling parameters, and are not read
-        at all when the input `sampling_parameters` is there.
+    parameters: the request parameters as JSON text, empty for none. They are sampling parameters; where the input
+        `sampling_parameters` names one as well, that one counts.
     vocab_size: number of token ids that the model accepts.
     """
     _refuse_unsupported(inputs)
@@ -78,7 +78,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
     flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
     is_input_prepended = _is_input_prepended(flags["exclude_input_in_output"], is_stream, text_bytes is not None)
-    params, scheduling = parse_params(_sampling_text(inputs, parameters), vocab_size)
+    params, scheduling = read_params(load_parameters(parameters, _sampling_text(inputs)), vocab_size)
     if is_stream and params.num_answers > params.n:
         raise InvalidRequestError(
             f"best_of ({params.best_of}) is greater than n ({params.n}), so answers are chosen when all have ended and"
@@ -138,11 +138,11 @@ def _logprobs_to_compute(params: SamplingParams, is_list_wanted: bool, is_sum_wa
     return 0 if is_sum_wanted else None
 
 
-def _sampling_text(inputs: Mapping[str, NDArray[Any]], parameters: str) -> str:
-    """The one source of sampling parameters: the input, or else the request parameters."""
+def _sampling_text(inputs: Mapping[str, NDArray[Any]]) -> str | None:
+    """The input `sampling_parameters`, or None when it is not given."""
     sampling = _read_bytes(inputs, "sampling_parameters")
     if sampling is None:
-        return parameters or "{}"
+        return None
     check_json_size(len(sampling))
     if not sampling.strip():
         raise InvalidRequestError("input 'sampling_parameters' is empty; send {} or leave it out")

@@ -1,7 +1,8 @@
-"""The JSON text of sampling parameters, as clients of vLLM write it, to `SamplingParams` and `SchedulingParams`.
+"""Sampling parameters in JSON, as clients of vLLM write it, to `SamplingParams` and `SchedulingParams`.
 
-Values may be strings ("0.7", "128", "false"), null means the default, and a name that has no effect here is refused
-instead of ignored. Every failure is an `InvalidRequestError`. It does not know tensors or the model.
+Values may be strings ("0.7", "128", "false"), lists and objects JSON text of them, null means the default, and a name
+that has no effect here is refused instead of ignored. Every failure is an `InvalidRequestError`. It does not know
+tensors or the model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cb_backend.front_end.wire.json_values import (
     read_float,
     read_int,
     read_strings,
+    read_structure,
     read_text,
     show,
 )
@@ -31,6 +33,7 @@ from cb_backend.sampling_params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
     SamplingParams,
 )
 from cb_backend.scheduling_params import SchedulingParams
@@ -40,15 +43,26 @@ from cb_backend.structured_output import MAX_GRAMMAR_BYTES
 MAX_JSON_BYTES = 512 * 1024
 
 
-def parse_params(text: str, vocab_size: int) -> tuple[SamplingParams, SchedulingParams]:
-    """Parse and check one request's parameters; a seed is drawn where none is given.
+def load_parameters(parameters: str, sampling: str | None) -> dict[str, Any]:
+    """One request's parameters by name, from both places that can carry them, as JSON text of an object.
+
+    parameters: the request parameters; "" for none. sampling: the input `sampling_parameters`; where both name a
+    parameter, this one counts. Raises `InvalidRequestError`.
+    """
+    return _load_object("request parameters", parameters or "{}") | _load_object(
+        "sampling parameters", "{}" if sampling is None else sampling
+    )
+
+
+def read_params(given: dict[str, Any], vocab_size: int) -> tuple[SamplingParams, SchedulingParams]:
+    """Read and check one request's parameters; a seed is drawn where none is given.
 
     Raises `InvalidRequestError` that names the parameter, its value and the remedy.
     """
     values: dict[str, Any] = {}
     scheduling_values: dict[str, Any] = {}
     structured_values: dict[str, Any] = {}
-    for name, value in _load_object(text).items():
+    for name, value in given.items():
         if name in _READERS:
             if value is None and name == "max_tokens":
                 raise InvalidRequestError("max_tokens is null; give a number of at least 1 or leave it out")
@@ -66,7 +80,11 @@ def parse_params(text: str, vocab_size: int) -> tuple[SamplingParams, Scheduling
     # vLLM writes "no seed" as -1 too.
     if values.get("seed", -1) == -1:
         values["seed"] = secrets.randbits(64)
-    params = SamplingParams(**values, structured_output=read_structured_output(structured_values))
+    structured_output = read_structured_output(structured_values)
+    if structured_output is not None and "max_tokens" not in values:
+        # It says itself where the answer ends; half a JSON object helps nobody. The model's length bounds it.
+        values["max_tokens"] = MAX_TOKENS
+    params = SamplingParams(**values, structured_output=structured_output)
     params.check(vocab_size)
     scheduling = SchedulingParams(**scheduling_values)
     scheduling.check()
@@ -82,11 +100,11 @@ def check_json_size(num_bytes: int) -> None:
         )
 
 
-def _load_object(text: str) -> dict[str, Any]:
+def _load_object(name: str, text: str) -> dict[str, Any]:
     check_json_size(len(text))
-    value = load_json("sampling parameters", text)
+    value = load_json(name, text)
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"sampling parameters must be a JSON object, got {show(value)}")
+        raise InvalidRequestError(f"{name} must be a JSON object, got {show(value)}")
     return value
 
 
@@ -102,6 +120,7 @@ def _read_bad_words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _read_token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
+    value = read_structure(name, value)
     if not isinstance(value, list):
         raise InvalidRequestError(f"{name} must be a list of token ids, got {show(value)}")
     if len(value) > most:
@@ -122,6 +141,7 @@ def _read_allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
     """An object of token id (JSON keys are strings) to number."""
+    value = read_structure(name, value)
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{name} must be an object of token ids and numbers, got {show(value)}")
     if len(value) > MAX_LOGIT_BIASES:
@@ -193,6 +213,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 def _check_neutral(name: str, value: Any) -> None:
     if value is None:
         return
+    value = read_structure(name, value)
     for neutral in _NEUTRAL_VALUES[name]:
         if equals(value, neutral):
             return

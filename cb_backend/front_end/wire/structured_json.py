@@ -44,6 +44,9 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+_WRAPPER_NAMES = {"name", "description", "strict", "schema"}
+
+
 def read_structured_output(values: dict[str, Any]) -> StructuredOutput | None:
     """The one grammar among a request's parameters; None if there is none. null and "" ask for nothing.
 
@@ -104,11 +107,26 @@ def _read_object(name: str, value: Any) -> dict[str, StructuredOutput]:
 
 def _read_schema(name: str, value: Any) -> StructuredOutput:
     """A JSON schema as an object or as JSON text. Its order is kept: properties are written in it."""
-    schema = _as_json(name, value) if isinstance(value, str) else value
+    schema = _unwrapped(name, _as_json(name, value) if isinstance(value, str) else value)
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{name} must be a JSON schema (an object, or JSON text of one), got {show(value)}")
     _check_nesting(name, schema)
     return StructuredOutput(kind="json", text=json.dumps(schema, separators=(",", ":")))
+
+
+def _unwrapped(name: str, value: Any) -> Any:
+    """The schema in OpenAI's `response_format` or its `json_schema`; anything else as it is.
+
+    Taken for schemas, such wrappers would allow anything: JSON Schema ignores the names that it does not know.
+    """
+    if isinstance(value, dict) and value.get("type") == "json_schema" and isinstance(value.get("json_schema"), dict):
+        value = value["json_schema"]
+    if not isinstance(value, dict) or not value.keys() <= _WRAPPER_NAMES:
+        return value
+    schema = value.get("schema")
+    if isinstance(schema, str):
+        schema = _as_json(f"{name}.schema", schema)
+    return schema if isinstance(schema, dict) else value
 
 
 def _read_json_object(name: str, value: Any) -> StructuredOutput | None:
@@ -123,9 +141,11 @@ def _read_grammar(name: str, value: Any) -> StructuredOutput:
     return StructuredOutput(kind="grammar", text=read_text(name, value))
 
 
-def _read_choice(name: str, value: Any) -> StructuredOutput:
+def _read_choice(name: str, value: Any) -> StructuredOutput | None:
     """A list of strings, or JSON text of one."""
     choices = _as_json(name, value) if isinstance(value, str) else value
+    if choices == []:
+        return None
     if not isinstance(choices, list):
         raise InvalidRequestError(f"{name} must be a list of strings, got {show(value)}")
     if len(choices) > MAX_CHOICES:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.wire.json_values import show
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 
 _SAME_INPUTS = ("text_input", "stream", "return_num_input_tokens", "return_num_output_tokens")
@@ -107,7 +108,7 @@ def _guide(kind: str, text: str) -> dict[str, Any]:
         return {}
     if kind not in _GUIDES:
         raise InvalidRequestError(
-            f"input 'guided_decoding_guide_type' is {kind[:40]!r}, which is not supported; use {', '.join(_GUIDES)}"
+            f"input 'guided_decoding_guide_type' is {show(kind)}, which is not supported; use {', '.join(_GUIDES)}"
         )
     if kind != "json" and not text:
         raise InvalidRequestError(f"input 'guided_decoding_guide' is missing; send the {kind}")
@@ -118,7 +119,7 @@ def _text(name: str, inputs: Mapping[str, NDArray[Any]]) -> str:
     """A string input; empty where it is not given."""
     if name not in inputs:
         return ""
-    return "".join(_words(name, np.asarray([_single(name, inputs[name])], dtype=np.object_)))
+    return "".join(_texts(name, np.asarray([_single(name, inputs[name])], dtype=np.object_)))
 
 
 def _single(name: str, array: NDArray[Any]) -> Any:
@@ -128,8 +129,13 @@ def _single(name: str, array: NDArray[Any]) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _words(name: str, array: NDArray[Any]) -> list[str]:
-    """Strings of a [1, n] tensor; empty ones fill it up and mean nothing."""
+def _words(name: str, array: NDArray[Any]) -> list[str] | str:
+    """Strings of a [1, n] tensor; empty ones fill it up and mean nothing. One alone may be JSON text of a list."""
+    words = _texts(name, array)
+    return words[0] if len(words) == 1 else words
+
+
+def _texts(name: str, array: NDArray[Any]) -> list[str]:
     try:
         return [bytes(word).decode() for word in array.reshape(-1) if word]
     except (UnicodeDecodeError, TypeError):
@@ -141,4 +147,4 @@ def _check_neutral(name: str, array: NDArray[Any]) -> None:
         if value not in _NEUTRAL[name]:
             only = " or ".join(repr(v) for v in _NEUTRAL[name] if v != b"")
             remedy = f"leave it out, or send {only}" if only else "leave it out"
-            raise InvalidRequestError(f"input {name!r} is not supported (got {str(value)[:40]!r}); {remedy}")
+            raise InvalidRequestError(f"input {name!r} is not supported (got {show(value)}); {remedy}")
