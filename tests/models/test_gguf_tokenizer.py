@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
@@ -30,6 +30,7 @@ from tests.models.gguf_files import (
     sentencepiece,
     tiny_gguf,
 )
+from tests.models.original_tokenizers import gpt2_original, llama2_original
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -54,40 +55,12 @@ def assert_same_ids(tokenizer: FrontEndTokenizer, original: Tokenizer) -> None:
         assert tokenizer._backend.decode(ids) == original.decode(ids), text
 
 
-def llama2_original(adds_prefix: bool = True) -> Tokenizer:
-    """`tokenizer.json` as Llama 2's is published, over the same pieces; merges by the rank of what they give."""
-    ids = {piece: i for i, piece in enumerate(PIECES)}
-    pairs = sorted(
-        ((PIECE_SCORES[ids[piece]], piece[:cut], piece[cut:])
-         for piece in PIECES[4:] for cut in range(1, len(piece)) if piece[:cut] in ids and piece[cut:] in ids),
-        reverse=True,
-    )  # fmt: skip
-    merges = [(left, right) for _, left, right in pairs]
-    original = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    prepend = [normalizers.Prepend("▁")] if adds_prefix else []
-    original.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if adds_prefix else []
-    original.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    original.add_special_tokens([AddedToken(text, normalized=False) for text in PIECES[:4]])
-    original.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return original
-
-
 @pytest.mark.parametrize("adds_prefix", [True, False])
 def test_sentencepiece_cuts_as_the_original(adds_prefix: bool, tmp_path: Path) -> None:
     says = {} if adds_prefix else {"add_space_prefix": False}
     tokenizer = read(tmp_path, sentencepiece(**says))
     assert tokenizer.pieces.kind is DecoderKind.FALLBACK
     assert_same_ids(tokenizer, llama2_original(adds_prefix))
-
-
-def gpt2_original(pre_tokenizer: pre_tokenizers.PreTokenizer, **options: Any) -> Tokenizer:
-    ids = {token: i for i, token in enumerate(BYTE_TOKENS)}
-    original = Tokenizer(models.BPE(ids, [tuple(merge.split()) for merge in BYTE_MERGES], **options))
-    original.pre_tokenizer = pre_tokenizer
-    original.decoder = decoders.ByteLevel()
-    original.add_special_tokens(BYTE_TOKENS[:5])
-    return original
 
 
 def test_byte_level_cuts_as_the_original_smollm(tmp_path: Path) -> None:
