@@ -12,8 +12,9 @@ from cb_backend.argument_types import output_file, positive_int
 from cb_backend.cli.engine_choice import add_engine_arguments, chosen_engine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.axis import TimeAxis
+from cb_backend.cli.timelines.panels import peaks_of
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
-from cb_backend.cli.timelines.svg import draw, most_waiting_of, page
+from cb_backend.cli.timelines.svg import draw, page
 from cb_backend.front_end.engines.engine_observer import ask_for_steps, model_of
 
 TELL_EVERY_S = 2.0
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
             log.write(args.save if i == 0 else args.save.with_suffix(f".{i}{args.save.suffix}"))
     is_by_time = (args.axis or ("steps" if args.source == "demo" else "time")) == "time"
     span = max(TimeAxis(log.steps, is_by_time).length for log in logs)
-    waiting = max(most_waiting_of(log) for log in logs)
-    args.out.write_text(page(title, [draw(log, is_by_time, span, waiting) for log in logs], note))
+    peaks = peaks_of(logs)
+    args.out.write_text(page(title, [draw(log, is_by_time, span, peaks) for log in logs], note))
     print(f"{args.out}: {', '.join(f'{len(log.steps)} steps' for log in logs)}. {note}".rstrip())
     return 0
 

@@ -14,8 +14,9 @@ from cb_backend.cli import main, timeline
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.axis import LABEL_PX, LEFT, RIGHT, WIDTH
 from cb_backend.cli.timelines.lanes import Leave, find_stays, summarise
+from cb_backend.cli.timelines.panels import PANEL_HEIGHT, peaks_of
 from cb_backend.cli.timelines.steps import Ended, Header, Joined, Row, Step, StepLogFile
-from cb_backend.cli.timelines.svg import draw, most_waiting_of
+from cb_backend.cli.timelines.svg import draw, page
 from cb_backend.request import FinishReason
 
 STOP, LENGTH, ABORT = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ABORT)
@@ -102,10 +103,14 @@ def test_picture(is_by_time: bool) -> None:
         "was preempted: its blocks went to others"
     )
     assert "known &lt;log&gt;" in svg
-    for kind, peak in (("kv", 8 / 10), ("waiting", 1.0), ("load", 2 / 3)):
-        (area,) = elements(svg, kind)
-        heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area.get("d", ""))]
-        assert (max(heights) - min(heights)) / 46 == pytest.approx(peak, abs=0.01)
+    assert [height_of(svg, kind) for kind in ("kv", "waiting", "load")] == pytest.approx([1.0, 1.0, 1.0], abs=0.01)
+
+
+def height_of(svg: str, kind: str) -> float:
+    """How much of its panel an area fills at its highest."""
+    (area,) = elements(svg, kind)
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area.get("d", ""))]
+    return (max(heights) - min(heights)) / PANEL_HEIGHT
 
 
 def test_no_line_is_drawn_over_a_figure() -> None:
@@ -119,11 +124,52 @@ def test_no_line_is_drawn_over_a_figure() -> None:
 def test_pictures_to_be_compared_have_one_scale() -> None:
     """A queue of half the height of the longest one fills half of its panel."""
     log = known_log()
-    most = most_waiting_of(log)
-    (area,) = elements(draw(log, most_waiting=2 * most), "waiting")
-    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area.get("d", ""))]
-    assert (max(heights) - min(heights)) / 46 == pytest.approx(0.5, abs=0.01)
-    assert f">{2 * most}</text>" in draw(log, most_waiting=2 * most)
+    kv, waiting, load = peaks_of([log])
+    svg = draw(log, peaks=[kv, 2 * waiting, load])
+    assert [height_of(svg, kind) for kind in ("kv", "waiting")] == pytest.approx([1.0, 0.5], abs=0.01)
+    assert f">{2 * waiting}</text>" in svg
+    busier = StepLogFile(log.header, [msgspec.structs.replace(log.steps[2], num_used_blocks=10, num_waiting=7)])
+    assert peaks_of([log, busier]) == [10, 7, 2]
+
+
+def test_h05_panels_of_an_idle_engine_are_as_legible_as_those_of_a_full_one() -> None:
+    """1,455 blocks and 256 slots, of which 8 and 2 are used: areas to the top, the capacity in words."""
+    log = known_log(num_slots=256)
+    svg = draw(StepLogFile(msgspec.structs.replace(log.header, num_blocks=1455), log.steps))
+    assert [height_of(svg, kind) for kind in ("kv", "load")] == pytest.approx([1.0, 1.0], abs=0.01)
+    assert "KV blocks held: at most 8 of 1,455 (0.5%)" in svg
+    assert "requests in the step: at most 2 of 256 (0.8%)" in svg
+    assert "requests waiting: at most 1<" in svg, "nothing bounds the queue"
+
+
+def test_h05_the_longest_pause_has_its_label() -> None:
+    """Two pauses so near that one label fits: the second, longer one's."""
+    log = known_log()
+    late = [
+        msgspec.structs.replace(s, begin=s.begin + (i > 0) * 2 + (i > 1) * 60, end=s.end + (i > 0) * 2 + (i > 1) * 60)
+        for i, s in enumerate(msgspec.structs.replace(s, begin=s.begin / 10, end=s.end / 10) for s in log.steps)
+    ]
+    labels = [e.text for e in elements(draw(StepLogFile(log.header, late)), "pause") if e.tag.endswith("text")]
+    assert labels[0] == "no step for 60 s"
+
+
+def test_h05_states_are_told_by_pattern_not_by_a_requests_colour() -> None:
+    svg = draw(known_log())
+    fills = {e.get("class"): e.get("fill", "") for e in elements(svg, "leave")}
+    assert fills == {
+        "leave cancelled": "url(#cancelled)", "leave preempted": "url(#preempted)", "leave stop": "#1a1a1a",
+    }  # fmt: skip
+    ids = {e.get("id") for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("pattern")}
+    assert {"cancelled", "preempted", "failed", "prompt"} <= ids
+    assert len(elements(svg, "hatch")) == len(elements(svg, "prefill")) == 4
+    assert "url(#preempted)" in page("t", [svg]).partition("<div")[0], "the legend shows the same patterns"
+
+
+def test_h11_the_page_fits_narrow_windows_and_the_dark_scheme() -> None:
+    html = page("t", [draw(known_log())])
+    assert '<meta name="viewport" content="width=device-width' in html
+    assert "color-scheme:light dark" in html
+    assert ".picture{display:block;margin-top:14px;width:100%" in html
 
 
 def test_256_slots_fit_a_page() -> None:
@@ -260,4 +306,4 @@ def test_demo_shows_static_batches_waiting(tmp_path: Path) -> None:
         if step.ended:
             is_ending = True
             present -= {end.request_id for end in step.ended}
-    assert out.read_text().count("<svg") == 2
+    assert out.read_text().count("<svg class=\"picture\"") == 2

@@ -5,28 +5,43 @@ One self-contained piece of SVG, legible from 8 slots to several hundred. It doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from cb_backend.cli.timelines.axis import LEFT, RIGHT, WIDTH, TimeAxis
 from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, lanes_of, summarise
-from cb_backend.cli.timelines.steps import Step, StepLogFile
+from cb_backend.cli.timelines.panels import PANELS_HEIGHT, draw_panels, peaks_of
+from cb_backend.cli.timelines.steps import StepLogFile
 from cb_backend.request import split_request_id
 
 TOP = 80
 LANES_HEIGHT, MIN_LANE, MAX_LANE = 620, 2.5, 24.0
-PANEL_HEIGHT, PANEL_GAP = 46, 22
 AXIS_HEIGHT = 34
 MIN_LABEL_PX = 7.0  # a character of a label, roughly
 PAUSE_LABEL_PX = 110.0
 
-LEAVE_COLOURS = {
+# States are told by pattern and shade: the colours belong to the requests.
+LEAVE_FILL = {
     Leave.STOP: "#1a1a1a",
     Leave.LENGTH: "#1a1a1a",
-    Leave.CANCELLED: "#e08a00",
-    Leave.ERROR: "#d00000",
-    Leave.PREEMPTED: "#8a2be2",
+    Leave.PREEMPTED: "url(#preempted)",
+    Leave.CANCELLED: "url(#cancelled)",
+    Leave.ERROR: "url(#failed)",
 }
+PATTERNS = (
+    "<style>.ink{fill:#222}.dim{fill:#444}.panel{fill:#f6f6f6}rect.pause{fill:#fff}</style>"
+    "<defs>"
+    '<pattern id="preempted" width="6" height="4" patternUnits="userSpaceOnUse">'
+    '<rect width="6" height="4" fill="#fff"/><rect width="6" height="2" fill="#1a1a1a"/></pattern>'
+    '<pattern id="cancelled" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<rect width="6" height="6" fill="#fff"/><circle cx="3" cy="3" r="2" fill="#1a1a1a"/></pattern>'
+    '<pattern id="failed" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<rect width="6" height="6" fill="#d00000"/><path d="M0 0L6 6M6 0L0 6" stroke="#fff"/></pattern>'
+    '<pattern id="prompt" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="2" height="5" fill="#000" opacity="0.28"/></pattern>'
+    "</defs>"
+)
+LEAVE_PX = {Leave.STOP: 2.0, Leave.LENGTH: 2.0, Leave.PREEMPTED: 5.0, Leave.CANCELLED: 6.0, Leave.ERROR: 6.0}
 REASON_TEXT = {
     Leave.STOP: "ended at a stop",
     Leave.LENGTH: "ended at its length",
@@ -43,9 +58,11 @@ def request_name(request_id: int) -> str:
     return f"{front_end}.{counter}" if front_end else str(counter)
 
 
-def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, most_waiting: int | None = None) -> str:
-    """The picture as `<svg>`. `span` as for `TimeAxis`; `most_waiting`: top of the panel of waiting requests, so that
-    pictures can be compared; None: the log's own most."""
+def draw(
+    log: StepLogFile, is_by_time: bool = True, span: float | None = None, peaks: Sequence[float] | None = None
+) -> str:
+    """The picture as `<svg>`. `span` as for `TimeAxis`; `peaks`: what the panels' heights stand for, so that pictures
+    can be compared (`panels.peaks_of` all of them); None: the log's own."""
     steps = log.steps
     stays = find_stays(steps)
     slots = lanes_of(stays, log.header.num_slots)
@@ -53,10 +70,11 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, m
     axis = TimeAxis(steps, is_by_time, span)
     lane = min(max(LANES_HEIGHT / num_lanes, MIN_LANE), MAX_LANE)
     panels_top = TOP + lane * num_lanes + AXIS_HEIGHT
-    height = panels_top + 3 * (PANEL_HEIGHT + PANEL_GAP) + 8
+    height = panels_top + PANELS_HEIGHT + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="12">',
+        PATTERNS,
         _heading(log, summarise(steps, stays, log.header.num_slots), num_lanes, axis if is_by_time else None),
         *_lanes_background(slots, lane),
         *_pauses(axis, height - 8),
@@ -65,7 +83,7 @@ def draw(log: StepLogFile, is_by_time: bool = True, span: float | None = None, m
         # Over the lines, which would cut the figures.
         *(part for stay in stays for part in _labels(stay, axis, lane_of[stay.slot], lane)),
         *_ticks(axis, TOP + lane * num_lanes, height - 8, is_by_time),
-        *_panels(log, axis, panels_top, most_waiting_of(log) if most_waiting is None else most_waiting),
+        *draw_panels(log, axis, panels_top, peaks_of([log]) if peaks is None else peaks),
         "</svg>",
     ]
     return "\n".join(parts)
@@ -110,22 +128,23 @@ def _lanes_background(slots: Sequence[int], lane: float) -> list[str]:
 
 def _pauses(axis: TimeAxis, bottom: float) -> list[str]:
     """White bands where there was no step, with their true length above where there is room."""
-    parts, last = [], -PAUSE_LABEL_PX
-    for pause in axis.pauses:
+    parts: list[str] = []
+    labelled: list[float] = []  # the middles of labels
+    for pause in sorted(axis.pauses, key=lambda pause: pause.begin - pause.end):  # the longest has its label first
         left, right = axis.end(pause.step - 1), axis.begin(pause.step)
         seconds = pause.end - pause.begin
         text = f"no step for {seconds:,.0f} s" if seconds >= 100 else f"no step for {seconds:.3g} s"
         parts.append(
-            f'<rect class="pause" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{bottom - TOP:.1f}" '
-            f'fill="#fff"><title>{text}</title></rect>'
+            f'<rect class="pause" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{bottom - TOP:.1f}">'
+            f"<title>{text}</title></rect>"
         )
         middle = min(max((left + right) / 2, LEFT + PAUSE_LABEL_PX / 2), WIDTH - PAUSE_LABEL_PX / 2)
-        if middle - last >= PAUSE_LABEL_PX:
+        if all(abs(middle - other) >= PAUSE_LABEL_PX for other in labelled):
             parts.append(
-                f'<text class="pause" x="{middle:.1f}" y="{TOP - 4}" text-anchor="middle" fill="#444" font-size="11">'
+                f'<text class="pause dim" x="{middle:.1f}" y="{TOP - 4}" text-anchor="middle" font-size="11">'
                 f"{text}</text>"
             )
-            last = middle
+            labelled.append(middle)
     return parts
 
 
@@ -150,9 +169,10 @@ def _stay(stay: Stay, axis: TimeAxis, index: int, lane: float) -> list[str]:
     parts += [bar("decode", axis.begin(run.first), axis.end(run.last), f"hsl({hue} 62% 70%)") for run in stay.runs]
     for chunk in stay.chunks:
         parts.append(bar("prefill", axis.begin(chunk.step), axis.end(chunk.step), f"hsl({hue} 65% 36%)"))
+        parts.append(bar("hatch", axis.begin(chunk.step), axis.end(chunk.step), "url(#prompt)"))
     if stay.leave is not Leave.STILL_THERE:
-        thick = 2.0 if lane >= 8 else 1.2
-        colour, kind = LEAVE_COLOURS[stay.leave], f"leave {stay.leave.value}"
+        thick = LEAVE_PX[stay.leave] * (1.0 if lane >= 8 else 0.6)
+        colour, kind = LEAVE_FILL[stay.leave], f"leave {stay.leave.value}"
         parts.append(
             f'<rect class="{kind}" x="{right - thick:.2f}" y="{y:.2f}" width="{thick}" height="{height:.2f}" '
             f'fill="{colour}"/>'
@@ -220,78 +240,39 @@ def _ticks(axis: TimeAxis, top: float, bottom: float, is_by_time: bool) -> list[
     return parts
 
 
-def most_waiting_of(log: StepLogFile) -> int:
-    return max([step.num_waiting for step in log.steps], default=0)
-
-
-def _panels(log: StepLogFile, axis: TimeAxis, top: float, most_waiting: int) -> list[str]:
-    num_slots, num_blocks = log.header.num_slots, log.header.num_blocks
-    panels: list[tuple[str, str, str, float, Callable[[Step], float]]] = [
-        ("kv", "KV blocks held", "#3b7dd8", num_blocks, lambda step: step.num_used_blocks),
-        ("waiting", "requests waiting", "#c2571a", max(most_waiting, 1), lambda step: step.num_waiting),
-        ("load", "requests in the step", "#2e8b57", num_slots, lambda step: len(step.rows)),
-    ]
-    parts = []
-    for i, (kind, name, colour, most, figure) in enumerate(panels):
-        y = top + i * (PANEL_HEIGHT + PANEL_GAP) + PANEL_GAP
-        values = [figure(step) for step in log.steps]
-        peak = max(values, default=0)
-        parts += [
-            f'<text x="{LEFT}" y="{y - 6:.1f}" fill="#222">{name}: at most {peak:,.0f}'
-            f"{'' if kind == 'waiting' else f' of {most:,.0f} ({_share(peak / max(most, 1))})'}</text>",
-            f'<rect x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{PANEL_HEIGHT}" fill="#f6f6f6"/>',
-            f'<path class="{kind}" d="{_area(values, axis, y, most)}" fill="{colour}" opacity="0.75"/>',
-            *(
-                f'<text x="{LEFT - 8}" y="{at:.1f}" text-anchor="end" fill="#444" font-size="11">{text}</text>'
-                for at, text in ((y + 9, f"{most:,.0f}"), (y + PANEL_HEIGHT, "0"))
-            ),
-        ]
-    return parts
-
-
-def _share(value: float) -> str:
-    """In percent; what is not nothing does not look like it."""
-    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
-
-
-def _area(values: list[float], axis: TimeAxis, y: float, most: float) -> str:
-    """Steps of a staircase over a base line, closed."""
-    base = y + PANEL_HEIGHT
-    points = [f"M{LEFT:.1f} {base:.1f}"]
-    after_pause = {pause.step for pause in axis.pauses}
-    for i, value in enumerate(values):
-        if i in after_pause:
-            points.append(f"L{axis.end(i - 1):.1f} {base:.1f}L{axis.begin(i):.1f} {base:.1f}")
-        at = base - PANEL_HEIGHT * min(value / max(most, 1), 1.0)
-        points.append(f"L{axis.begin(i):.1f} {at:.1f}L{axis.end(i):.1f} {at:.1f}")
-    return "".join([*points, f"L{axis.end(len(values) - 1) if values else LEFT:.1f} {base:.1f}Z"])
-
-
 def page(title: str, pictures: list[str], note: str = "") -> str:
-    """A self-contained HTML page: the legend, then the pictures one below the other."""
+    """A self-contained HTML page: the legend, then the pictures one below the other, each as wide as the window.
+
+    In the dark scheme the page is dark, and the picture keeps its paper: its shades tell states apart.
+    """
     legend = [
-        ("hsl(210 65% 36%)", "prompt computed (figures: tokens of the chunk)"),
-        ("hsl(210 62% 70%)", "one token decoded in each step"),
-        ("hsl(210 60% 88%)", "slot held, nothing computed"),
-        ("#ececec", "slot idle"),
-        (LEAVE_COLOURS[Leave.STOP], "end"),
-        (LEAVE_COLOURS[Leave.PREEMPTED], "preempted"),
-        (LEAVE_COLOURS[Leave.CANCELLED], "cancelled"),
-        (LEAVE_COLOURS[Leave.ERROR], "error"),
-    ]
-    items = "".join(f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in legend)
-    items += "<span>each request has a colour of its own; its shade says what is done</span>"
-    style = (
-        ":root{color-scheme:light}"
-        "body{font:13px system-ui,sans-serif;margin:16px;color:#222;background:#fff;max-width:1280px}"
-        "h1{font-size:20px;margin:0 0 6px}p{margin:0 0 8px}.scroll{overflow-x:auto}"
-        ".legend span{margin-right:18px;white-space:nowrap;line-height:1.8}"
-        ".legend i{display:inline-block;width:13px;height:13px;margin-right:6px;vertical-align:-2px}"
-        "svg{display:block;margin-top:14px}g:hover .stay{stroke:#000}"
+        ('<rect width="18" height="12" fill="hsl(210 65% 36%)"/><rect width="18" height="12" fill="url(#prompt)"/>',
+         "prompt computed (figures: tokens of the chunk)"),
+        ('<rect width="18" height="12" fill="hsl(210 62% 70%)"/>', "one token decoded in each step"),
+        ('<rect width="18" height="12" fill="hsl(210 60% 88%)"/>', "slot held, nothing computed"),
+        ('<rect width="18" height="12" fill="#ececec"/>', "slot idle"),
+        *((f'<rect x="5" width="8" height="12" fill="{LEAVE_FILL[leave]}"/>', text) for leave, text in (
+            (Leave.STOP, "end"), (Leave.PREEMPTED, "preempted"), (Leave.CANCELLED, "cancelled"), (Leave.ERROR, "error"),
+        )),
+    ]  # fmt: skip
+    items = "".join(
+        f'<span><svg class="key" viewBox="0 0 18 12">{drawing}</svg>{escape(text)}</span>' for drawing, text in legend
     )
-    drawn = "".join(f'<div class="scroll">{picture}</div>' for picture in pictures)
+    items += "<span>each request has a colour of its own; shade and pattern say what is done</span>"
+    style = (
+        ":root{color-scheme:light dark}"
+        "body{font:14px/1.5 system-ui,sans-serif;margin:16px auto;padding:0 12px;max-width:1600px}"
+        "h1{font-size:20px;margin:0 0 6px}p{margin:0 0 8px}.scroll{overflow-x:auto}"
+        ".legend span{margin-right:18px;display:inline-block}"
+        ".key{width:18px;height:12px;margin-right:6px;vertical-align:-1px}"
+        ".picture{display:block;margin-top:14px;width:100%;min-width:900px;height:auto;background:#fff}"
+        "g:hover .stay{stroke:#000}"
+    )
+    marked = (picture.replace("<svg ", '<svg class="picture" ', 1) for picture in pictures)
+    drawn = "".join(f'<div class="scroll">{picture}</div>' for picture in marked)
     body = f"<h1>{escape(title)}</h1><p>{escape(note)}</p><p class=legend>{items}</p>{drawn}"
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{style}</style><body>{body}</body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
+        f"<body>{body}</body></html>\n"
     )
