@@ -16,21 +16,24 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e
 DIGIT_PX = 8.3  # of a tick's label, at most
 LOG_FROM_RATIO = 30.0  # an x axis that spans more than this is drawn in powers of ten
 STYLE = """
-:root{color-scheme:light}
-body{font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;color:#1b1b1b;background:#fff;
-max-width:1180px;margin:28px auto;padding:0 20px}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 8px}.dim{color:#555}
+:root{color-scheme:light dark;--ink:#1b1b1b;--dim:#555;--paper:#fff;--line:#ddd;--rule:#999;--grid:#e6e6e6;
+--good:#00704e;--bad:#b03a00;--warn:#fff4e0;--code:#f3f3f3}
+@media(prefers-color-scheme:dark){:root{--ink:#e8e8e8;--dim:#aaa;--paper:#181818;--line:#383838;--rule:#777;--grid:#333;
+--good:#4cc79a;--bad:#ff9166;--warn:#3a2c12;--code:#2a2a2a}}
+body{font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;color:var(--ink);background:var(--paper);
+max-width:1500px;margin:28px auto;padding:0 16px}
+h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 8px}.dim{color:var(--dim)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{padding:4px 14px;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
-th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid #999}
-.good{color:#00704e}.bad{color:#b03a00}
-.warn{background:#fff4e0;border-left:4px solid #d98200;padding:8px 14px;margin:8px 0}
-.plots{margin-top:18px;display:grid;grid-template-columns:repeat(auto-fit,minmax(480px,1fr));gap:18px}
-svg{width:100%;height:auto;border:1px solid #e2e2e2;border-radius:6px;background:#fff}
-svg text{font:13px system-ui,"DejaVu Sans",sans-serif;fill:#222}svg .title{font-weight:600;font-size:15px}
-svg .mid{text-anchor:middle}svg .end{text-anchor:end}svg .grid{stroke:#e6e6e6}
-@media(max-width:800px){th,td{padding:4px 7px;white-space:normal}.plots{grid-template-columns:1fr}}
-code{background:#f3f3f3;padding:2px 5px;border-radius:3px;overflow-wrap:anywhere}li{margin:3px 0}
+th,td{padding:4px 14px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid var(--rule)}
+.good{color:var(--good)}.bad{color:var(--bad)}
+.warn{background:var(--warn);border-left:4px solid #d98200;padding:8px 14px;margin:8px 0}
+.plots{margin:18px 0;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:18px}
+svg{width:100%;height:auto;border:1px solid var(--line);border-radius:6px;background:var(--paper)}
+svg text{font:13px system-ui,"DejaVu Sans",sans-serif;fill:var(--ink)}svg .title{font-weight:600;font-size:15px}
+svg .mid{text-anchor:middle}svg .end{text-anchor:end}svg .grid{stroke:var(--grid)}
+@media(max-width:800px){th,td{padding:4px 7px}td:first-child{white-space:normal}}
+code{background:var(--code);padding:2px 5px;border-radius:3px;overflow-wrap:anywhere}li{margin:3px 0}
 """
 
 
@@ -169,7 +172,7 @@ def page(title: str, body: Sequence[str]) -> str:
     """One self-contained HTML page with the title as its heading; `body` are elements, ready to be put in."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
         + "\n".join([f"<h1>{escape(title)}</h1>", *body])
         + "</body></html>\n"
     )

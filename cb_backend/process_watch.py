@@ -123,3 +123,15 @@ class ProcessWatch:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def machine_cpu_seconds() -> tuple[float, float] | None:
+    """(busy, total) CPU seconds of this machine since its start; None where /proc/stat does not exist."""
+    try:
+        with open("/proc/stat", encoding="ascii") as stat:
+            values = [int(value) for value in stat.readline().split()[1:9]]
+    except OSError:
+        return None
+    ticks = os.sysconf("SC_CLK_TCK")
+    idle = values[3] + values[4]  # idle and iowait
+    return (sum(values) - idle) / ticks, sum(values) / ticks

@@ -32,6 +32,7 @@ from load_generator.prompts import Vocabulary, calibrate, vocabulary_of_tokenize
 from load_generator.records import Status, write_history
 from load_generator.wire import count_input_tokens
 
+from cb_backend.process_watch import machine_cpu_seconds
 from cb_backend.traffic.traces import TraceError
 from cb_backend.traffic.workload import Lengths, WorkloadError
 
@@ -154,10 +155,10 @@ def _run(
         num_connections=args.connections,
     )
     metrics_before = _metrics(args)
-    cpu_before = server_metrics.machine_cpu_seconds()
+    cpu_before = machine_cpu_seconds()
     with show_progress(load.label, args.num_requests if is_closed else len(plans)) as display:
         fleet = run_fleet(share(template, args.processes), display)
-    cpu_share = _cpu_share(cpu_before, server_metrics.machine_cpu_seconds())
+    cpu_share = _cpu_share(cpu_before, machine_cpu_seconds())
     if args.history:
         write_history(args.history, load.label, fleet.records)
     figures = summary.summarise(fleet.records, summary.Slo(args.slo_ttft_ms, args.slo_tpot_ms))
@@ -201,7 +202,7 @@ def _cpu_share(before: tuple[float, float] | None, after: tuple[float, float] | 
 def _new_result(args: argparse.Namespace, argv: list[str] | None, vocabulary: Vocabulary) -> dict[str, Any]:
     return {
         "schema": report.SCHEMA,
-        "label": args.label,
+        "label": args.label or args.model,
         "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["load_test.py", *(sys.argv[1:] if argv is None else argv)]),
         "url": args.url,

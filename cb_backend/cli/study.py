@@ -37,6 +37,7 @@ GRIDS = {  # by device: values of max_num_seqs and of max_num_batched_tokens
     "cpu": ((2, 4, 8, 16, 32), (128, 512, 2048)),
 }
 TELL_EVERY_S = 5.0
+INTERRUPTED = 130  # exit code, as after Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(study.to_json(), indent=1) + "\n", encoding="utf-8")
     print(f"\n{time.monotonic() - begin:.1f} s" + (f", report in {args.html}" if args.html is not None else ""))
-    return 0
+    return INTERRUPTED if study.was_interrupted else 0
 
 
 class Teller:

@@ -9,9 +9,10 @@ from typing import Any
 from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import ConfigError
-from cb_backend.study.advice import Study, advise, checks
+from cb_backend.study.advice import Study, advise, checks, far_off
 from cb_backend.study.bench import Bench, RealBench, Setting, SimulatedBench, calibrate, first, fitted
 from cb_backend.study.figures import figures, prompt_time_share
+from cb_backend.study.load_watch import LoadWatch
 from cb_backend.study.replay import Replay, Say
 from cb_backend.study.sample import Sample
 from cb_backend.study.step_times import StepTimes
@@ -44,10 +45,27 @@ class Session:
     say: Say
     note: Callable[[str], None]
     conditions: Callable[[str], dict[str, Any]]  # of a device: card, versions, commit
+    study: Study | None = field(default=None, init=False)  # what is known so far
     _engine: LLMEngine | None = field(default=None, init=False)
 
     def run(self) -> Study:
-        """Raises `ConfigError` and the engine's own errors."""
+        """The whole study, or after Ctrl-C what is known of it (`was_interrupted`), if a setting was tried.
+
+        Raises `ConfigError` and the engine's own errors, `KeyboardInterrupt` where nothing is known.
+        """
+        watch = LoadWatch()
+        try:
+            study = self._run()
+        except KeyboardInterrupt:
+            if self.study is None or not self.study.trials:
+                raise
+            study = self.study
+            study.was_interrupted = True
+            study.choice = study.choice or choose(study.trials, self.target)
+        study.warnings += watch.warnings()
+        return study
+
+    def _run(self) -> Study:
         if self.times is None or self.is_confirmed or not self.is_simulated:
             self.note(f"loading {self.config.model}")
             self._engine = create_engine(self.config)
@@ -84,7 +102,8 @@ class Session:
             warnings=warnings,
         )
         base_budget = sorted(self.budgets)[len(self.budgets) // 2]
-        study.trials = sweep(bench, traffic, rate, self.seqs, self.budgets, base_budget, self.target, self.say)
+        self.study = study
+        sweep(bench, traffic, rate, self.seqs, self.budgets, base_budget, self.target, self.say, study.trials)
         study.choice = choose(study.trials, self.target)
         setting = study.recommended.setting
         study.comparison = compare(bench, traffic, rate, setting, self.say)
@@ -186,6 +205,7 @@ class Session:
         bench = RealBench(self._engine, self.is_cpu_time)
         measured = [run_trial(bench, traffic, study.rate, trial.setting, self.say) for _ in range(count)]
         study.checks = checks(predicted, [(one.saturated, one.loaded) for one in measured])
+        study.warnings += far_off(study.checks)
 
 
 def _shown(times: StepTimes) -> dict[str, str]:

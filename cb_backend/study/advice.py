@@ -20,6 +20,7 @@ POOR_FIT = 0.2  # median error of the step times
 FEW_BATCHES = 2
 NOISE = 0.05  # a larger difference between two runs of one setting is told
 CACHE_FULL = 0.95
+FAR_OFF = 0.25  # a prediction that misses by more is explained
 # (name, path into the figures, unit): what a prediction is held against.
 CHECKED = (
     ("output tokens/s, all at once", 0, "output_tokens_per_s", ""),
@@ -69,6 +70,12 @@ class Study:
     highest_rate: float = 0.0
     prompt_share: float = 0.0
     checks: list[Check] = field(default_factory=list)
+    was_interrupted: bool = False  # before all settings were tried, compared and confirmed
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the chosen setting keeps the target; else it is only the nearest of those that were tried."""
+        return self.choice is not None and not self.choice.broken
 
     @property
     def recommended(self) -> Trial:
@@ -82,8 +89,8 @@ class Study:
 
     def to_json(self) -> dict[str, Any]:
         assert self.choice is not None
-        assert self.comparison is not None
-        both = {name: getattr(self.comparison, name) for name in ("continuous", "static", "static_known")}
+        names = ("continuous", "static", "static_known")
+        both = {} if self.comparison is None else {name: getattr(self.comparison, name) for name in names}
         return {
             "traffic": self.traffic_name,
             "requests": len(self.traffic),
@@ -95,11 +102,13 @@ class Study:
             "target": {"ttft_ms": self.target.ttft_ms, "itl_ms": self.target.itl_ms},
             "rate": self.rate,
             "rate_origin": self.rate_origin,
+            "verdict": "recommended" if self.is_kept else "nearest",
             "recommended": self.model_json(),
             "broken": self.choice.broken,
             "highest_rate": self.highest_rate,
-            "gain": round(self.comparison.gain, 3),
-            "gain_over_known": round(self.comparison.gain_over_known, 3),
+            "was_interrupted": self.was_interrupted,
+            "gain": None if self.comparison is None else round(self.comparison.gain, 3),
+            "gain_over_known": None if self.comparison is None else round(self.comparison.gain_over_known, 3),
             "prompt_share": round(self.prompt_share, 3),
             "comparison": {
                 name: {"at_once": pair[0].to_json(), "at_load": pair[1].to_json()} for name, pair in both.items()
@@ -192,6 +201,24 @@ def _doubts(study: Study, comparison: Comparison, trial: Trial) -> list[str]:
             f" the sweep and {compared:,.0f} beside the static batches; smaller differences than that say nothing"
         )
     return found
+
+
+def far_off(found: Sequence[Check]) -> list[str]:
+    """Why predictions may have missed by much, one sentence for all of them."""
+    missed = [check for check in found if abs(check.error) > FAR_OFF]
+    if not missed:
+        return []
+    worst = max(missed, key=lambda check: abs(check.error))
+    text = f"{worst.name}: predicted {worst.predicted:,.0f}, measured {worst.measured:,.0f}"
+    spread = worst.highest / worst.lowest if worst.lowest else 1.0
+    if spread > 1 + FAR_OFF:
+        return [f"{text}, but the runs themselves lie between {worst.lowest:,.0f} and {worst.highest:,.0f}: they are"
+                " too short, or the machine too busy, for this figure"]  # fmt: skip
+    if worst.error > 0:
+        return [f"{text}: the engine was faster than when its step times were measured (was the machine busy then?);"
+                " the settings' order holds better than their figures"]  # fmt: skip
+    return [f"{text}: the engine was slower than when its step times were measured (other work on the machine, or steps"
+            " larger than the measured ones); take the measured figures"]  # fmt: skip
 
 
 def checks(predicted: tuple[Figures, Figures], measured: Sequence[tuple[Figures, Figures]]) -> list[Check]:

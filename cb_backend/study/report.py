@@ -30,14 +30,16 @@ DEFINITIONS = (
 
 def text_report(study: Study) -> str:
     """Tables and the recommendation, for a terminal."""
-    parts = [
-        *heading(study),
-        "",
-        "Static batches against in-flight batching, the same setting and cache:",
-        aligned(comparison_table(study, 0)),
-        "",
-        aligned(comparison_table(study, 1)),
-        "",
+    parts = [*heading(study), ""]
+    if study.comparison is not None:
+        parts += [
+            "Static batches against in-flight batching, the same setting and cache:",
+            aligned(comparison_table(study, 0)),
+            "",
+            aligned(comparison_table(study, 1)),
+            "",
+        ]
+    parts += [
         f"Settings tried (latencies at {study.rate:.3g} requests/s):",
         aligned(trial_table(study)),
     ]
@@ -51,23 +53,17 @@ def html_report(study: Study) -> str:
     words = recommendation(study)
     body = [
         *(f'<p class="dim">{escape(line)}</p>' for line in heading(study)),
-        "<h2>Recommended</h2>",
+        f"<h2>{'Recommended' if study.is_kept else 'No setting keeps the target'}</h2>",
         *(f"<p>{escape(line)}</p>" for line in words[:-1]),
         f"<p>In <code>1/model.json</code>: <code>{escape(words[-1].strip())}</code></p>",
         *(f'<p class="warn">{escape(text)}</p>' for text in study.warnings),
-        "<h2>Static batches against in-flight batching</h2>",
-        html_table(comparison_table(study, 0)),
-        "<br>",
-        html_table(comparison_table(study, 1)),
-        '<div class="plots">',
-        *comparison_charts(study),
-        "</div>",
+        *_html_comparison(study),
         "<h2>Settings tried</h2>",
         f'<p class="dim">Latencies at {study.rate:.3g} requests/s; slots busy with all requests at once.</p>',
-        html_table(trial_table(study)),
         '<div class="plots">',
         *trial_charts(study),
         "</div>",
+        html_table(trial_table(study)),
     ]
     if study.checks:
         body += [f"<h2>{_check_title(study)}</h2>", html_table(check_table(study))]
@@ -75,6 +71,20 @@ def html_report(study: Study) -> str:
     body += [f"<h2>Command</h2><p><code>{escape(study.command)}</code></p>"] if study.command else []
     body += [f'<p class="dim">{escape(study.made_at)}</p>'] if study.made_at else []
     return page(f"Study: {study.traffic_name}", body)
+
+
+def _html_comparison(study: Study) -> list[str]:
+    if study.comparison is None:
+        return []
+    return [
+        "<h2>Static batches against in-flight batching</h2>",
+        '<div class="plots">',
+        *comparison_charts(study),
+        "</div>",
+        html_table(comparison_table(study, 0)),
+        "<br>",
+        html_table(comparison_table(study, 1)),
+    ]
 
 
 def heading(study: Study) -> list[str]:
@@ -90,20 +100,26 @@ def heading(study: Study) -> list[str]:
 
 
 def recommendation(study: Study) -> list[str]:
-    """Sentences; the last one is the line for model.json."""
+    """The verdict in sentences; the last one is the line for model.json."""
     assert study.choice is not None
     trial = study.recommended
-    lines = [f"not kept: {text}" for text in study.choice.broken]
-    lines.append(
-        f"Recommended: {trial.setting}. {trial.saturated.output_tokens_per_s:,.0f} output tokens/s with all requests"
-        f" at once; at {study.rate:.3g} requests/s TTFT p99 {trial.loaded.ttft_ms['p99']:,.0f} ms and inter-token p99"
+    did = (
+        f"{trial.setting}. {trial.saturated.output_tokens_per_s:,.0f} output tokens/s with all requests at once; at"
+        f" {study.rate:.3g} requests/s TTFT p99 {trial.loaded.ttft_ms['p99']:,.0f} ms and inter-token p99"
         f" {trial.loaded.itl_ms.get('p99', 0.0):,.1f} ms; {trial.preemption_rate:.1%} of the requests preempted."
     )
-    if not study.choice.broken and len(study.trials) > 1:
-        lines.append(_why(study))
+    lines = [f"Interrupted after {len(study.trials)} settings; this is of them."] if study.was_interrupted else []
+    if study.is_kept:
+        lines.append(f"Recommended: {did}")
+        if len(study.trials) > 1:
+            lines.append(_why(study))
+    else:
+        lines.append(f"No setting is recommended: {'; '.join(study.choice.broken)}. The nearest: {did}")
     if study.highest_rate > 0:
         by = "" if study.is_simulated else ", by the simulator,"
         lines.append(f"It holds the target{by} up to about {study.highest_rate:.3g} requests/s ({study.target}).")
+    elif not study.is_kept and not study.was_interrupted:
+        lines.append("It misses the target at any load: a faster card, shorter prompts or a laxer target are needed.")
     return [*lines, f"  {json.dumps(study.model_json())}"]
 
 
@@ -165,7 +181,9 @@ def trial_table(study: Study) -> Table:
     rows = []
     for trial in study.trials:
         loaded, setting = trial.loaded, trial.setting
-        mark = "chosen" if trial == study.recommended else "met" if study.target.is_met(loaded) else "missed"
+        mark = "met" if study.target.is_met(loaded) else "missed"
+        if trial == study.recommended:
+            mark = "chosen" if study.is_kept else "nearest"
         rows.append(
             [
                 str(setting.max_num_seqs),
@@ -183,7 +201,8 @@ def trial_table(study: Study) -> Table:
 
 
 def _check_title(study: Study) -> str:
-    return f"The recommended setting, {'simulated' if study.is_simulated else 'swept'} and run again to confirm it"
+    name = "recommended" if study.is_kept else "nearest"
+    return f"The {name} setting, {'simulated' if study.is_simulated else 'swept'} and run again to confirm it"
 
 
 def check_table(study: Study) -> Table:

@@ -6,7 +6,7 @@ requests wait). It does not know whether a bench is real.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cb_backend.study.bench import Bench, Setting
@@ -59,7 +59,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The recommended trial, and what it does not keep (empty: it keeps everything)."""
+    """The recommended trial, and what it does not keep (empty: it keeps everything; else it is only the nearest)."""
 
     trial: Trial
     broken: list[str]
@@ -80,22 +80,23 @@ def sweep(
     base_budget: int,
     target: Target,
     say: Say,
-) -> list[Trial]:
-    """Trials in the order of their settings. A simulation tries the whole grid; a real engine all of `seqs` at
-    `base_budget`, then all of `budgets` at the best of them."""
+    trials: list[Trial],
+) -> None:
+    """Fill `trials`, one by one as they are run, at the end in the order of their settings. A simulation tries the
+    whole grid; a real engine all of `seqs` at `base_budget`, then all of `budgets` at the best of them."""
+
+    def run(settings: Iterable[Setting]) -> None:
+        for setting in settings:
+            if all(trial.setting != setting for trial in trials):
+                trials.append(run_trial(bench, traffic, rate, setting, say))
+
     if bench.is_simulated:
-        grid = [Setting(num_seqs, budget) for num_seqs in seqs for budget in budgets if budget >= num_seqs]
-        return [run_trial(bench, traffic, rate, setting, say) for setting in grid]
-    trials = {
-        setting: run_trial(bench, traffic, rate, setting, say)
-        for setting in (Setting(num_seqs, max(base_budget, num_seqs)) for num_seqs in seqs)
-    }
-    best = choose(list(trials.values()), target).trial.setting
-    for budget in budgets:
-        setting = Setting(best.max_num_seqs, budget)
-        if budget >= best.max_num_seqs and setting not in trials:
-            trials[setting] = run_trial(bench, traffic, rate, setting, say)
-    return [trials[setting] for setting in sorted(trials)]
+        run(Setting(num_seqs, budget) for num_seqs in seqs for budget in budgets if budget >= num_seqs)
+    else:
+        run(Setting(num_seqs, max(base_budget, num_seqs)) for num_seqs in seqs)
+        best = choose(trials, target).trial.setting
+        run(Setting(best.max_num_seqs, budget) for budget in budgets if budget >= best.max_num_seqs)
+    trials.sort(key=lambda trial: trial.setting)
 
 
 def calm_trials(trials: Sequence[Trial]) -> list[Trial]:

@@ -101,7 +101,7 @@ def _add_client(group: Any) -> None:
     group.add_argument("--connections", type=int, default=4, help="connections of each process")
     group.add_argument("--slo-ttft-ms", type=float, help="goodput: most milliseconds to the first token")
     group.add_argument("--slo-tpot-ms", type=float, help="goodput: most milliseconds a token")
-    group.add_argument("--label", default="load test", help="name of this test in reports")
+    group.add_argument("--label", help="name of this test in reports; default: the model's")
     group.add_argument("--json", type=Path, help="write the result here")
     group.add_argument("--html", type=Path, help="write the report here")
     group.add_argument("--history", type=Path, help="write a JSON line for each request here")
@@ -115,7 +115,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
     if args.concurrency:
         if min(args.concurrency) < 1:
             raise WorkloadError(f"--concurrency must be at least 1, got {min(args.concurrency)}")
-        return [Load("concurrency", float(n), f"{n} streams") for n in args.concurrency]
+        return [Load("concurrency", float(n), f"{n} stream" if n == 1 else f"{n} streams") for n in args.concurrency]
     if args.rate:
         return [Load("rate", rate, f"{rate:g} requests/s") for rate in args.rate]
     if args.arrival == "trace":

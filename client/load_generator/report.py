@@ -162,14 +162,8 @@ def html_report(results: Sequence[dict[str, Any]]) -> str:
     for column in _columns(results):
         warnings = column.run["warnings"]
         body += [f'<p class="warn"><b>{escape(column.label)}</b>: {escape(text)}</p>' for text in warnings]
-    body += [
-        "<h2>Figures</h2>",
-        _html_table(results),
-        "<h2>Plots</h2>",
-        '<div class="plots">',
-        *plots(results),
-        "</div>",
-    ]
+    body += ["<h2>Plots</h2>", '<div class="plots">', *plots(results), "</div>"]
+    body += ["<h2>Figures</h2>", _html_table(results)]
     body += [*_errors(results), *_counters(results), "<h2>Definitions</h2>", _definitions()]
     return page(f"Load test: {title}", body)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import urllib.request
 from typing import Any
@@ -44,15 +43,3 @@ def difference(before: str, after: str, model: str, num_finished: int) -> dict[s
         "preemptions_per_request": rate,
         "counters": dict(list(moved.items())[:MAX_COUNTERS]),
     }
-
-
-def machine_cpu_seconds() -> tuple[float, float] | None:
-    """(busy, total) CPU seconds of this machine since its start; None where /proc/stat does not exist."""
-    try:
-        with open("/proc/stat", encoding="ascii") as stat:
-            values = [int(value) for value in stat.readline().split()[1:9]]
-    except OSError:
-        return None
-    ticks = os.sysconf("SC_CLK_TCK")
-    idle = values[3] + values[4]  # idle and iowait
-    return (sum(values) - idle) / ticks, sum(values) / ticks

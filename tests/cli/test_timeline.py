@@ -306,4 +306,4 @@ def test_demo_shows_static_batches_waiting(tmp_path: Path) -> None:
         if step.ended:
             is_ending = True
             present -= {end.request_id for end in step.ended}
-    assert out.read_text().count("<svg class=\"picture\"") == 2
+    assert out.read_text().count('<svg class="picture"') == 2

@@ -17,7 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "client"))
 
 import load_test
-from load_generator import report, server_metrics, summary
+from load_generator import options, report, server_metrics, summary
 from load_generator.contracts import ClientHealth
 from load_generator.options import Load, check, lengths, loads, parser, plan_run
 from load_generator.prompts import PromptBuilder, Vocabulary, calibrate, vocabulary_of_tokenizer
@@ -161,13 +161,13 @@ def test_options_make_a_trace_workload(tmp_path: Path) -> None:
 
 
 def test_contradicting_options_are_refused() -> None:
-    for options, text in (
+    for given, text in (
         ([], "no load"),
         (["--rate", "1", "--concurrency", "1"], "one of them"),
         (["--concurrency", "0"], "at least 1, got 0"),
     ):
         with pytest.raises(WorkloadError, match=text):
-            loads(parser().parse_args(options))
+            loads(parser().parse_args(given))
 
 
 def test_cancel_fraction_and_points() -> None:
@@ -373,6 +373,20 @@ def test_html_report_has_figures_and_plots() -> None:
     assert len(points) == len(summary.CDF_POINTS)
     assert all(0 <= x <= charts.WIDTH and 0 <= y <= charts.HEIGHT for x, y in points)
     assert points == sorted(points, key=lambda point: (point[0], -point[1]))  # to the right and up
+
+
+def test_h11_the_report_is_legible_in_any_window_and_has_its_pictures_first() -> None:
+    page = report.html_report([result("llm", 1.0)])
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "prefers-color-scheme:dark" in page
+    assert "minmax(min(480px,100%),1fr)" in page, "a picture is never wider than the window"
+    assert page.index("<svg") < page.index("<table")
+
+
+@pytest.mark.parametrize(("count", "label"), [(1, "1 stream"), (2, "2 streams")])
+def test_h11_one_stream_is_one_stream(count: int, label: str) -> None:
+    (load,) = options.loads(options.parser().parse_args(["--concurrency", str(count)]))
+    assert load.label == label
 
 
 def test_sweep_report_plots_latency_against_load() -> None:

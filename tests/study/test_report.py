@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 
-from cb_backend.study.advice import Check
+from cb_backend.study.advice import Check, Study, far_off
 from cb_backend.study.bench import Setting
-from cb_backend.study.report import html_report, text_report
+from cb_backend.study.report import html_report, text_report, trial_table
 from cb_backend.study.sweep import Target, choose, compare, run_trial
 from tests.study.made_up import traffic
 from tests.study.test_sweep import a_study, bench, say, trial
@@ -120,3 +120,68 @@ def test_the_figures_are_all_in_the_json() -> None:
     assert again["comparison"]["static"]["at_once"]["output_tokens_per_s"] > 0
     check = {"predicted": 110.0, "measured": 100.0, "lowest": 95.0, "highest": 130.0, "error": 0.1}
     assert again["checks"] == [{"name": "TTFT p99, ms", **check}]
+
+
+def missed_study() -> Study:
+    """No setting keeps the target; the nearest holds it at a lower load."""
+    study = a_study(traffic([4] * 4, [2] * 4, [0.01 * i for i in range(4)]), target=Target(ttft_ms=10))
+    study.trials = [trial(8, 500, 90), trial(16, 980, 40)]
+    study.choice = choose(study.trials, study.target)
+    study.highest_rate = 0.4
+    return study
+
+
+def test_h06_one_verdict_where_no_setting_keeps_the_target() -> None:
+    study = missed_study()
+    text, page = text_report(study), html_report(study)
+    assert "No setting is recommended: no setting reaches TTFT p99 at most 10 ms at this load. The nearest: 16" in text
+    assert "Recommended" not in text
+    assert "<h2>No setting keeps the target</h2>" in page
+    assert "Recommended" not in page
+    assert "not kept" not in text
+    assert "It holds the target up to about 0.4 requests/s" in text
+    assert study.to_json()["verdict"] == "nearest"
+
+
+def test_h06_what_missed_is_not_called_chosen() -> None:
+    marks = [row[-1] for row in trial_table(missed_study())]
+    assert marks == ["target", "missed", "nearest"]
+    study = missed_study()
+    study.target = Target(ttft_ms=50)
+    study.choice = choose(study.trials, study.target)
+    assert [row[-1] for row in trial_table(study)] == ["target", "missed", "chosen"]
+
+
+def test_h06_a_target_that_is_never_kept_is_said_to_be() -> None:
+    study = missed_study()
+    study.highest_rate = 0.0
+    assert "It misses the target at any load" in text_report(study)
+
+
+def test_h06_a_prediction_that_is_far_off_has_a_reason() -> None:
+    fast = Check("E2E p99, ms", predicted=237.0, measured=100.0, lowest=99.0, highest=101.0)
+    slow = Check("E2E p99, ms", predicted=50.0, measured=100.0, lowest=99.0, highest=101.0)
+    wild = Check("E2E p99, ms", predicted=237.0, measured=100.0, lowest=60.0, highest=300.0)
+    near = Check("TTFT p99, ms", predicted=110.0, measured=100.0, lowest=99.0, highest=101.0)
+    assert far_off([near]) == []
+    assert "E2E p99, ms: predicted 237, measured 100: the engine was faster than when" in far_off([near, fast])[0]
+    assert "slower than when its step times were measured" in far_off([slow])[0]
+    assert "the runs themselves lie between 60 and 300" in far_off([wild])[0]
+
+
+def test_h06_an_interrupted_study_reports_what_it_has() -> None:
+    study = missed_study()
+    study.was_interrupted = True
+    study.comparison = None
+    text, page, figures = text_report(study), html_report(study), study.to_json()
+    assert "Interrupted after 2 settings; this is of them." in text
+    assert "Static batches" not in text
+    assert page.count("<svg") == 4
+    assert (figures["was_interrupted"], figures["gain"], len(figures["trials"])) == (True, None, 2)
+
+
+def test_h11_pictures_stand_before_tables() -> None:
+    _, page, _ = reported()
+    for part in page.split("<h2>")[1:]:
+        if "<svg" in part:
+            assert part.index("<svg") < part.index("<table")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cb_backend.cli.main import main
+from cb_backend.study import load_watch, sweep
 from tests.cli.test_bench_command import CONFIG
 from tests.study.made_up import step_times
 
@@ -88,6 +90,50 @@ def test_lengths_from_distributions_and_a_rate_that_is_found(tmp_path: Path) -> 
     best = max(one["at_once"]["requests_per_s"] for one in result["trials"])
     assert result["rate"] == pytest.approx(0.8 * best, rel=0.05)
     assert any("nearly the same length" in text for text in result["warnings"])
+
+
+@pytest.mark.parametrize(("num_tried", "code"), [(0, None), (1, 130), (2, 130)])
+def test_h06_ctrl_c_keeps_what_was_tried(
+    num_tried: int,
+    code: int | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Minutes of trials are not thrown away: figures are printed and written, and the exit code says what happened."""
+    real, calls = sweep.run_trial, []
+
+    def interrupted(*arguments: Any) -> sweep.Trial:
+        if len(calls) == num_tried:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(sweep, "run_trial", interrupted)
+    times, out, html = (tmp_path / name for name in ("times.json", "out.json", "out.html"))
+    step_times().save(times)
+    flags = ["--input-len", "10", "--output-len", "5", "--num-requests", "8", "--rate", "9"]
+    flags += ["--simulate", "--no-confirm", "--times", str(times), "--json", str(out), "--html", str(html)]
+    found = main(["study", *flags, "--max-num-seqs", "4", "--max-num-batched-tokens", "64,128,256"])
+    if code is None:
+        assert (found, out.exists()) == (130, False), "nothing was known yet"
+        return
+    assert found == code
+    result = json.loads(out.read_text())
+    assert (result["was_interrupted"], len(result["trials"])) == (True, num_tried)
+    assert f"Interrupted after {num_tried} settings" in capsys.readouterr().out
+    assert "Interrupted after" in html.read_text()
+
+
+def test_h06_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 s of a machine of two processors, 8 of 20 CPU seconds went to others."""
+    readings = iter([(100.0, 1000.0), (112.0, 1020.0), (200.0, 2000.0), (201.0, 2020.0)])
+    own = iter([5.0, 9.0, 9.0, 9.5])
+    monkeypatch.setattr(load_watch, "machine_cpu_seconds", lambda: next(readings))
+    monkeypatch.setattr(load_watch, "_own_cpu_seconds", lambda: next(own))
+    (warning,) = load_watch.LoadWatch().warnings()
+    assert warning.startswith("the machine was 40% busy with other work; figures include waiting for its CPU")
+    assert load_watch.LoadWatch().warnings() == []
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--save-times"])

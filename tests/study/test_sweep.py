@@ -60,7 +60,8 @@ def test_what_cannot_be_kept_is_said_and_the_least_excess_wins() -> None:
 
 def test_a_simulated_sweep_tries_the_grid_and_a_real_one_two_lines() -> None:
     load = mixed_traffic(6)
-    grid = sweep(bench(), load, 10.0, (1, 2, 4), (2, 16), 16, Target(), say)
+    grid: list[Trial] = []
+    sweep(bench(), load, 10.0, (1, 2, 4), (2, 16), 16, Target(), say, grid)
     assert [one.setting for one in grid] == [
         Setting(1, 2),
         Setting(1, 16),
@@ -68,7 +69,8 @@ def test_a_simulated_sweep_tries_the_grid_and_a_real_one_two_lines() -> None:
         Setting(2, 16),
         Setting(4, 16),
     ]
-    real = sweep(RealBench(scripted_engine(1000)), load, 1000.0, (1, 4), (4, 16, 64), 16, Target(), say)
+    real: list[Trial] = []
+    sweep(RealBench(scripted_engine(1000)), load, 1000.0, (1, 4), (4, 16, 64), 16, Target(), say, real)
     settings = {one.setting for one in real}
     best = choose(real, Target()).trial.setting.max_num_seqs
     assert {Setting(1, 16), Setting(4, 16)} < settings
