@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs
+from cb_backend.packed_logprobs import Packed
 from cb_backend.queue_room import QueueRoom, RefusedRequests
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
@@ -91,8 +91,7 @@ class StepOutput(msgspec.Struct, tag=True, frozen=True):
     token_ids: bytes  # int32 [num_entries]
     finish_reasons: bytes  # uint8 [num_entries]
     num_cached_tokens: dict[int, int] = {}
-    logprobs: StepLogprobs | None = None
-    prompt_logprobs: dict[int, ChunkLogprobs] = {}  # by request_id, before or beside its first token
+    attached: tuple[Packed, ...] = ()  # requests with new tokens or without: of a prompt, before or beside its first
     scheduled_at: dict[int, float] = {}  # request_id -> time.monotonic() of its first step, beside its first token
 
 
@@ -118,7 +117,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     num_scheduled_tokens: int  # prompt and output tokens computed
     host_seconds: float  # scheduling, taking results in, sending them
-    launch_seconds: float  # in execute_model: launching on a GPU, computing on a CPU
+    launch_seconds: float  # in execute: launching on a GPU, computing on a CPU
     wait_seconds: float  # waiting for results
     step_seconds: Buckets
     step_requests: Buckets  # requests in a step

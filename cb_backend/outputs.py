@@ -1,14 +1,15 @@
 """What passes between the scheduler and the model runner in one step. All of it is frozen: the receiver reads it.
 
 A *row* is one request in one step. A *slot* is a request's fixed place in the device state for as long as it runs;
-rows name slots. A step's plan carries only what changed (joins, new blocks) beside three arrays over the rows, so a
-steady decode step costs the same host time whatever the batch size. What is made anew in every step is a `msgspec`
-struct, made in a tenth of the time that a frozen dataclass takes.
+rows name slots. A step's plan carries only what changed (joins, new blocks) beside arrays over the rows, so a steady
+decode step costs the same host time whatever the batch size. Everything in it can be written to a wire. What is made
+anew in every step is a `msgspec` struct, made in a tenth of the time that a frozen dataclass takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import msgspec
@@ -17,7 +18,18 @@ from numpy.typing import NDArray
 
 from cb_backend.sampling_params import SamplingParams
 
-NO_TOKEN = -1  # in sampled_token_ids: this row sampled nothing (a prefill chunk that is not the last)
+NO_TOKEN = -1  # in token_ids: this row has no new token (a prefill chunk that is not the last, a row that failed)
+NO_ADAPTER = -1
+
+# ---- what a step is to do ----------------------------------------------------------------------------------------
+
+
+class Want(IntEnum):
+    """What is wanted of a row's last position."""
+
+    NOTHING = 0  # a prefill chunk that is not the last
+    TOKENS = 1  # the row reaches its last known token, so it samples the next
+    HIDDEN = 2  # its hidden state
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,108 +42,176 @@ class JoinedRow:
     num_prompt_tokens: int
     block_ids: tuple[int, ...]  # the whole block table so far, cached prefix included
     params: SamplingParams
-    stop_token_ids: tuple[int, ...]  # cannot be sampled while fewer than params.min_tokens tokens are out
-    guide: object | None = None  # `engine.grammar.guide.Guide` of structured output: the request's own, only borrowed
+    stop_token_ids: tuple[int, ...]  # cannot be sampled while fewer than params.min_tokens tokens are out; then an end
+    max_total_tokens: int  # prompt and output: the token that reaches it is the last
+    adapter: int = NO_ADAPTER  # slot of the adapter that the request's rows go through
+
+
+class Copies(msgspec.Struct, frozen=True):
+    """(device block, host block) to copy before a step: first those that leave the device, then those that return."""
+
+    out: tuple[tuple[int, int], ...] = ()
+    back: tuple[tuple[int, int], ...] = ()
 
 
 NO_BLOCKS: NDArray[np.int32] = np.empty((0, 3), np.int32)
 NO_BLOCKS.flags.writeable = False
+NO_COPIES = Copies()
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True):
-    """The whole plan of one step. Row i runs tokens [computed[i], computed[i] + scheduled[i]) of its request.
+class StepPlan(msgspec.Struct, frozen=True):
+    """The whole plan of one step. Row i runs tokens [first[i], first[i] + num_tokens[i]) of its request.
 
     A row's input tokens are known to the runner: from `JoinedRow.token_ids`, or sampled by it in an earlier step.
-    Decode rows (one token each, all sampling) come first, `num_decode_rows` of them.
+    Decode rows (all of them want tokens) come first, `num_decode_rows` of them; they have one token each, and
+    `num_drafts` guesses of the tokens after it.
+
+    NOTE: with guesses, `first` of a decode row is the most it can be: how many of the guesses of steps before were
+    right is known to the runner alone, until their results are read.
     """
 
     step_id: int  # counts from 1 without gaps
     slots: NDArray[np.int32]  # [num_rows]
-    num_computed_tokens: NDArray[np.int32]  # [num_rows] before this step
-    num_scheduled_tokens: NDArray[np.int32]  # [num_rows], each >= 1
-    is_sampling: NDArray[np.bool_]  # [num_rows] the row reaches its last known token, so it samples the next
+    first: NDArray[np.int32]  # [num_rows] tokens computed before this step
+    num_tokens: NDArray[np.int32]  # [num_rows], each >= 1
+    wants: NDArray[np.uint8]  # [num_rows] `Want`
     num_decode_rows: int
     joined: tuple[JoinedRow, ...] = ()
     # [n, 3] of (slot, index in its block table, block_id): blocks of slots that have joined before, one a slot.
     new_blocks: NDArray[np.int32] = NO_BLOCKS
-    # (device block, host block) to copy before the step: first those that leave the device, then those that return.
-    swap_out: tuple[tuple[int, int], ...] = ()
-    swap_in: tuple[tuple[int, int], ...] = ()
+    copies: Copies = NO_COPIES
+    num_drafts: int = 0
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.num_scheduled_tokens.sum())
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+# ---- what it gave ------------------------------------------------------------------------------------------------
+
+
+class RowStatus(IntEnum):
+    """What became of a row."""
+
+    OK = 0
+    NOT_FINITE = 1  # its own logits are not finite: no token
+    RULED_OUT = 2  # its rules left no token
+    ENDED = 3  # a step launched before gave its request's last token: nothing was computed
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities of sampled tokens: the model's own, before temperature, penalties and masks.
 
-    Only of those that ask. `rows` says where each stands: a plan's row, later an entry of `EngineOutput`.
+    Only of those that ask.
     """
 
-    rows: NDArray[np.intp]  # [n] ascending
+    owners: NDArray[np.int64]  # [n] whose: the plan's rows, later request ids
     sampled: NDArray[np.float32]  # [n] of the sampled token
     ranks: NDArray[np.int32]  # [n] of the sampled token: 1 + number of strictly likelier tokens
     top_ids: NDArray[np.int32]  # [n, k] likeliest first, ties by id; k is the most that any of the n asks for
     top_logprobs: NDArray[np.float32]  # [n, k]
 
-    def moved(self, new_rows: NDArray[np.intp]) -> TokenLogprobs:
-        """The same under other numbers: row i becomes new_rows[i]; -1 drops it."""
-        rows = new_rows[self.rows]
-        keep = rows >= 0
+    def given_to(self, owners: NDArray[np.int64], keep: NDArray[np.bool_]) -> TokenLogprobs:
+        """The figures kept, under other owners. Both [n]."""
         return TokenLogprobs(
-            rows[keep], self.sampled[keep], self.ranks[keep], self.top_ids[keep], self.top_logprobs[keep]
+            owners[keep], self.sampled[keep], self.ranks[keep], self.top_ids[keep], self.top_logprobs[keep]
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of some tokens of a prompt, each given the tokens before it; the first has none."""
+    """Log-probabilities of some tokens of one prompt, each given the tokens before it; the first has none."""
 
+    owners: NDArray[np.int64]  # [1] whose prompt, as in `TokenLogprobs`
     first: int  # position of the first of the n tokens in the prompt, >= 1; a prompt computed anew begins at 1 again
     given: NDArray[np.float32]  # [n] of the prompt's token
     ranks: NDArray[np.int32]  # [n] of the prompt's token, as in `TokenLogprobs`
     top_ids: NDArray[np.int32]  # [n, k]
     top_logprobs: NDArray[np.float32]  # [n, k]
 
+    def given_to(self, owners: NDArray[np.int64], keep: NDArray[np.bool_]) -> PromptLogprobs:
+        """The same under another owner; nothing is left of it where it is not kept."""
+        return PromptLogprobs(owners[keep], self.first, self.given, self.ranks, self.top_ids, self.top_logprobs)
 
-def rows_after(keep: NDArray[np.bool_], first: int = 0) -> NDArray[np.intp]:
-    """New number of each row when only those of `keep` stay and the first of them becomes `first`; -1 = gone."""
-    return np.where(keep, np.cumsum(keep) - 1 + first, -1)
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why rows failed, where there is more to say than their status does."""
+
+    owners: NDArray[np.int64]  # [n], as in `TokenLogprobs`
+    text: str  # for the client
+
+    def given_to(self, owners: NDArray[np.int64], keep: NDArray[np.bool_]) -> Failure:
+        return Failure(owners[keep], self.text)
 
 
-class ModelRunnerOutput(msgspec.Struct, frozen=True):
+# What a step gives some of its rows beside tokens. All kinds go one way: the runner names rows, the scheduler makes
+# them request ids and drops what nobody waits for any more, a front end's sinks get what is theirs.
+# NOTE: columns of many owners, and not one object a row: 256 rows with log-probabilities cost a few array calls.
+Attachment = TokenLogprobs | PromptLogprobs | Failure
+
+
+class StepResult(msgspec.Struct, frozen=True):
     """What a step produced, in the plan's row order. Filled by the model runner."""
 
     step_id: int
-    sampled_token_ids: NDArray[np.int32]  # [num_rows], NO_TOKEN where the row did not sample
-    is_failed: NDArray[np.bool_]  # [num_rows] no token: numbers not finite, or its rules left none; its request ends
-    logprobs: TokenLogprobs | None = None  # None: no row asks
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the step's chunks, by row
-    failures: dict[int, str] = {}  # row -> why it failed, where there is more to say than that
+    token_ids: NDArray[np.int32]  # [num_rows, 1 + num_drafts]; NO_TOKEN where the row has no new token
+    num_new: NDArray[np.uint8]  # [num_rows] tokens that the row gained: 0 where it failed, or did not want any
+    status: NDArray[np.uint8]  # [num_rows] `RowStatus`
+    attached: tuple[Attachment, ...] = ()
 
 
-class PendingOutput(Protocol):
+class Pending(Protocol):
     """A step that has been launched; `result()` waits for it. Steps complete in the order of their launch."""
 
-    def result(self) -> ModelRunnerOutput: ...
+    def result(self) -> StepResult: ...
 
 
-class ModelRunner(Protocol):
+# ---- who does it -------------------------------------------------------------------------------------------------
+
+
+class TokenMasks(msgspec.Struct, frozen=True):
+    """Which tokens may come next in some rows. Plain arrays, which can be sent on."""
+
+    rows: NDArray[np.intp]  # [n] indices among the rows that were asked about; the others may sample any token
+    bits: NDArray[np.int32]  # [n, num_words] token i may come: bit i % 32 of word i // 32
+    forced: NDArray[np.int32]  # [n] the token that must come, whatever other rules say; NO_TOKEN: none
+
+
+class MaskSource(Protocol):
+    """Knows the tokens that rows of structured output may sample next."""
+
+    def masks(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> TokenMasks | None:
+        """Of these slots' tokens at these positions, of the step that is being launched. None: they may be any.
+
+        Waits for the steps before, not for this one: to be asked as late as possible, while the device computes.
+        """
+        ...
+
+
+class NoMasks:
+    """A `MaskSource` for steps without structured output."""
+
+    def masks(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> TokenMasks | None:
+        return None
+
+
+class Runner(Protocol):
     """Executes plans. The real one, and the fakes of the tests, stand behind this.
 
-    Plans must arrive in order. After `execute_model` the runner knows each sampled token without being told, so the
-    next plan may be executed before the result of this one is read (run-ahead).
+    Plans must arrive in order. After `execute` the runner knows each sampled token without being told, so the next plan
+    may be executed before the result of this one is read (run-ahead). It ends a row by itself at a stop id or at its
+    last token: later plans, made before that was known, find nothing to compute in it.
     """
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingOutput: ...
+    def execute(self, plan: StepPlan, masks: MaskSource) -> Pending: ...
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
         """What cached keys and values depend on beside the tokens before them; b"" for nearly every model.
 
         Rotary embeddings of kind `dynamic` and `longrope` change with the prompt's length.
@@ -141,6 +221,9 @@ class ModelRunner(Protocol):
     def close(self) -> None: ...
 
 
+# ---- what it means for requests ----------------------------------------------------------------------------------
+
+
 class EngineOutput(msgspec.Struct, frozen=True):
     """What one engine step tells the world: parallel arrays, one entry a token (or an end without a token)."""
 
@@ -148,6 +231,4 @@ class EngineOutput(msgspec.Struct, frozen=True):
     token_ids: NDArray[np.int32]  # [num_entries], NO_TOKEN where a request ends without a new token
     finish_reasons: NDArray[np.uint8]  # [num_entries] FinishReason; 0 = goes on
     num_cached_tokens: dict[int, int] = {}  # request_id -> prompt tokens from the prefix cache
-    logprobs: TokenLogprobs | None = None  # of the entries whose requests ask
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # by request_id; it may have no entry
-    failures: dict[int, str] = {}  # request_id -> why it ends with ERROR, for the client
+    attached: tuple[Attachment, ...] = ()  # its owners are request ids; they may have no entry

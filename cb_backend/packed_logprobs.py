@@ -1,4 +1,4 @@
-"""Log-probabilities on their way to a front end: arrays as little-endian bytes, and back to one entry a token.
+"""What steps give requests beside tokens, on its way to a front end: arrays as little-endian bytes, and back.
 
 Packing is the engine's and costs the same few calls whatever the number of tokens; unpacking is the front end's. What
 the figures mean is said in `outputs`.
@@ -6,13 +6,14 @@ the figures mean is said in `outputs`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.outputs import PromptLogprobs, TokenLogprobs
+from cb_backend.outputs import Attachment, PromptLogprobs, TokenLogprobs
 
 
 class TokenLogprob(NamedTuple):
@@ -42,35 +43,44 @@ class PackedFigures(msgspec.Struct, frozen=True):
         return [TokenLogprob(*figures) for figures in zip(own, *columns, strict=True)]
 
 
-class StepLogprobs(msgspec.Struct, frozen=True):
-    """`outputs.TokenLogprobs`: of those entries of a `StepOutput` whose requests ask."""
+class StepLogprobs(msgspec.Struct, tag=True, frozen=True):
+    """`outputs.TokenLogprobs`: of the new tokens of requests that ask."""
 
-    entries: bytes  # int32 [n] indices into the StepOutput's entries
+    owners: bytes  # int64 [n] request ids
     figures: PackedFigures
 
-    @staticmethod
-    def pack(logprobs: TokenLogprobs) -> StepLogprobs:
-        """`logprobs.rows` must be the entries."""
-        return StepLogprobs(logprobs.rows.astype("<i4").tobytes(), _packed(logprobs.sampled, logprobs))
-
-    def unpack(self) -> dict[int, TokenLogprob]:
-        """By entry."""
-        return dict(zip(np.frombuffer(self.entries, "<i4").tolist(), self.figures.unpack(), strict=True))
+    def by_owner(self) -> Iterable[tuple[int, TokenLogprob]]:
+        """What each request's sink gets."""
+        return zip(np.frombuffer(self.owners, "<i8").tolist(), self.figures.unpack(), strict=True)
 
 
-class ChunkLogprobs(msgspec.Struct, frozen=True):
+class ChunkLogprobs(msgspec.Struct, tag=True, frozen=True):
     """`outputs.PromptLogprobs`: of some tokens of one prompt, one after the other."""
 
+    owner: int  # request id
     first: int  # position of the first of them in the prompt
     figures: PackedFigures
 
-    @staticmethod
-    def pack(logprobs: PromptLogprobs) -> ChunkLogprobs:
-        return ChunkLogprobs(logprobs.first, _packed(logprobs.given, logprobs))
+    def by_owner(self) -> Iterable[tuple[int, ChunkLogprobs]]:
+        return [(self.owner, self)]
 
     def unpack(self) -> list[TokenLogprob]:
         """Of one token after the other, from position `first` on."""
         return self.figures.unpack()
+
+
+Packed = StepLogprobs | ChunkLogprobs  # an `outputs.Attachment` of one front end's requests
+Delivered = TokenLogprob | ChunkLogprobs  # and what a request's sink gets of it
+
+
+def pack(attachment: Attachment) -> Packed | None:
+    """An attachment whose owners are request ids; None for what travels otherwise."""
+    if isinstance(attachment, TokenLogprobs):
+        owners = attachment.owners.astype("<i8", copy=False).tobytes()
+        return StepLogprobs(owners, _packed(attachment.sampled, attachment))
+    if isinstance(attachment, PromptLogprobs):
+        return ChunkLogprobs(int(attachment.owners[0]), attachment.first, _packed(attachment.given, attachment))
+    return None  # a failure is told as the end of its request
 
 
 def _packed(own: NDArray[np.float32], logprobs: TokenLogprobs | PromptLogprobs) -> PackedFigures:

@@ -3,7 +3,7 @@
     python kernels/bench_asking_rows.py --model DIR --load-format dummy --rows 64 --asking 0,1,64
 
 A batch of `--rows` requests decodes, of which some ask (`--asking`); the table gives the time of a step, and the host's
-part of it in `execute_model`. At the end a mixed batch runs with and without run-ahead: its tokens must be equal. DIR
+part of it in `execute`. At the end a mixed batch runs with and without run-ahead: its tokens must be equal. DIR
 needs no more than a config.json where the weights are random.
 """
 

@@ -165,7 +165,7 @@ class EngineProcess:
                 self.engine.cancel(request_id)
 
     def _expire(self) -> None:
-        expired, refused = self.engine.expire(), self.engine.release_compiled()
+        expired, refused = self.engine.expire(), self.engine.release_held()
         self._tell_room()
         for request_id, reason in expired:
             self.link.send_failure(request_id, ErrorCode.UNAVAILABLE, reason)
@@ -205,7 +205,7 @@ class EngineProcess:
             raise GaveUpError(f"{self._num_failed_steps} steps in a row failed; the reasons are above")
 
     def _wait_out_stall(self) -> None:
-        if self.engine.is_compiling:  # ends by itself
+        if self.engine.is_holding:  # ends by itself
             self._silence.heard()
         if self._silence.look() > STALL_TIMEOUT_S:
             raise GaveUpError(f"no progress for {STALL_TIMEOUT_S:.0f} s with open requests: {self.engine.stats()}")

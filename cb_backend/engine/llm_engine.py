@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 import numpy as np
@@ -20,14 +20,17 @@ from numpy.typing import NDArray
 
 from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
-from cb_backend.engine.grammar.held_requests import HeldRequests
+from cb_backend.engine.grammar.grammar_wait import grammar_wait
+from cb_backend.engine.grammar.guide import Guide
+from cb_backend.engine.grammar.guided_rows import FedStep, GuidedRows
+from cb_backend.engine.held_requests import HeldRequests
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
 from cb_backend.errors import CbError, ConfigError, InvalidRequestError
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats, ModelInfo
-from cb_backend.outputs import EngineOutput, ModelRunner, PendingOutput
+from cb_backend.outputs import EngineOutput, Pending, Runner, StepPlan, StepResult
 from cb_backend.queue_room import QueueRoom
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams
@@ -37,7 +40,7 @@ from cb_backend.scheduling_params import SchedulingParams
 class RunnerFactory(Protocol):
     """What `EngineConfig.worker_cls` names: loads the model and sizes its cache."""
 
-    def __call__(self, config: EngineConfig) -> tuple[ModelRunner, ModelInfo]: ...
+    def __call__(self, config: EngineConfig) -> tuple[Runner, ModelInfo]: ...
 
 
 class StepFailedError(Exception):
@@ -48,13 +51,28 @@ class StepFailedError(Exception):
         self.output = output
 
 
+class LaunchedStep(msgspec.Struct, eq=False):
+    """A step on its way. Whoever asks first for its result waits for it."""
+
+    plan: StepPlan
+    pending: Pending
+    fed: FedStep | None = None  # its rows that have guides
+    known: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Always the same; the runner is asked once."""
+        if self.known is None:
+            self.known = self.pending.result()
+        return self.known
+
+
 class LLMEngine:
     """Requests in, tokens out. Not thread-safe: one owner calls everything."""
 
     def __init__(
         self,
         config: EngineConfig,
-        runner: ModelRunner,
+        runner: Runner,
         info: ModelInfo,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,9 +85,10 @@ class LLMEngine:
         self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)
         self.grammars = GrammarCompiler(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-        self._held = HeldRequests(self.grammars)
+        self._held = HeldRequests()
+        self._guided = GuidedRows()
         self._clock = clock
-        self._launched: deque[tuple[int, PendingOutput]] = deque()  # (step_id, result to come), oldest first
+        self._launched: deque[LaunchedStep] = deque()  # oldest first
 
     def make_request(
         self,
@@ -108,26 +127,24 @@ class LLMEngine:
             params=params,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             max_total_tokens=min(num_prompt_tokens + params.max_tokens, self.info.max_model_len),
-            cache_salt=_salt_bytes(scheduling.cache_salt) + self.runner.prefix_cache_key(num_prompt_tokens),
+            cache_salt=_salt_bytes(scheduling.cache_salt) + self.runner.cache_key(num_prompt_tokens),
             scheduling=scheduling,
         )
 
     def add_request(self, request: Request) -> None:
         """Queue a request. `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full.
 
-        A request whose grammar is not compiled yet waits for it without a slot; see `release_compiled`.
+        A request whose grammar is not compiled yet waits for it without a slot; see `release_held`.
         """
         now = self._clock()
         self.scheduler.set_time(now)
-        is_held = self._held.must_wait(request, now)
-        try:
-            self.scheduler.add_request(request, is_held)
-        except BaseException:
-            self._held.forget(request.request_id)
-            raise
+        wait = grammar_wait(self.grammars, request, now)
+        self.scheduler.add_request(request, is_held=wait is not None)
+        if wait is not None:
+            self._held.hold(request.request_id, [wait])
 
-    def release_compiled(self) -> list[tuple[int, CbError]]:
-        """Let requests start whose grammars are compiled by now; returns those that ended because theirs cannot be."""
+    def release_held(self) -> list[tuple[int, CbError]]:
+        """Let requests start that have what they waited for; returns those that ended because it will not come."""
         if not len(self._held):
             return []
         refused = []
@@ -139,8 +156,8 @@ class LLMEngine:
         return refused
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether requests wait for their grammars."""
+    def is_holding(self) -> bool:
+        """Whether requests wait for something outside, as for their grammars."""
         return len(self._held) > 0
 
     def cancel(self, request_id: int) -> bool:
@@ -189,25 +206,39 @@ class LLMEngine:
             log.launching(plan, scheduler.num_waiting, scheduler.num_free_blocks, scheduler.num_preemptions)
             try:
                 reach("engine.execute")
-                self._launched.append((plan.step_id, self.runner.execute_model(plan)))
+                self._launch(plan)
             except Exception as error:
+                self._guided.not_launched()
                 raise self._failed(plan.step_id, error) from error
             log.launched()
         if not self._launched:
             log.idle()
             return None
-        step_id, pending = self._launched.popleft()
+        step = self._launched.popleft()
         log.waiting()
         try:
             reach("engine.result")
-            result = pending.result()
+            result = step.result() if step.fed is None else self._guided.read(step.fed, step.result())
         except Exception as error:
-            raise self._failed(step_id, error) from error
+            if step.fed is not None:
+                self._guided.lost(step.fed)
+            raise self._failed(step.plan.step_id, error) from error
         log.arrived()
         scheduler.set_time(self._clock())
         output = scheduler.update_from_output(result)
-        log.completed(step_id, output, self.has_unfinished())
+        log.completed(result.step_id, output, self.has_unfinished())
         return output
+
+    def _launch(self, plan: StepPlan) -> None:
+        if plan.joined and self.scheduler.num_guided:
+            for row in plan.joined:
+                guide = self.scheduler.guide_of(row.request_id)
+                if guide is not None:
+                    self._guided.join(row, cast(Guide, guide))
+        step = LaunchedStep(plan, self.runner.execute(plan, self._guided))
+        if self._guided.is_asked:
+            step.fed = self._guided.launched(step)
+        self._launched.append(step)
 
     def _failed(self, step_id: int, error: Exception) -> StepFailedError:
         output = self.scheduler.fail_step(step_id)
@@ -225,6 +256,7 @@ class LLMEngine:
 
     def close(self) -> None:
         self._launched.clear()
+        self._guided.close()
         self.grammars.close()
         self.runner.close()
 

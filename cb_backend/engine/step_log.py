@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cb_backend.buckets import BucketCounts, one_two_five
 from cb_backend.messages import Buckets, StepStats
-from cb_backend.outputs import EngineOutput, SchedulerOutput
+from cb_backend.outputs import EngineOutput, StepPlan
 from cb_backend.request import FinishReason
 from cb_backend.step_dump import StepDump
 
@@ -73,7 +73,7 @@ class StepLog:
         self._is_going_on = False
         # Totals since the start.
         self.host_seconds = 0.0  # scheduling, taking results in, sending them
-        self.launch_seconds = 0.0  # in execute_model: launching on a GPU, computing on a CPU
+        self.launch_seconds = 0.0  # in execute: launching on a GPU, computing on a CPU
         self.wait_seconds = 0.0  # waiting for a result
         self.num_steps = 0
         self.num_scheduled_tokens = 0
@@ -92,7 +92,7 @@ class StepLog:
             self.host_seconds += now - self._mark
         self._mark = now
 
-    def launching(self, plan: SchedulerOutput, num_waiting: int, num_free_blocks: int, num_preemptions: int) -> None:
+    def launching(self, plan: StepPlan, num_waiting: int, num_free_blocks: int, num_preemptions: int) -> None:
         now = self._clock()
         self.host_seconds += now - self._mark
         self._mark = now
@@ -101,7 +101,7 @@ class StepLog:
             now,
             0.0,
             plan.slots,
-            plan.num_scheduled_tokens,
+            plan.num_tokens,
             plan.num_decode_rows,
             self._request_ids,
             (),
@@ -113,7 +113,7 @@ class StepLog:
         if plan.joined:
             self._note_joined(record, plan)
         if plan.num_decode_rows < num_rows:
-            num_tokens = plan.num_tokens
+            num_tokens = plan.total_tokens
         self._open[plan.step_id] = record
         self.records.append(record)
         self.num_steps += 1
@@ -167,9 +167,9 @@ class StepLog:
         if self.records:
             self.records[-1].ended += ((request_id, int(FinishReason.ABORT)),)
 
-    def _note_joined(self, record: StepRecord, plan: SchedulerOutput) -> None:
+    def _note_joined(self, record: StepRecord, plan: StepPlan) -> None:
         self._request_ids = self._request_ids.copy()  # earlier records keep the old one
-        computed = dict(zip(plan.slots.tolist(), plan.num_computed_tokens.tolist(), strict=True))
+        computed = dict(zip(plan.slots.tolist(), plan.first.tolist(), strict=True))
         joined = []
         for row in plan.joined:
             self._request_ids[row.slot] = row.request_id

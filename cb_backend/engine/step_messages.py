@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.messages import StepOutput
-from cb_backend.outputs import EngineOutput, TokenLogprobs, rows_after
-from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs
+from cb_backend.outputs import Attachment, EngineOutput
+from cb_backend.packed_logprobs import Packed, pack
 from cb_backend.request import REQUEST_ID_BITS
 
 T = TypeVar("T")
@@ -36,13 +36,13 @@ class Shares:
         self._shares: list[Share] = []
 
     def of(self, output: EngineOutput) -> list[Share]:
-        """One for each front end that the step concerns; without entries if only log-probabilities of a prompt do."""
+        """One for each front end that the step concerns; without entries if only what is attached to it does."""
         if output.request_ids is not self._request_ids:
             self._request_ids, self._shares = output.request_ids, _divide(output.request_ids)
-        if not output.prompt_logprobs:
+        if not output.attached:
             return self._shares
-        asking = {request_id >> REQUEST_ID_BITS for request_id in output.prompt_logprobs}
-        silent = asking.difference(share.front_end_id for share in self._shares)
+        owners = {owner >> REQUEST_ID_BITS for part in output.attached for owner in part.owners.tolist()}
+        silent = owners.difference(share.front_end_id for share in self._shares)
         return [*self._shares, *(Share(front_end_id, slice(0), b"") for front_end_id in silent)]
 
 
@@ -66,10 +66,7 @@ def step_output(step_id: int, share: Share, output: EngineOutput, scheduled_at: 
         finish_reasons=output.finish_reasons[entries].astype(np.uint8, copy=False).tobytes(),
         num_cached_tokens=_of(front_end_id, output.num_cached_tokens),
         scheduled_at=_of(front_end_id, scheduled_at),
-        prompt_logprobs={
-            rid: ChunkLogprobs.pack(part) for rid, part in _of(front_end_id, output.prompt_logprobs).items()
-        },
-        logprobs=None if output.logprobs is None else _pack(output.logprobs, entries, len(output.request_ids)),
+        attached=_attached_to(front_end_id, output.attached) if output.attached else (),
     )
 
 
@@ -79,8 +76,11 @@ def _of(front_end_id: int, by_request_id: dict[int, T]) -> dict[int, T]:
     return {rid: value for rid, value in by_request_id.items() if rid >> REQUEST_ID_BITS == front_end_id}
 
 
-def _pack(logprobs: TokenLogprobs, entries: slice | NDArray[np.intp], num_entries: int) -> StepLogprobs | None:
-    is_own = np.zeros(num_entries, np.bool_)
-    is_own[entries] = True
-    own = logprobs.moved(rows_after(is_own))
-    return StepLogprobs.pack(own) if len(own.rows) else None
+def _attached_to(front_end_id: int, attached: tuple[Attachment, ...]) -> tuple[Packed, ...]:
+    packed = []
+    for part in attached:
+        is_own = part.owners >> REQUEST_ID_BITS == front_end_id
+        own = pack(part.given_to(part.owners, is_own)) if is_own.any() else None
+        if own is not None:
+            packed.append(own)
+    return tuple(packed)

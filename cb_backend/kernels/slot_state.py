@@ -2,7 +2,7 @@
 
 Indexed by slot and never gathered by the host. Requests join by one packed copy, block tables grow by deltas; a step
 (`step_rows`) reads and advances the rest. The last slot is nobody's: rows of padding name it, its `num_tokens` stays 0,
-so such a row attends to nothing and writes to the null block.
+so such a row attends to nothing and writes to the null block. A slot whose request has had its last token is the same.
 
 Each function has a torch twin of the same signature (`<name>_torch`), the specification and the CPU path.
 """
@@ -23,9 +23,10 @@ class SlotState(NamedTuple):
     """The state of every slot. Tensors [num_slots, ...]; the last slot is padding's."""
 
     last_token: Tensor  # int32
-    num_tokens: Tensor  # int32 known tokens, the last one included; 0 for padding
+    num_tokens: Tensor  # int32 known tokens, the last one included; 0 for padding, and once the request has ended
     num_prompt_tokens: Tensor  # int32
     min_positions: Tensor  # int32 first position at which a stop id may be sampled
+    max_total_tokens: Tensor  # int32 the token that makes so many is the last
     sampling: RowSampling
     block_tables: Tensor  # int32 [num_slots, max_blocks]
     stop_ids: Tensor  # int32 [num_slots, K], -1 = none
@@ -36,7 +37,7 @@ class SlotState(NamedTuple):
         return *(getattr(self, name) for name in _OWN_VALUES), *self.sampling
 
 
-_OWN_VALUES = ("last_token", "num_tokens", "num_prompt_tokens", "min_positions")
+_OWN_VALUES = ("last_token", "num_tokens", "num_prompt_tokens", "min_positions", "max_total_tokens")
 _FORMATS = {torch.int32: "<i4", torch.float32: "<f4", torch.int64: "<i8"}
 _WORDS_A_VALUE = 2
 # How requests join: their slot and one value for each column, two words of 32 bits apart; stop ids follow.

@@ -24,6 +24,7 @@ from cb_backend.kernels.launch import (
 )
 from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.slot_state import SlotState
+from cb_backend.outputs import RowStatus
 
 
 class StepRows(NamedTuple):
@@ -112,32 +113,53 @@ def prepare_rows_torch(slots: Tensor, num_decode: int, state: SlotState, block_s
     out.seq_lens[:num_decode] = num_tokens
 
 
+_COMMIT_ROWS = 16  # a program
+
+
 @jit("num_rows")
 def _commit_tokens_kernel(
     slots_ptr,
     sampled_ptr,
     is_failed_ptr,
     sample_positions_ptr,
+    min_positions_ptr,
     last_token_ptr,
     num_tokens_ptr,
+    max_total_tokens_ptr,
+    stop_ids_ptr,
     result_ptr,
     num_rows,
+    NOT_FINITE: tl.constexpr,
+    ENDED: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    STOP_BLOCK: tl.constexpr,
 ):
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     token_id = tl.load(sampled_ptr + row, mask=is_row, other=0)
-    tl.store(result_ptr + row, token_id, mask=is_row)
-    is_failed = tl.load(is_failed_ptr + row, mask=is_row, other=0)
-    tl.store(result_ptr + num_rows + row, is_failed.to(tl.int32), mask=is_row)
+    is_failed = tl.load(is_failed_ptr + row, mask=is_row, other=0).to(tl.int1)
     position = tl.load(sample_positions_ptr + row, mask=is_row, other=0)
     keep = position > 0
-    slot = tl.load(slots_ptr + row, mask=keep, other=0)
+    slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
+    column = tl.arange(0, STOP_BLOCK)
+    stop_ids = tl.load(
+        stop_ids_ptr + slot[:, None] * NUM_STOP_IDS + column[None, :],
+        mask=keep[:, None] & (column < NUM_STOP_IDS)[None, :],
+        other=-1,
+    )
+    is_stop = tl.max((stop_ids == token_id[:, None]).to(tl.int32), axis=1) > 0
+    num_tokens = (position + 1).to(tl.int32)
+    is_stop &= num_tokens >= tl.load(min_positions_ptr + slot, mask=keep, other=0)
+    is_last = is_stop | is_failed | (num_tokens >= tl.load(max_total_tokens_ptr + slot, mask=keep, other=0))
     tl.store(last_token_ptr + slot, token_id, mask=keep)
-    tl.store(num_tokens_ptr + slot, (position + 1).to(tl.int32), mask=keep)
+    tl.store(num_tokens_ptr + slot, tl.where(is_last, 0, num_tokens), mask=keep)
+    tl.store(result_ptr + row, token_id, mask=is_row)
+    code = tl.where(keep, tl.where(is_failed, NOT_FINITE, 0), ENDED)
+    tl.store(result_ptr + num_rows + row, code, mask=is_row)
 
 
 def commit_tokens(
@@ -145,15 +167,18 @@ def commit_tokens(
     sampled: Tensor,
     is_failed: Tensor,
     sample_positions: Tensor,
-    last_token: Tensor,
-    num_tokens: Tensor,
+    min_positions: Tensor,
+    state: SlotState,
     result: Tensor,
 ) -> None:
     """`commit_tokens_torch` in one launch. `result` is contiguous."""
-    num_rows = slots.shape[0]
-    _commit_tokens_kernel[(-(-num_rows // 128),)](
-        slots, sampled, is_failed, sample_positions, last_token, num_tokens, result, num_rows,
-        IS_DEPENDENT=can_overlap(slots.device), BLOCK=128, num_warps=4, **dependent_options(slots.device, num_rows),
+    num_rows, num_stop_ids = slots.shape[0], state.stop_ids.shape[1]
+    _commit_tokens_kernel[(-(-num_rows // _COMMIT_ROWS),)](
+        slots, sampled, is_failed, sample_positions, min_positions,
+        state.last_token, state.num_tokens, state.max_total_tokens, state.stop_ids, result, num_rows,
+        NOT_FINITE=int(RowStatus.NOT_FINITE), ENDED=int(RowStatus.ENDED), NUM_STOP_IDS=num_stop_ids,
+        IS_DEPENDENT=can_overlap(slots.device), BLOCK=_COMMIT_ROWS, STOP_BLOCK=next_power_of_2(num_stop_ids),
+        num_warps=4, **dependent_options(slots.device, num_rows),
     )  # fmt: skip
 
 
@@ -162,21 +187,27 @@ def commit_tokens_torch(
     sampled: Tensor,
     is_failed: Tensor,
     sample_positions: Tensor,
-    last_token: Tensor,
-    num_tokens: Tensor,
+    min_positions: Tensor,
+    state: SlotState,
     result: Tensor,
 ) -> None:
-    """Make the sampled tokens the last tokens of their slots, in place. Rows of padding (position 0) change nothing.
+    """Make the sampled tokens the last tokens of their slots, in place, and end the slots whose last token it is.
 
-    slots, sampled: int32 [B]; is_failed: bool [B]; sample_positions: int64 [B]; last_token, num_tokens: int32
-    [num_slots]; result: int32 [2, B], what the host reads: gets `sampled` and `is_failed`.
+    slots, sampled: int32 [B]; is_failed: bool [B]; sample_positions: int64 [B]; min_positions: int32 [num_slots], a
+    stop id at or behind that many tokens ends the slot; result: int32 [2, B], what the host reads: `sampled` and
+    `RowStatus`: NOT_FINITE where it failed, ENDED where there was nothing to sample. Such rows (position 0: padding,
+    and slots that have ended) change nothing. A slot that ends gets no tokens (`num_tokens` 0): it is padding from
+    then on.
     """
     result[0].copy_(sampled)
-    result[1].copy_(is_failed)
-    keep = sample_positions > 0
-    index = slots.long()[keep]
-    last_token[index] = sampled[keep]
-    num_tokens[index] = (sample_positions[keep] + 1).to(torch.int32)
+    index, keep = slots.long(), sample_positions > 0
+    num_tokens = (sample_positions + 1).to(torch.int32)
+    is_stop = (state.stop_ids[index] == sampled[:, None]).any(dim=1) & (num_tokens >= min_positions[index])
+    is_last = is_stop | is_failed | (num_tokens >= state.max_total_tokens[index])
+    result[1].copy_(torch.where(keep, torch.where(is_failed, RowStatus.NOT_FINITE, RowStatus.OK), RowStatus.ENDED))
+    index = index[keep]
+    state.last_token[index] = sampled[keep]
+    state.num_tokens[index] = torch.where(is_last, 0, num_tokens)[keep]
 
 
 @jit()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import KVCacheStorage, free_memory, show_bytes
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 
 _GIB = 1 << 30
 PIECE_BYTES = _GIB  # of host memory at a time, at most (or one block): little is lost where sizes are rounded up
@@ -31,15 +31,15 @@ class BlockSwapper:
         # One block of all layers lies in one place, so that it is one transfer.
         self._host = _HostBlocks(num_blocks, (layers, *block), is_pinned=self._cache.device.type == "cuda")
 
-    def apply(self, plan: SchedulerOutput) -> None:
+    def apply(self, plan: StepPlan) -> None:
         """Make the plan's copies: first out, then in. Call before anything of the step itself."""
-        if plan.swap_out:
-            devices, hosts = zip(*plan.swap_out, strict=True)
+        if plan.copies.out:
+            devices, hosts = zip(*plan.copies.out, strict=True)
             blocks = self._cache.index_select(1, self._to_device(devices)).transpose(0, 1).contiguous()
             for block, host in zip(blocks, hosts, strict=True):
                 self._host[host].copy_(block, non_blocking=True)
-        if plan.swap_in:
-            devices, hosts = zip(*plan.swap_in, strict=True)
+        if plan.copies.back:
+            devices, hosts = zip(*plan.copies.back, strict=True)
             blocks = self._cache.new_empty((len(hosts), *self._host.block_shape))
             for block, host in zip(blocks, hosts, strict=True):
                 block.copy_(self._host[host], non_blocking=True)

@@ -17,7 +17,7 @@ from cb_backend.errors import ErrorCode
 from cb_backend.front_end.text.logprobs import NOT_ASKED_FOR, OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText, TextDelta
 from cb_backend.front_end.wire.protocol import GenerateRequest
-from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
+from cb_backend.packed_logprobs import ChunkLogprobs, Delivered, TokenLogprob
 from cb_backend.request import FinishReason
 
 
@@ -56,14 +56,18 @@ class LiveAnswer:
         self.num_sent_tokens = 0
         self.finish_reason = FinishReason.NONE
 
-    def on_tokens(
-        self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
-    ) -> None:
+    def on_tokens(self, token_ids: tuple[int, ...], finish_reason: int, attached: Sequence[Delivered] = ()) -> None:
+        if not attached:
+            self.live.take_tokens(self, token_ids, finish_reason, ())
+            return
+        self.on_attached(attached)
+        logprobs = [value for value in attached if isinstance(value, TokenLogprob)]
         self.live.take_tokens(self, token_ids, finish_reason, logprobs)
 
-    def on_prompt_logprobs(self, chunk: ChunkLogprobs) -> None:
-        if self.live.prompt_figures is not None:
-            self.live.prompt_figures.push(chunk)
+    def on_attached(self, attached: Sequence[Delivered]) -> None:
+        for value in attached:
+            if isinstance(value, ChunkLogprobs) and self.live.prompt_figures is not None:
+                self.live.prompt_figures.push(value)
 
     def on_scheduled(self, scheduled_at: float) -> None:
         self.live.scheduled_at = self.live.scheduled_at or scheduled_at
@@ -179,7 +183,7 @@ class LiveRequest:
         return [answer.request_id for answer in self.answers] or [self.request_id]
 
     def take_tokens(
-        self, answer: LiveAnswer, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...]
+        self, answer: LiveAnswer, token_ids: tuple[int, ...], finish_reason: int, logprobs: Sequence[TokenLogprob]
     ) -> None:
         if token_ids:
             self._note_token_times(answer, len(token_ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from cb_backend.outputs import MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.study.step_times import shape_of
 
 
@@ -19,25 +20,25 @@ from cb_backend.study.step_times import shape_of
 class _Cut:
     """A launched step, some of whose rows are to sample the stop id."""
 
-    inner: PendingOutput
+    inner: Pending
     is_end: NDArray[np.bool_]  # [num_rows]
     stop_id: int
 
-    def result(self) -> ModelRunnerOutput:
+    def result(self) -> StepResult:
         output = self.inner.result()
-        sampled = output.sampled_token_ids
-        is_stray = sampled == self.stop_id  # sampled by chance
+        is_stray = output.token_ids == self.stop_id  # sampled by chance
         if not (self.is_end.any() or is_stray.any()):
             return output
-        sampled = np.where(is_stray, 0, sampled)
-        sampled[self.is_end] = self.stop_id
-        return msgspec.structs.replace(output, sampled_token_ids=sampled.astype(np.int32))
+        token_ids = np.where(is_stray, np.int32(0), output.token_ids)
+        token_ids[self.is_end] = self.stop_id
+        return msgspec.structs.replace(output, token_ids=token_ids)
 
 
 class AnswerLengths:
     """Stands in front of an engine's runner and ends each answer where the traffic wants it, by a stop token.
 
-    So the scheduler does not know lengths beforehand, as in life. Keeps each step's shape and launch time on the way.
+    So the scheduler does not know lengths beforehand, as in life. The runner is told of no stop ids: it must not end an
+    answer at one that it samples by chance. Keeps each step's shape and launch time on the way.
     """
 
     def __init__(self, engine: LLMEngine, output_lens: Sequence[int], clock: Callable[[], float]) -> None:
@@ -51,14 +52,16 @@ class AnswerLengths:
         self._last = np.zeros(engine.scheduler.num_slots, np.int64)
         engine.runner = self
 
-    def execute_model(self, plan: SchedulerOutput) -> _Cut:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> _Cut:
         for row in plan.joined:
             self._last[row.slot] = row.num_prompt_tokens + self._output_lens[row.request_id] - 1
         self.shapes.append(shape_of(plan))
-        sampled_at = plan.num_computed_tokens + plan.num_scheduled_tokens
-        is_end = plan.is_sampling & (sampled_at >= self._last[plan.slots])
+        is_end = (plan.wants == Want.TOKENS) & (plan.first + plan.num_tokens >= self._last[plan.slots])
+        if plan.joined:
+            joined = tuple(dataclasses.replace(row, stop_token_ids=()) for row in plan.joined)
+            plan = msgspec.structs.replace(plan, joined=joined)
         begin = self._clock()
-        pending = self._inner.execute_model(plan)
+        pending = self._inner.execute(plan, masks)
         self.launch_seconds.append(self._clock() - begin)
         return _Cut(pending, is_end, self.stop_id)
 

@@ -157,7 +157,7 @@ class StepNotes:
     num_waiting: list[int] = field(default_factory=list)
 
     def steps(self, shapes: Floats, launch_seconds: Floats, start: float) -> Steps:
-        """`shapes` [num_steps, 5] and seconds in `execute_model` [num_steps] of all steps, in order of their launch.
+        """`shapes` [num_steps, 5] and seconds in `execute` [num_steps] of all steps, in order of their launch.
 
         With run-ahead a call of `step` launches one step and waits for an earlier one. Where launching takes long (it
         may have to wait for the device), that time belongs to the step that is launched; the rest of the call to the

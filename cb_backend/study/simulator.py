@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from cb_backend.outputs import NO_TOKEN, MaskSource, StepPlan, StepResult, Want
 from cb_backend.study.step_times import StepTimes, shape_of
 
 _SAMPLED = 0  # the token id of every sampled token
@@ -47,12 +47,13 @@ class PendingStep:
     clock: VirtualClock
     end: float
     step_id: int
-    is_sampling: NDArray[np.bool_]
+    wants: NDArray[np.uint8]  # of the plan
 
-    def result(self) -> ModelRunnerOutput:
+    def result(self) -> StepResult:
         self.clock.advance_to(self.end)
-        sampled = np.where(self.is_sampling, _SAMPLED, NO_TOKEN).astype(np.int32)
-        return ModelRunnerOutput(self.step_id, sampled, np.zeros(len(sampled), np.bool_))
+        num_new = (self.wants == Want.TOKENS).astype(np.uint8)
+        token_ids = np.where(num_new, _SAMPLED, NO_TOKEN).astype(np.int32)[:, None]
+        return StepResult(self.step_id, token_ids, num_new, np.zeros(len(num_new), np.uint8))
 
 
 class SimulatedRunner:
@@ -63,15 +64,15 @@ class SimulatedRunner:
         self._clock = clock
         self._free_at = 0.0  # when the last launched step ends
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingStep:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> PendingStep:
         return self.launched(plan, self._times.seconds(shape_of(plan)))
 
-    def launched(self, plan: SchedulerOutput, seconds: float) -> PendingStep:
+    def launched(self, plan: StepPlan, seconds: float) -> PendingStep:
         """A step that takes so long, once those before it have ended."""
         self._free_at = max(self._free_at, self._clock.now) + seconds
-        return PendingStep(self._clock, self._free_at, plan.step_id, plan.is_sampling)
+        return PendingStep(self._clock, self._free_at, plan.step_id, plan.wants)
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
 
     def close(self) -> None:

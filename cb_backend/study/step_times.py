@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cb_backend.engine.scheduler.non_negative import non_negative_solution
 from cb_backend.errors import ConfigError
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 
 FORMAT = 1
 # Columns of a step's shape.
@@ -33,15 +33,15 @@ _NEVER_OUTLIER = math.log(1.25)
 Floats = NDArray[np.float64]
 
 
-def shape_of(plan: SchedulerOutput) -> tuple[float, float, float, float, float]:
+def shape_of(plan: StepPlan) -> tuple[float, float, float, float, float]:
     """What the time of a step depends on: decode rows, the sum of their context tokens, prompt tokens, pairs of a
     prompt token and one before it, prompts."""
     decode = plan.num_decode_rows
-    context = float(plan.num_computed_tokens[:decode].sum(dtype=np.int64)) + decode
+    context = float(plan.first[:decode].sum(dtype=np.int64)) + decode
     if decode == plan.num_rows:
         return float(decode), context, 0.0, 0.0, 0.0
-    scheduled = plan.num_scheduled_tokens[decode:].astype(np.float64)
-    pairs = float(np.dot(scheduled, plan.num_computed_tokens[decode:] + scheduled / 2))
+    scheduled = plan.num_tokens[decode:].astype(np.float64)
+    pairs = float(np.dot(scheduled, plan.first[decode:] + scheduled / 2))
     return float(decode), context, float(scheduled.sum()), pairs, float(len(scheduled))
 
 

@@ -20,7 +20,7 @@ from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.runner.step_graphs import StepGraphs
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import MaskSource, StepPlan
 from cb_backend.request import Request
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.study.replay import ReplayError, drive, fresh_engine
@@ -38,11 +38,11 @@ STEP_SECONDS = 0.004
 class SlowRunner(ScriptedRunner):
     """Every step takes the same time, so that latencies can be told beforehand; ids may start again."""
 
-    def execute_model(self, plan: SchedulerOutput) -> FakePending:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> FakePending:
         if plan.step_id == 1:
             self.num_steps = 0  # another pass over the same runner
         time.sleep(STEP_SECONDS)
-        return super().execute_model(plan)
+        return super().execute(plan, masks)
 
 
 def engine(max_num_seqs: int = 4, num_blocks: int = 1000, run_ahead: int = 0, is_delayed: bool = False) -> LLMEngine:
@@ -93,7 +93,7 @@ def test_a_pass_counts_every_token_and_step(run_ahead: int) -> None:
 
 def test_host_time_is_split_by_call() -> None:
     host = run_pass(engine(), workload([4, 4], [6, 6]), 0.0).steps.host_summary()
-    parts = [host[name] for name in ("schedule", "execute_model", "update_from_output")]
+    parts = [host[name] for name in ("schedule", "execute", "update_from_output")]
     assert all(part is not None and part["min"] > 0 for part in parts)
     assert parts[1] is not None
     assert parts[1]["min"] >= STEP_SECONDS * 1e6  # this runner sleeps where a real one launches

@@ -172,16 +172,16 @@ def test_on_a_device_windows_hold_whole_steps(monkeypatch: pytest.MonkeyPatch) -
             calls.append("events")
             return [profiler_event("_linear_kernel", DeviceType.CUDA, 10, 14)]
 
-    def execute_model(plan: SimpleNamespace) -> None:
+    def execute(plan: SimpleNamespace) -> None:
         calls.append(f"step {plan.num_rows}")
 
     for name in ("DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"):
         monkeypatch.setenv(name, "as it was")
     monkeypatch.setattr(torch.profiler, "profile", FakeProfiler)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
-    runner = ProfiledRunner(SimpleNamespace(execute_model=execute_model), [range(2), range(2, 3), range(4, 9)], True)
+    runner = ProfiledRunner(SimpleNamespace(execute=execute), [range(2), range(2, 3), range(4, 9)], True)
     for index in range(6):
-        runner.execute_model(SimpleNamespace(num_rows=index, num_decode_rows=index - (index == 1)))
+        runner.execute(SimpleNamespace(num_rows=index, num_decode_rows=index - (index == 1)))
     runner.stop()
     begins = ["wait", "new for CUDA", "start"]
     assert calls == [

@@ -136,7 +136,7 @@ class Phases:
             (process, "_look_around", "look around"),
             (engine, "step", "loop"),
             (engine.scheduler, "schedule", "schedule"),
-            (engine.runner, "execute_model", "launch"),
+            (engine.runner, "execute", "launch"),
             (engine.scheduler, "update_from_output", "take in the result"),
             *((engine.log, method, "step log") for method in ("begin", "launching", "launched", "waiting", "arrived")),
             (engine.log, "completed", "step log"),

@@ -14,7 +14,7 @@ import torch
 
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.outputs import NO_TOKEN, EngineOutput
+from cb_backend.outputs import NO_TOKEN, EngineOutput, Failure, PromptLogprobs, TokenLogprobs
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from tests.oracles.reference_runner import ReferenceRunner
@@ -70,10 +70,10 @@ def run(
             del cancels[index]
             if engine.cancel(index):
                 out.reasons[index] = FinishReason.ABORT
-        for index, error in engine.release_compiled():
+        for index, error in engine.release_held():
             out.reasons[index], out.failures[index] = FinishReason.ERROR, str(error)
         output = engine.step()
-        if output is None and engine.is_compiling:
+        if output is None and engine.is_holding:
             time.sleep(0.001)
             continue
         out.num_steps += 1
@@ -84,31 +84,38 @@ def run(
             output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True
         )
         take_prompt_logprobs(output, out.prompt_logprobs)
-        figures = logprobs_by_entry(output)
-        out.failures |= output.failures
-        for entry, (index, token_id, reason) in enumerate(entries):
+        figures = token_logprobs(output)
+        for failure in output.attached:
+            if isinstance(failure, Failure):  # the first reason is the one that is told
+                out.failures = dict.fromkeys(failure.owners.tolist(), failure.text) | out.failures
+        for index, token_id, reason in entries:
             assert index not in out.reasons, "an output after the end"
             if token_id != NO_TOKEN:
                 out.token_ids[index].append(token_id)
-            if entry in figures:
-                out.logprobs.setdefault(index, []).append(figures[entry])
+            if index in figures:
+                out.logprobs.setdefault(index, []).append(figures[index])
             if reason:
                 out.reasons[index] = FinishReason(reason)
     return out
 
 
-def logprobs_by_entry(output: EngineOutput) -> dict[int, Logprob]:
-    logprobs = output.logprobs
-    if logprobs is None:
-        return {}
-    columns = (logprobs.rows, logprobs.sampled, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
-    return {row: Logprob(*figures) for row, *figures in zip(*(column.tolist() for column in columns), strict=True)}
+def token_logprobs(output: EngineOutput) -> dict[int, Logprob]:
+    """By request."""
+    figures = {}
+    for part in output.attached:
+        if isinstance(part, TokenLogprobs):
+            columns = (part.owners, part.sampled, part.ranks, part.top_ids, part.top_logprobs)
+            for owner, *values in zip(*(column.tolist() for column in columns), strict=True):
+                figures[owner] = Logprob(*values)
+    return figures
 
 
 def take_prompt_logprobs(output: EngineOutput, taken: dict[int, list[Logprob]]) -> None:
     """Add a step's figures to those of the prompts they belong to, which they must continue or begin anew."""
-    for index, part in output.prompt_logprobs.items():
-        known = taken.setdefault(index, [])
+    for part in output.attached:
+        if not isinstance(part, PromptLogprobs):
+            continue
+        known = taken.setdefault(int(part.owners[0]), [])
         if part.first == 1:
             known.clear()
         assert part.first == len(known) + 1, "figures of a prompt have a gap"

@@ -41,7 +41,7 @@ class StuckEngine:
     info = INFO
     config = EngineConfig(model="m")
     is_stuck = False
-    is_compiling = False
+    is_holding = False
     num_steps = 0
     queue_room = QueueRoom(None)
 
@@ -51,7 +51,7 @@ class StuckEngine:
     def expire(self) -> list[tuple[int, str]]:
         return []
 
-    def release_compiled(self) -> list[tuple[int, Exception]]:
+    def release_held(self) -> list[tuple[int, Exception]]:
         return []
 
     def cancel(self, request_id: int) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cb_backend import fault_points
-from cb_backend.engine.grammar import held_requests
+from cb_backend.engine.grammar import grammar_wait
 from cb_backend.engine.grammar.grammar_compiler import Grammar, GrammarCompiler
 from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.scheduling_params import SchedulingParams
@@ -35,7 +35,7 @@ def held_engine(folder: Path, **settings: Any) -> tuple[Any, Slow, list[float]]:
     engine = engine_for(folder, "slots", run_ahead=1, max_num_seqs=2, **settings)
     slow = Slow()
     engine._clock = lambda: clock[0]
-    engine._held._compiler = slow
+    engine.grammars = slow
     return engine, slow, clock
 
 
@@ -55,14 +55,14 @@ def test_i17_a_request_that_could_not_be_queued_is_not_waited_for(folder: Path) 
 
     with fault_points.armed(fail), pytest.raises(RuntimeError):
         add(engine, 1, GRAMMARS["choice"])
-    assert not engine.is_compiling
+    assert not engine.is_holding
     assert not engine.has_unfinished()
 
 
 def test_waiting_for_a_grammar_holds_neither_slot_nor_blocks(folder: Path, compiler: GrammarCompiler) -> None:
     engine, slow, _ = held_engine(folder)
     add(engine, 1, GRAMMARS["choice"])
-    assert engine.is_compiling and engine.has_unfinished() and engine.step() is None  # noqa: PT018 one state
+    assert engine.is_holding and engine.has_unfinished() and engine.step() is None  # noqa: PT018 one state
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 1)
     assert engine.stats().num_free_blocks == engine.info.num_blocks
     add(engine, 2, None)
@@ -72,10 +72,10 @@ def test_waiting_for_a_grammar_holds_neither_slot_nor_blocks(folder: Path, compi
         assert ended is not None
         engine.scheduler.check_integrity()
     slow.pending[0].set_result(compiler.compile(GRAMMARS["choice"]).result())
-    assert engine.release_compiled() == []
+    assert engine.release_held() == []
     while engine.has_unfinished():
         engine.step()
-    assert not engine.is_compiling
+    assert not engine.is_holding
 
 
 def test_cancel_and_timeout_while_compiling(folder: Path, compiler: GrammarCompiler) -> None:
@@ -88,10 +88,10 @@ def test_cancel_and_timeout_while_compiling(folder: Path, compiler: GrammarCompi
     assert [request_id for request_id, _ in engine.expire()] == [2]
     for future in slow.pending[:2]:
         future.set_result(compiler.compile(GRAMMARS["choice"]).result())
-    assert engine.release_compiled() == []
+    assert engine.release_held() == []
     assert engine.scheduler.num_waiting == 1
-    clock[0] = held_requests.COMPILE_TIMEOUT_S + 1.1
-    ((request_id, error),) = engine.release_compiled()
+    clock[0] = grammar_wait.COMPILE_TIMEOUT_S + 1.1
+    ((request_id, error),) = engine.release_held()
     assert request_id == 3
     assert "was not compiled within 30 s" in str(error)
     assert not engine.has_unfinished()
@@ -104,10 +104,10 @@ def test_a_refusal_while_waiting_and_at_once(folder: Path, compiler: GrammarComp
     add(engine, 1, unclosed)
     refused = compiler.compile(unclosed)
     slow.pending[0].set_exception(refused.exception())
-    ((request_id, error),) = engine.release_compiled()
+    ((request_id, error),) = engine.release_held()
     assert request_id == 1
     assert "unclosed group" in str(error)
-    engine._held._compiler = compiler  # which has been asked before, and is done
+    engine.grammars = compiler  # which has been asked before, and is done
     with pytest.raises(InvalidRequestError, match="unclosed group"):
         add(engine, 2, unclosed)
     assert not engine.has_unfinished()

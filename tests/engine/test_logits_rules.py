@@ -33,7 +33,7 @@ def find(rules: LogitsRules, slot: int, num_tokens: int) -> RuledRows | None:
 def ruled_row(params: SamplingParams, prompt: list[int], output: list[int], logits: list[float] = X) -> list[float]:
     """One row through the rules: prompt known at the join, outputs recorded one by one as a runner does."""
     rules = new_rules(len(logits))
-    rules.join([JoinedRow(3, 1, np.array(prompt, np.int32), len(prompt), (), params, ())])
+    rules.join([JoinedRow(3, 1, np.array(prompt, np.int32), len(prompt), (), params, (), 1000)])
     for count, token in enumerate(output):
         found = find(rules, 3, len(prompt) + count)
         assert found is not None
@@ -92,12 +92,12 @@ def test_a_slot_forgets_the_rules_of_the_request_before() -> None:
     rules = new_rules(6)
     tokens = np.array([1], np.int32)
     for params in ({"logit_bias": {1: 5.0}}, {"presence_penalty": 1.0}, {"bad_words_token_ids": ((1,),)}):
-        rules.join([JoinedRow(0, 1, tokens, 1, (), SamplingParams(**params), ())])
+        rules.join([JoinedRow(0, 1, tokens, 1, (), SamplingParams(**params), (), 1000)])
         assert find(rules, 0, 1) is not None
-        rules.join([JoinedRow(0, 2, tokens, 1, (), SamplingParams(), ())])
+        rules.join([JoinedRow(0, 2, tokens, 1, (), SamplingParams(), (), 1000)])
         assert find(rules, 0, 1) is None
     # The next request with rules has its own only, and a row of marks that was another's is clean.
-    rules.join([JoinedRow(0, 3, np.array([2], np.int32), 1, (), SamplingParams(repetition_penalty=2.0), ())])
+    rules.join([JoinedRow(0, 3, np.array([2], np.int32), 1, (), SamplingParams(repetition_penalty=2.0), (), 1000)])
     found = find(rules, 0, 1)
     assert found is not None
     row = torch.ones(1, 6)
@@ -110,7 +110,7 @@ def test_as_many_slots_as_there_are_can_have_penalties() -> None:
     slots = np.arange(8, dtype=np.int32)
     for slot in slots.tolist():
         params = SamplingParams(presence_penalty=0.1 * slot, frequency_penalty=0.01)
-        rules.join([JoinedRow(slot, slot, np.array([0, slot % 6], np.int32), 1, (), params, ())])
+        rules.join([JoinedRow(slot, slot, np.array([0, slot % 6], np.int32), 1, (), params, (), 1000)])
     found = rules.find(slots, np.arange(8), np.full(8, 2, np.int32))
     assert found is not None
     rows = torch.zeros(8, 6)

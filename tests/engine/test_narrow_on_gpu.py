@@ -24,7 +24,7 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.kernels.fp8 import FP8, is_fp8_capable
 from cb_backend.layers.attention import Attention
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import MaskSource, StepPlan
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import Run, config, run
 from tests.engine.test_slot_runner import slot_engine
@@ -87,19 +87,19 @@ class Steps:
     def __init__(self, runner: SlotRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.planned: list[StepShape] = []
         self.num_replayed = 0
-        execute, find = runner.execute_model, runner.graphs.find
+        execute, find = runner.execute, runner.graphs.find
 
-        def execute_and_note(plan: SchedulerOutput) -> PendingStep:
-            num_prefill = plan.num_tokens - plan.num_decode_rows
+        def execute_and_note(plan: StepPlan, masks: MaskSource) -> PendingStep:
+            num_prefill = plan.total_tokens - plan.num_decode_rows
             self.planned.append(StepShape(plan.num_decode_rows, num_prefill, plan.num_rows - plan.num_decode_rows))
-            return execute(plan)
+            return execute(plan, masks)
 
         def find_and_note(*step: int) -> Any:
             found = find(*step)
             self.num_replayed += found is not None
             return found
 
-        monkeypatch.setattr(runner, "execute_model", execute_and_note)
+        monkeypatch.setattr(runner, "execute", execute_and_note)
         monkeypatch.setattr(runner.graphs, "find", find_and_note)
 
 

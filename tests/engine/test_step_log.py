@@ -14,7 +14,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.step_log import StepLog
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import EngineOutput, SchedulerOutput
+from cb_backend.outputs import EngineOutput, StepPlan
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from tests.fakes.runners import ScriptedRunner
@@ -97,7 +97,7 @@ def finish_but_cancel(engine: LLMEngine, request_id: int) -> StepLogFile:
 def test_times_by_a_known_clock() -> None:
     ticks = iter([1.0, 1.5, 3.5, 3.75, 4.75, 5.0, 5.25, 5.5, 7.5, 7.75, 8.0, 8.5])
     log = StepLog(2, 10, 4, clock=lambda: next(ticks))
-    plan = [SchedulerOutput(i, *(np.ones(1, np.int32) for _ in range(3)), np.ones(1, bool), 1) for i in (1, 2)]
+    plan = [StepPlan(i, *(np.ones(1, np.int32) for _ in range(3)), np.ones(1, np.uint8), 1) for i in (1, 2)]
     output = EngineOutput(np.array([7]), np.array([1], np.int32), np.zeros(1, np.uint8))
     for i in (0, 1):
         log.begin()

@@ -48,26 +48,32 @@ def test_the_same_batch_brings_new_tokens_and_another_batch_new_shares() -> None
 def test_log_probabilities_go_with_their_entries() -> None:
     values = np.array([-1.0, -2.0, -3.0], np.float32)
     logprobs = TokenLogprobs(
-        np.arange(3), values, np.ones(3, np.int32), np.zeros((3, 1), np.int32), np.zeros((3, 1), np.float32)
+        IDS, values, np.ones(3, np.int32), np.zeros((3, 1), np.int32), np.zeros((3, 1), np.float32)
     )
-    step = output(IDS, logprobs=logprobs)
-    packed = {share.front_end_id: step_output(1, share, step, {}).logprobs for share in Shares().of(step)}
-    assert packed[1] is not None
-    assert packed[2] is not None
-    assert {entry: figures.logprob for entry, figures in packed[1].unpack().items()} == {0: -1.0, 1: -3.0}
-    assert {entry: figures.logprob for entry, figures in packed[2].unpack().items()} == {0: -2.0}
+    step = output(IDS, attached=(logprobs,))
+    packed = {share.front_end_id: step_output(1, share, step, {}).attached for share in Shares().of(step)}
+    told = {
+        front_end: {owner: figures.logprob for part in parts for owner, figures in part.by_owner()}
+        for front_end, parts in packed.items()
+    }
+    assert told == {1: {IDS[0]: -1.0, IDS[2]: -3.0}, 2: {IDS[1]: -2.0}}
 
 
 def test_a_front_end_is_told_of_its_prompt_though_it_has_no_entry() -> None:
     asking = make_request_id(3, 1)
     chunk = PromptLogprobs(
-        1, np.zeros(1, np.float32), np.ones(1, np.int32), np.zeros((1, 0), np.int32), np.zeros((1, 0), np.float32)
+        np.array([asking]),
+        1,
+        np.zeros(1, np.float32),
+        np.ones(1, np.int32),
+        np.zeros((1, 0), np.int32),
+        np.zeros((1, 0), np.float32),
     )
     shares = Shares()
-    step = output(IDS, prompt_logprobs={asking: chunk})
+    step = output(IDS, attached=(chunk,))
     messages = {share.front_end_id: step_output(1, share, step, {}) for share in shares.of(step)}
     assert messages.keys() == {1, 2, 3}
     assert messages[3].request_ids == messages[3].token_ids == messages[3].finish_reasons == b""
-    assert list(messages[3].prompt_logprobs) == [asking]
-    assert not messages[1].prompt_logprobs
+    assert [owner for part in messages[3].attached for owner, _ in part.by_owner()] == [asking]
+    assert messages[1].attached == messages[2].attached == ()
     assert {share.front_end_id for share in shares.of(output(IDS))} == {1, 2}

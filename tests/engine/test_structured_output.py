@@ -85,7 +85,7 @@ def test_guides_go_with_their_requests(folder: Path) -> None:
     request = engine.make_request(1, np.array(PROMPTS[0], np.int32), params(endless, seed=1))
     engine.add_request(request)
     while request.guide is None:
-        engine.release_compiled()
+        engine.release_held()
     for _ in range(6):
         engine.step()
     guide = weakref.ref(request.guide)

@@ -15,7 +15,7 @@ from cb_backend.errors import ConfigError
 from cb_backend.kv_cache import swap
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks, pinned_bytes
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import Copies, StepPlan
 from cb_backend.sampling_params import SamplingParams
 from tests.engine.drive import config, run, with_reference_runner
 from tests.models.tiny_checkpoints import write_checkpoint
@@ -61,8 +61,8 @@ def test_blocks_go_out_before_others_come_in(device: str, piece_bytes: int, monk
     swapper = BlockSwapper(storage, 4)
     none = np.zeros(0, np.int32)
 
-    def plan(out: tuple[tuple[int, int], ...], back: tuple[tuple[int, int], ...]) -> SchedulerOutput:
-        return SchedulerOutput(1, none, none, none, none > 0, 0, swap_out=out, swap_in=back)
+    def plan(out: tuple[tuple[int, int], ...], back: tuple[tuple[int, int], ...]) -> StepPlan:
+        return StepPlan(1, none, none, none, none.astype(np.uint8), 0, copies=Copies(out, back))
 
     swapper.apply(plan(((1, 0), (2, 3)), ()))
     swapper.apply(plan(((4, 1),), ((4, 3), (5, 0))))  # block 4 leaves and is filled at once

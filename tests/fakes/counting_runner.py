@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from cb_backend.outputs import NO_TOKEN, MaskSource, RowStatus, StepPlan, StepResult, Want
 
 VOCAB_SIZE = 261
 FAILING_STEP_TOKEN = 256  # a prompt with it makes its whole step raise
@@ -27,6 +28,13 @@ FAILING_ROW_TOKEN = 257  # a prompt with it makes its row fail
 KILLING_TOKEN = 258  # a prompt with it makes the process exit at once
 EOS_TOKEN = 259
 HANGING_TOKEN = 260  # a prompt with it makes its step never end
+
+
+def step_result(plan: StepPlan, token_ids: NDArray[np.int32], is_failed: NDArray[np.bool_]) -> StepResult:
+    """Of a step without drafts: one token for each row that wants one, unless it failed. Arrays [num_rows]."""
+    status = np.where(is_failed, RowStatus.NOT_FINITE, RowStatus.OK).astype(np.uint8)
+    num_new = ((plan.wants == Want.TOKENS) & ~is_failed).astype(np.uint8)
+    return StepResult(plan.step_id, token_ids.astype(np.int32)[:, None], num_new, status)
 
 
 class CountingRunner:
@@ -38,7 +46,7 @@ class CountingRunner:
         self._step_s = float(os.environ.get("CB_TEST_STEP_S", "0"))
         self._hurry = Path(os.environ.get("CB_TEST_HURRY", ""))  # while this file exists, steps take no time
 
-    def execute_model(self, plan: SchedulerOutput) -> CountingRunner._Pending:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> CountingRunner._Pending:
         if self._step_s and not self._hurry.is_file():
             time.sleep(self._step_s)
         for row in plan.joined:
@@ -51,21 +59,22 @@ class CountingRunner:
             if FAILING_STEP_TOKEN in row.token_ids:
                 raise RuntimeError("the step was told to fail")
         following = self._first + (self._last[plan.slots] + 1 - self._first) % self._count
-        sampled = np.where(plan.is_sampling, following, NO_TOKEN).astype(np.int32)
-        self._last[plan.slots[plan.is_sampling]] = sampled[plan.is_sampling]
-        return self._Pending(ModelRunnerOutput(plan.step_id, sampled, self._is_failing[plan.slots] & plan.is_sampling))
+        is_wanted = plan.wants == Want.TOKENS
+        is_failed = self._is_failing[plan.slots] & is_wanted
+        self._last[plan.slots[is_wanted]] = following[is_wanted]
+        return self._Pending(step_result(plan, np.where(is_wanted, following, NO_TOKEN), is_failed))
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
 
     def close(self) -> None:
         pass
 
     class _Pending:
-        def __init__(self, output: ModelRunnerOutput) -> None:
+        def __init__(self, output: StepResult) -> None:
             self._output = output
 
-        def result(self) -> ModelRunnerOutput:
+        def result(self) -> StepResult:
             return self._output
 
 

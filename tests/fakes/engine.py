@@ -11,7 +11,7 @@ import numpy as np
 from cb_backend.config import EngineConfig
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_TOKEN, EngineOutput, SchedulerOutput
+from cb_backend.outputs import NO_TOKEN, EngineOutput, NoMasks, StepPlan
 from cb_backend.request import FinishReason, Request
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
@@ -45,8 +45,8 @@ class FakeEngine:
         self.runner = ScriptedRunner(config.block_size, script, is_delayed=run_ahead > 0)
         self.run_ahead = run_ahead
         self.max_model_len = max_model_len
-        self.in_flight: deque[tuple[SchedulerOutput, FakePending]] = deque()
-        self.plans: list[SchedulerOutput] = []
+        self.in_flight: deque[tuple[StepPlan, FakePending]] = deque()
+        self.plans: list[StepPlan] = []
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
 
@@ -70,12 +70,12 @@ class FakeEngine:
         self.tokens[request_id] = []
         return request
 
-    def launch(self) -> SchedulerOutput | None:
+    def launch(self) -> StepPlan | None:
         """Schedule one step and hand it to the runner."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
-            self.in_flight.append((plan, self.runner.execute_model(plan)))
+            self.in_flight.append((plan, self.runner.execute(plan, NoMasks())))
         self.scheduler.check_integrity()
         return plan
 
@@ -96,7 +96,7 @@ class FakeEngine:
             if reason:
                 self.reasons[request_id] = FinishReason(reason)
 
-    def step(self) -> SchedulerOutput | None:
+    def step(self) -> StepPlan | None:
         """What the engine loop does: keep run_ahead + 1 steps launched, then read the oldest."""
         plan = None
         while len(self.in_flight) <= self.run_ahead:

@@ -6,7 +6,7 @@ import time
 
 from cb_backend.config import EngineConfig
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import MaskSource, StepPlan
 from tests.fakes.runners import FakePending, HashModel, HashRunner
 
 VOCAB_SIZE = 256  # with the byte tokenizer of `counting_runner`, whose special tokens are then never sampled
@@ -20,9 +20,9 @@ class PacedHashRunner(HashRunner):
         super().__init__(MODEL, num_blocks, block_size)
         self.step_s = step_s
 
-    def execute_model(self, plan: SchedulerOutput) -> FakePending:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> FakePending:
         time.sleep(self.step_s)
-        return super().execute_model(plan)
+        return super().execute(plan, masks)
 
 
 def create_runner(config: EngineConfig) -> tuple[PacedHashRunner, ModelInfo]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +18,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.outputs import NO_TOKEN, JoinedRow, ModelRunnerOutput, SchedulerOutput
+from cb_backend.outputs import NO_TOKEN, JoinedRow, MaskSource, RowStatus, StepPlan, StepResult, Want
 from cb_backend.sampling_params import SamplingParams
 
 _CELL = struct.Struct("=3q")  # (token, position, salt)
@@ -74,22 +75,31 @@ class _Slot:
     row: JoinedRow
     tokens: list[int]
     block_table: list[int]
+    has_ended: bool = False  # its last token is out: later launched steps find nothing to compute
     is_broken: bool = False  # a step with it was lost: what later launched steps compute for it is garbage
 
 
-@dataclass
+@dataclass(eq=False)
 class FakePending:
-    """A launched step. With `is_delayed` the work itself is done only when the result is asked for."""
+    """A launched step. With `is_delayed` its work is done only when its result, or a later step's, is asked for."""
 
-    run: Callable[[], ModelRunnerOutput]
+    run: Callable[[], StepResult]
     written_blocks: set[int]
-    lose: Callable[[], None] = lambda: None  # the step never comes back, and nobody knows what it did
-    output: ModelRunnerOutput | None = None
+    undone: deque[FakePending]  # launched steps whose work has not been done, oldest first
+    spoil: Callable[[], None] = lambda: None
+    output: StepResult | None = None
 
-    def result(self) -> ModelRunnerOutput:
-        if self.output is None:
-            self.output = self.run()
+    def result(self) -> StepResult:
+        while self.output is None:
+            oldest = self.undone.popleft()
+            oldest.output = oldest.run()
         return self.output
+
+    def lose(self) -> None:
+        """The step never comes back, and nobody knows what it did."""
+        if self in self.undone:
+            self.undone.remove(self)
+        self.spoil()
 
 
 @dataclass
@@ -101,23 +111,42 @@ class _FakeRunner:
     slots: dict[int, _Slot] = field(default_factory=dict)
     num_steps: int = 0
     num_computed: dict[int, int] = field(default_factory=dict)  # tokens computed, by request id
+    undone: deque[FakePending] = field(default_factory=deque)
 
-    def execute_model(self, plan: SchedulerOutput) -> FakePending:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> FakePending:
         self.num_steps += 1
+        self._ask(plan, masks)
         assert plan.step_id == self.num_steps, "step ids have a gap"
         work = self._rows(plan)
-        pending = FakePending(lambda: self._run(plan, work), self._written_blocks(work), lambda: _break(work))
+        blocks, undone = self._written_blocks(work), self.undone
+        pending = FakePending(lambda: self._run(plan, work), blocks, undone, lambda: _break(work))
+        undone.append(pending)
         if not self.is_delayed:
             pending.result()
         return pending
 
-    def lose(self, plan: SchedulerOutput) -> None:
+    def lose(self, plan: StepPlan) -> None:
         """A plan that could not be launched: its requests are lost."""
         self.num_steps += 1
         _break(self._rows(plan))
 
-    def _rows(self, plan: SchedulerOutput) -> list[tuple[_Slot, int, int, bool]]:
-        """(slot state, computed, scheduled, is_sampling) of each row; the plan's changes are applied."""
+    def _ask(self, plan: StepPlan, masks: MaskSource) -> None:
+        """Ask for the masks of structured output, as the real runner does; the tokens do not depend on them."""
+        joined = {row.slot: row for row in plan.joined}
+        asking = [
+            (slot, first + num_tokens)
+            for slot, first, num_tokens, want in zip(
+                *(array.tolist() for array in (plan.slots, plan.first, plan.num_tokens, plan.wants)), strict=True
+            )
+            if want == Want.TOKENS
+            and (joined[slot] if slot in joined else self.slots[slot].row).params.structured_output is not None
+        ]
+        if asking:
+            slots, positions = np.array(asking, np.int32).T
+            masks.masks(slots, positions)
+
+    def _rows(self, plan: StepPlan) -> list[tuple[_Slot, int, int, bool]]:
+        """(slot state, computed, scheduled, wants a token) of each row; the plan's changes are applied."""
         joined = set()
         for row in plan.joined:
             self.slots[row.slot] = _Slot(row, row.token_ids.tolist(), list(row.block_ids))
@@ -130,8 +159,8 @@ class _FakeRunner:
         slots = plan.slots.tolist()
         assert len(set(slots)) == len(slots), "a slot has two rows"
         assert joined <= set(slots), "a request joined without a row"
-        computed, scheduled = plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist()
-        is_sampling, num_decode_rows = plan.is_sampling.tolist(), plan.num_decode_rows
+        computed, scheduled = plan.first.tolist(), plan.num_tokens.tolist()
+        is_sampling, num_decode_rows = (plan.wants == Want.TOKENS).tolist(), plan.num_decode_rows
         assert scheduled[:num_decode_rows] == [1] * num_decode_rows, "a decode row computes one token"
         assert all(is_sampling[:num_decode_rows]), "a decode row must sample"
         assert all(scheduled), "a row computes at least one token"
@@ -148,34 +177,42 @@ class _FakeRunner:
             written.update(blocks)
         return written
 
-    def _run(self, plan: SchedulerOutput, work: list[tuple[_Slot, int, int, bool]]) -> ModelRunnerOutput:
+    def _run(self, plan: StepPlan, work: list[tuple[_Slot, int, int, bool]]) -> StepResult:
         sampled: list[int] = []
-        is_failed: list[bool] = []
+        status: list[RowStatus] = []
         self._swap(plan)
         for slot, computed, scheduled, is_sampling in work:
             end = computed + scheduled
-            if slot.is_broken:
-                sampled.append(0)
-                is_failed.append(False)
+            if slot.is_broken or slot.has_ended:
+                sampled.append(0 if slot.is_broken else NO_TOKEN)
+                status.append(RowStatus.OK if slot.is_broken else RowStatus.ENDED)
                 continue
             assert end <= len(slot.tokens), "the plan runs past the known tokens"
-            assert is_sampling == (end == len(slot.tokens)), "is_sampling is wrong"
+            assert is_sampling == (end == len(slot.tokens)), "what the row wants is wrong"
             request_id = slot.row.request_id
             self.num_computed[request_id] = self.num_computed.get(request_id, 0) + scheduled
             token, failed = self._compute(slot, computed, end)
-            is_failed.append(failed)
-            sampled.append(token if is_sampling else NO_TOKEN)
+            status.append(RowStatus.NOT_FINITE if failed else RowStatus.OK)
+            sampled.append(token if is_sampling and not failed else NO_TOKEN)
             if is_sampling:
                 slot.tokens.append(token)
-        return ModelRunnerOutput(plan.step_id, np.array(sampled, np.int32), np.array(is_failed, np.bool_))
+                slot.has_ended = failed or self._is_last(slot, token)
+        token_ids = np.array(sampled, np.int32)
+        num_new = ((plan.wants == Want.TOKENS) & (token_ids != NO_TOKEN)).astype(np.uint8)
+        return StepResult(plan.step_id, token_ids[:, None], num_new, np.array(status, np.uint8))
+
+    def _is_last(self, slot: _Slot, token: int) -> bool:
+        row, num_tokens = slot.row, len(slot.tokens)
+        is_stop = token in row.stop_token_ids and num_tokens >= row.num_prompt_tokens + row.params.min_tokens
+        return is_stop or num_tokens >= row.max_total_tokens
 
     def _compute(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
         raise NotImplementedError
 
-    def _swap(self, plan: SchedulerOutput) -> None:
+    def _swap(self, plan: StepPlan) -> None:
         """Copy blocks out, then in."""
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
 
     def close(self) -> None:
@@ -209,10 +246,10 @@ class HashRunner(_FakeRunner):
         self.salts = salts or {}
         self.fails_at = fails_at or {}
 
-    def _swap(self, plan: SchedulerOutput) -> None:
-        for device, host in plan.swap_out:
+    def _swap(self, plan: StepPlan) -> None:
+        for device, host in plan.copies.out:
             self._host_blocks[host] = bytes(self._blocks[device])
-        for device, host in plan.swap_in:
+        for device, host in plan.copies.back:
             self._blocks[device][:] = self._host_blocks[host]
             self._host_blocks[host] = self._empty_block
 

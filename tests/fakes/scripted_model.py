@@ -26,7 +26,7 @@ from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import MaskSource, StepPlan
 from tests.fakes.counting_runner import byte_characters
 
 WORDS = ["DEF", "HI", " stop", "a b", "c!d", "London", " London", "New", " York", " Delhi", "\ufffd"]
@@ -129,10 +129,10 @@ class ScriptedModelRunner(SlotRunner):
         self.vocabulary = vocabulary
         self.scripts: dict[int, _Script] = {}  # by slot
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingStep:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> PendingStep:
         for row in plan.joined:
             self.scripts[row.slot] = _Script(row.token_ids[: row.num_prompt_tokens], self.vocabulary)
-        return super().execute_model(plan)
+        return super().execute(plan, masks)
 
     def _compute_hidden(self, buffers: StepBuffers) -> Tensor:
         """Instead of hidden states, (slot, position) of each token: the model needs no more. int64 [num_tokens, 2]."""

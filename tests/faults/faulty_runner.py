@@ -18,7 +18,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.engine.runner import runner_factory
 from cb_backend.kv_cache.block_pool import BlockPool
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import PendingOutput, SchedulerOutput
+from cb_backend.outputs import MaskSource, Pending, StepPlan
 
 ENVIRONMENT = "CB_TEST_FAULTS"
 POISON = {"nan row": float("nan"), "inf row": float("inf"), "-inf row": float("-inf")}
@@ -59,7 +59,7 @@ class FaultFile:
 
 
 class FaultyRunner:
-    """Implements `outputs.ModelRunner` over another one."""
+    """Implements `outputs.Runner` over another one."""
 
     def __init__(self, runner: Any, faults: FaultFile) -> None:
         self._runner = runner
@@ -76,7 +76,7 @@ class FaultyRunner:
 
         runner.model.compute_logits = poisoned
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingOutput:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> Pending:
         self._faults.look()
         kind = self._faults.take("raise", "memory", "hang", "leak")
         if kind == "raise":
@@ -87,10 +87,10 @@ class FaultyRunner:
             time.sleep(3600)
         if kind == "leak":
             self._leak.append(os.urandom(4096))
-        return self._runner.execute_model(plan)
+        return self._runner.execute(plan, masks)
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
-        return bytes(self._runner.prefix_cache_key(num_prompt_tokens))
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
+        return bytes(self._runner.cache_key(num_prompt_tokens))
 
     def close(self) -> None:
         self._runner.close()
@@ -110,8 +110,8 @@ def create_runner(config: EngineConfig) -> tuple[FaultyRunner, ModelInfo]:
     if runner.swapper is not None:
         apply = runner.swapper.apply
 
-        def failing_apply(plan: SchedulerOutput) -> None:
-            if plan.swap_out and faults.take("swap"):
+        def failing_apply(plan: StepPlan) -> None:
+            if plan.copies.out and faults.take("swap"):
                 raise RuntimeError("a copy to host memory failed")
             apply(plan)
 

@@ -10,8 +10,8 @@ import pytest
 
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
-from cb_backend.outputs import PromptLogprobs, TokenLogprobs, rows_after
-from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs, TokenLogprob
+from cb_backend.outputs import PromptLogprobs, TokenLogprobs
+from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs, TokenLogprob, pack
 from cb_backend.request import FinishReason
 from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import CJK, ByteFallbackKit, ByteLevelKit, Kit
@@ -105,25 +105,28 @@ def test_a_stop_string_cuts_figures_and_text_at_one_token(byte_level: ByteLevelK
 
 def test_figures_cross_the_process_border() -> None:
     logprobs = TokenLogprobs(
-        rows=np.array([1, 3, 4]),
+        owners=np.array([1, 3, 4]),
         sampled=np.array([-0.5, -1.0, -2.0], np.float32),
         ranks=np.array([1, 2, 3], np.int32),
         top_ids=np.array([[7, 8], [9, 10], [11, 12]], np.int32),
         top_logprobs=np.array([[-0.5, -1.5], [-0.25, -1.0], [-0.125, -8.0]], np.float32),
     )
-    mine = logprobs.moved(rows_after(np.array([False, True, True, False, True])))
-    assert StepLogprobs.pack(mine).unpack() == {
-        0: TokenLogprob(-0.5, 1, [7, 8], [-0.5, -1.5]),
-        2: TokenLogprob(-2.0, 3, [11, 12], [-0.125, -8.0]),
+    packed = pack(logprobs.given_to(np.array([70, 80, 90]), np.array([True, False, True])))
+    assert isinstance(packed, StepLogprobs)
+    assert dict(packed.by_owner()) == {
+        70: TokenLogprob(-0.5, 1, [7, 8], [-0.5, -1.5]),
+        90: TokenLogprob(-2.0, 3, [11, 12], [-0.125, -8.0]),
     }
 
 
 def chunk(first: int, given: list[float], ranks: list[int], top: list[list[tuple[int, float]]]) -> ChunkLogprobs:
     ids = np.array([[token for token, _ in row] for row in top], np.int32)
     values = np.array([[value for _, value in row] for row in top], np.float32)
-    return ChunkLogprobs.pack(
-        PromptLogprobs(first, np.array(given, np.float32), np.array(ranks, np.int32), ids, values)
+    packed = pack(
+        PromptLogprobs(np.array([1]), first, np.array(given, np.float32), np.array(ranks, np.int32), ids, values)
     )
+    assert isinstance(packed, ChunkLogprobs)
+    return packed
 
 
 def test_f1_a_prompts_figures_in_vllms_form(byte_level: ByteLevelKit) -> None:

@@ -216,7 +216,7 @@ def _prepare_rows(module: Any, max_blocks: int, block_size: int) -> None:
 
 def _commit_tokens(module: Any) -> None:
     state, (ints, *result) = _slots(), torch.zeros(3, 2, dtype=torch.int32)
-    module.commit_tokens(ints, ints, ints.bool(), ints.long(), state.last_token, state.num_tokens, torch.stack(result))
+    module.commit_tokens(ints, ints, ints.bool(), ints.long(), state.min_positions, state, torch.stack(result))
 
 
 def _mask_stop_ids(module: Any, vocab_size: int) -> None:

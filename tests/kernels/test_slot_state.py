@@ -12,7 +12,7 @@ import torch
 from cb_backend.engine.runner.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots, new_slot_state
 from cb_backend.kernels import sample, slot_state, step_rows
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
-from cb_backend.outputs import JoinedRow
+from cb_backend.outputs import JoinedRow, RowStatus
 from cb_backend.sampling_params import SamplingParams
 
 NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 5, 4, 37
@@ -34,6 +34,7 @@ def _state(rng: np.random.Generator, device: torch.device) -> slot_state.SlotSta
         block_tables=ints(1, 100, MAX_BLOCKS),
         sampling=RowSampling(floats(), ints(0, 50), floats(), floats(), seeds),
         min_positions=ints(0, 9),
+        max_total_tokens=ints(100, 200),
         stop_ids=ints(-1, VOCAB, 6),
     )
     state.num_tokens[PADDING] = 0
@@ -86,21 +87,21 @@ def test_joining_writes_the_slot_and_no_other(suffix: str, device: torch.device)
     state, before = (_state(np.random.default_rng(1), device) for _ in range(2))
     params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 + 12345, min_tokens=3)
     rows = [
-        JoinedRow(2, 0, np.array([4, 5, 6], np.int32), 2, (1,), params, (9, 11)),
-        JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), SamplingParams(temperature=0.0, seed=7), ()),
+        JoinedRow(2, 0, np.array([4, 5, 6], np.int32), 2, (1,), params, (9, 11), 18),
+        JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), SamplingParams(temperature=0.0, seed=7), (), 17),
     ]
     stop_ids = torch.zeros(NUM_SLOTS, MAX_STOP_IDS_PER_SLOT, dtype=torch.int32, device=device)
     state = state._replace(stop_ids=stop_ids)
     getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined_slots(rows)).to(device), state)
     assert [state.last_token[2], state.num_tokens[2], state.num_prompt_tokens[2]] == [6, 3, 2]
-    assert state.min_positions[2] == 5
+    assert [state.min_positions[2], state.max_total_tokens[2], state.max_total_tokens[5]] == [5, 18, 17]
     assert [round(float(values[2]), 6) for values in state.sampling[:4]] == [0.7, 5, 0.9, 0.1]
     assert np.int64(int(state.sampling.seeds[2])).astype(np.uint64) == 2**63 + 12345
     assert state.stop_ids[2, :3].tolist() == [9, 11, -1]
     assert [state.last_token[5], state.num_tokens[5], state.sampling.seeds[5]] == [8, 1, 7]
     assert state.sampling.temperature[5] == 0.0
     others = [slot for slot in range(NUM_SLOTS) if slot not in (2, 5)]
-    for now, then in zip((*state[:3], *state.sampling), (*before[:3], *before.sampling), strict=True):
+    for now, then in zip(state.joined, before.joined, strict=True):
         assert torch.equal(now[others], then[others])
 
 
@@ -112,7 +113,7 @@ def test_each_row_parameter_goes_its_way_from_the_request_to_the_row(
     plain = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "seed": 2**64 - 5}
     params = SamplingParams(**plain)  # type: ignore[arg-type]
     state = new_slot_state(NUM_SLOTS - 1, MAX_BLOCKS, device)
-    joined = joined_slots([JoinedRow(3, 0, np.array([4], np.int32), 1, (1,), params, ())])
+    joined = joined_slots([JoinedRow(3, 0, np.array([4], np.int32), 1, (1,), params, (), 9)])
     getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined).to(device), state)
     out = _rows(3, 3, device)
     slots = torch.tensor([3, PADDING, 0], dtype=torch.int32, device=device)
@@ -131,20 +132,79 @@ def test_row_parameters_are_the_samplers_arguments_in_order(sampler: Callable[..
     assert arguments[1 + len(ROW_PARAMETERS)] == "positions"
 
 
+OK, NOT_FINITE, ENDED = RowStatus.OK, RowStatus.NOT_FINITE, RowStatus.ENDED
+
+
+def commit(
+    suffix: str, state: slot_state.SlotState, rows: list[tuple[int, int, int, bool]], min_positions: torch.Tensor
+) -> list[list[int]]:
+    """Book (slot, position, token, is failed) of each row; returns what the host reads."""
+    device = state.last_token.device
+    slots, positions, tokens, is_failed = (torch.tensor(column, device=device) for column in zip(*rows, strict=True))
+    result = torch.full((2, len(rows)), -7, dtype=torch.int32, device=device)
+    arguments = (slots.int(), tokens.int(), is_failed, positions, min_positions, state, result)
+    getattr(step_rows, "commit_tokens" + suffix)(*arguments)
+    return result.tolist()
+
+
 def test_commit_moves_only_live_rows(suffix: str, device: torch.device) -> None:
-    last_token = torch.full((NUM_SLOTS,), 5, dtype=torch.int32, device=device)
-    num_tokens = torch.full((NUM_SLOTS,), 3, dtype=torch.int32, device=device)
-    num_tokens[PADDING] = 0
-    slots = torch.tensor([2, 0, PADDING, PADDING], dtype=torch.int32, device=device)
-    sampled = torch.tensor([11, 12, 13, 14], dtype=torch.int32, device=device)
-    positions = torch.tensor([7, 3, 0, 0], device=device)
-    is_failed = torch.tensor([False, True, False, False], device=device)
-    result = torch.full((2, 4), -7, dtype=torch.int32, device=device)
-    commit = getattr(step_rows, "commit_tokens" + suffix)
-    commit(slots, sampled, is_failed, positions, last_token, num_tokens, result)
-    assert result.tolist() == [[11, 12, 13, 14], [0, 1, 0, 0]]
-    assert last_token.tolist() == [12, 5, 11, 5, 5, 5, 5, 5, 5]
-    assert num_tokens.tolist() == [4, 3, 8, 3, 3, 3, 3, 3, 0]
+    state = new_slot_state(PADDING, MAX_BLOCKS, device)
+    state.last_token[:], state.num_tokens[:PADDING] = 5, 3
+    rows = [(2, 7, 11, False), (0, 3, 12, False), (PADDING, 0, 13, False), (PADDING, 0, 14, True)]
+    result = commit(suffix, state, rows, state.min_positions)
+    assert result == [[11, 12, 13, 14], [OK, OK, ENDED, ENDED]]
+    assert state.last_token.tolist() == [12, 5, 11, 5, 5, 5, 5, 5, 5]
+    assert state.num_tokens.tolist() == [4, 3, 8, 3, 3, 3, 3, 3, 0]
+
+
+def test_commit_ends_a_slot_at_its_last_token(suffix: str, device: torch.device) -> None:
+    """At a stop id that may come, at the limit, and where the row failed; from then on it is padding."""
+    state = new_slot_state(PADDING, MAX_BLOCKS, device)
+    state.stop_ids[1, :2] = torch.tensor([30, 31], dtype=torch.int32)
+    state.stop_ids[2, 0] = 30
+    state.stop_ids[3, state.stop_ids.shape[1] - 1] = 33
+    state.stop_ids[5, 0] = 0  # an id like any other
+    state.min_positions[2] = 9
+    state.max_total_tokens[4] = 8
+    rows = [
+        (1, 7, 31, False),
+        (2, 7, 30, False),
+        (3, 7, 33, False),
+        (4, 7, 30, False),
+        (5, 7, 0, True),
+        (6, 7, 30, False),
+    ]
+    assert commit(suffix, state, rows, state.min_positions)[1] == [OK, OK, OK, OK, NOT_FINITE, OK]
+    assert state.num_tokens[1:7].tolist() == [0, 8, 0, 0, 0, 8]
+    again = [(slot, int(state.num_tokens[slot]), 20, False) for slot in range(1, 7)]
+    assert commit(suffix, state, again, state.min_positions)[1] == [ENDED, OK, ENDED, ENDED, ENDED, OK]
+    assert state.num_tokens[1:7].tolist() == [0, 9, 0, 0, 0, 9]
+    assert state.last_token[1:7].tolist() == [31, 20, 33, 30, 0, 20]
+
+
+def test_the_second_booking_of_a_step_decides_whether_a_row_has_ended(suffix: str, device: torch.device) -> None:
+    """Rows with rules sample again, from the same position: the first token is thrown away, and its end with it."""
+    state = new_slot_state(PADDING, MAX_BLOCKS, device)
+    state.stop_ids[:PADDING, 0] = 30
+    state.num_tokens[:PADDING] = 7
+    rows = [(slot, 7, token, False) for slot, token in ((0, 30), (1, 9), (2, 30), (3, 9))]
+    commit(suffix, state, rows, state.min_positions)
+    assert state.num_tokens[:4].tolist() == [0, 8, 0, 8]
+    own_min_positions = torch.zeros_like(state.min_positions)
+    own_min_positions[2] = 9  # at position 7 the eighth token: a stop id does not end the row yet
+    rows = [(slot, 7, token, False) for slot, token in ((0, 9), (1, 30), (2, 30), (3, 9))]
+    commit(suffix, state, rows, own_min_positions)
+    assert state.num_tokens[:4].tolist() == [8, 0, 8, 8]
+    assert state.last_token[:4].tolist() == [9, 30, 30, 9]
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 140])
+def test_commit_books_many_rows(suffix: str, num_rows: int, device: torch.device) -> None:
+    state = new_slot_state(num_rows, MAX_BLOCKS, device)
+    state.stop_ids[:, 1] = 3
+    rows = [(slot, 1 + slot % 5, slot % 7, False) for slot in range(num_rows)]
+    assert commit(suffix, state, rows, state.min_positions) == [[row[2] for row in rows], [OK] * num_rows]
+    assert state.num_tokens.tolist() == [*(0 if token == 3 else at + 1 for _, at, token, _ in rows), 0]
 
 
 def test_deltas_are_written_and_padding_is_not(suffix: str, device: torch.device) -> None:

@@ -12,26 +12,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cb_backend.engine.runner.input_batch import InputBatch
-from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, RULED_OUT, LogitsRules, failure_codes
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, LogitsRules, status_with_rules
 from cb_backend.engine.runner.logprobs import LogprobsOfStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
-from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
+from cb_backend.engine.runner.row_masks import RowMasks
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import NO_TOKEN, JoinedRow, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from cb_backend.outputs import (
+    NO_TOKEN,
+    Attachment,
+    Failure,
+    JoinedRow,
+    MaskSource,
+    RowStatus,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Want,
+)
 
 
 class CompletedStep:
-    """A `PendingOutput` whose result is there already."""
+    """A `Pending` whose result is there already."""
 
-    def __init__(self, output: ModelRunnerOutput) -> None:
+    def __init__(self, output: StepResult) -> None:
         self._output = output
 
-    def result(self) -> ModelRunnerOutput:
+    def result(self) -> StepResult:
         return self._output
 
 
@@ -45,6 +56,8 @@ class HostBatch(InputBatch):
             for name, row in ROW_PARAMETERS.items()
         }
         self.min_tokens = np.zeros(num_slots, np.int32)
+        self.max_total_tokens = np.zeros(num_slots, np.int32)
+        self.has_ended = np.zeros(num_slots, np.bool_)  # the last token is out
         self.stop_token_ids: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_slots
 
     def join(self, row: JoinedRow) -> None:
@@ -52,6 +65,8 @@ class HostBatch(InputBatch):
         for name, parameter in ROW_PARAMETERS.items():
             self.row_parameters[name][row.slot] = parameter.read(row.params)
         self.min_tokens[row.slot] = row.params.min_tokens
+        self.max_total_tokens[row.slot] = row.max_total_tokens
+        self.has_ended[row.slot] = False
         self.stop_token_ids[row.slot] = np.asarray(row.stop_token_ids, np.int64)
 
     def stop_ids_to_mask(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> list[tuple[int, NDArray]]:
@@ -60,9 +75,18 @@ class HostBatch(InputBatch):
         rows = np.flatnonzero(num_output_tokens < self.min_tokens[slots])
         return [(int(row), self.stop_token_ids[slots[row]]) for row in rows]
 
+    def is_last(
+        self, slots: NDArray[np.int32], positions: NDArray[np.int32], token_ids: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Whether these tokens, at these positions, are the last of their requests. Arrays [num_sampling_rows]."""
+        num_output_tokens = positions + 1 - self.num_prompt_tokens[slots]
+        is_stop = [token in self.stop_token_ids[slot] for slot, token in zip(slots, token_ids, strict=True)]
+        is_stop &= num_output_tokens >= self.min_tokens[slots]
+        return is_stop | (positions + 1 >= self.max_total_tokens[slots])
+
 
 class ReferenceRunner:
-    """Implements `outputs.ModelRunner`. `execute_model` returns when the step is done."""
+    """Implements `outputs.Runner`. `execute` returns when the step is done."""
 
     def __init__(
         self,
@@ -79,17 +103,17 @@ class ReferenceRunner:
         self.device = storage.data.device
         self.batch = HostBatch(num_slots, max_model_len, storage.data.shape[-2])
         self.rules = LogitsRules(model.spec.vocab_size, max_model_len, num_slots, self.device, ops)
-        self.masks = TokenMasks(num_slots, self.device, ops)
+        self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
         return self.model.ropes.cache_key(num_prompt_tokens)
 
     def close(self) -> None:
-        self.masks.close()
+        """There is nothing to give back."""
 
     @torch.inference_mode()
-    def execute_model(self, plan: SchedulerOutput) -> CompletedStep:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> CompletedStep:
         if self.swapper is not None:
             self.swapper.apply(plan)
         self.batch.apply(plan)
@@ -97,36 +121,34 @@ class ReferenceRunner:
         self.masks.join(plan.joined)
         token_ids, metadata = self._prepare(plan)
         hidden = self.model(token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
-        sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
-        is_failed = np.zeros(plan.num_rows, np.bool_)
-        logprobs = None
         chunks = asking_chunks(plan, self.batch)
-        of_prompts = launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch) if chunks else None
-        failures: dict[int, str] = {}
-        rows = np.flatnonzero(plan.is_sampling)
+        attached: tuple[Attachment, ...] = ()
+        if chunks:
+            attached += launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch).result()
+        sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
+        status = np.zeros(plan.num_rows, np.uint8)
+        rows = np.flatnonzero(plan.wants == Want.TOKENS)
         if len(rows):
-            last_tokens = np.cumsum(plan.num_scheduled_tokens)[rows] - 1
+            last_tokens = np.cumsum(plan.num_tokens)[rows] - 1
             last_hidden = hidden[self._to_device(last_tokens)]
-            guided = self.masks.find(plan.slots[rows], rows)
-            sampled[rows], codes, logprobs = self._sample(plan, rows, last_hidden, guided)
-            failures = dict.fromkeys(rows[codes == RULED_OUT].tolist(), NO_TOKEN_LEFT)
-            is_failed[rows] = codes != 0
-            if guided is not None:
-                failures |= guided.launched(lambda: (sampled, is_failed)).read_tokens()
-                is_failed[list(failures)] = True
-        prompt_logprobs = {} if of_prompts is None else of_prompts.result()
-        return CompletedStep(ModelRunnerOutput(plan.step_id, sampled, is_failed, logprobs, prompt_logprobs, failures))
+            sampled[rows], status[rows], logprobs = self._sample(plan, rows, last_hidden, masks)
+            sampled[status != RowStatus.OK] = NO_TOKEN
+            ruled_out = np.flatnonzero(status == RowStatus.RULED_OUT)
+            attached += (Failure(ruled_out, NO_TOKEN_LEFT),) if len(ruled_out) else ()
+            attached += () if logprobs is None else (logprobs,)
+        num_new = (sampled != NO_TOKEN).astype(np.uint8)
+        return CompletedStep(StepResult(plan.step_id, sampled[:, None], num_new, status, attached))
 
-    def _prepare(self, plan: SchedulerOutput) -> tuple[Tensor, StepMetadata]:
+    def _prepare(self, plan: StepPlan) -> tuple[Tensor, StepMetadata]:
         """The step's input tokens [num_tokens] and where everything is."""
         batch = self.batch
-        counts = plan.num_scheduled_tokens
+        counts = plan.num_tokens
         slots = np.repeat(plan.slots, counts)  # [num_tokens]
         starts = np.cumsum(counts) - counts  # [num_rows] index of each row's first token
-        positions = np.arange(len(slots), dtype=np.int32) + np.repeat(plan.num_computed_tokens - starts, counts)
+        positions = np.arange(len(slots), dtype=np.int32) + np.repeat(plan.first - starts, counts)
         positions = positions.astype(np.int32)
         num_prompt_tokens = self._to_device(batch.num_prompt_tokens[slots])
-        seq_lens = (plan.num_computed_tokens + counts).astype(np.int32)
+        seq_lens = (plan.first + counts).astype(np.int32)
         decode, prefill = slice(0, plan.num_decode_rows), slice(plan.num_decode_rows, None)
         query_start_loc = np.concatenate(([0], np.cumsum(counts[prefill]))).astype(np.int32)
         metadata = StepMetadata(
@@ -144,15 +166,15 @@ class ReferenceRunner:
         return self._to_device(batch.token_ids[slots, positions]), metadata
 
     def _sample(
-        self, plan: SchedulerOutput, rows: NDArray[np.intp], hidden: Tensor, guided: GuidedRows | None
+        self, plan: StepPlan, rows: NDArray[np.intp], hidden: Tensor, masks: MaskSource
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], TokenLogprobs | None]:
         """Choose the next token of the given rows from their last hidden states [len(rows), hidden_size].
 
-        Returns token ids, why a row has none (`logits_rules.failure_codes`; 0: it has one), log-probabilities.
+        Returns token ids, `RowStatus`, log-probabilities.
         """
         batch = self.batch
         slots = plan.slots[rows]
-        positions = plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows]  # of the token to be sampled
+        positions = plan.first[rows] + plan.num_tokens[rows]  # of the token to be sampled
         logits = self.model.compute_logits(hidden)  # [len(rows), vocab_size]
         places = np.arange(len(rows))
         asking = self.logprobs.find(batch.num_logprobs[slots], rows, places)
@@ -161,16 +183,17 @@ class ReferenceRunner:
         stop_ids_to_mask = batch.stop_ids_to_mask(slots, positions)
         if ruled is not None or stop_ids_to_mask:
             scores = logits.to(torch.float32, copy=True)  # exact, so other rows sample what they would have
-        if guided is not None:
-            guided.mask_logits(scores)
+        masked = self.masks.find(slots, positions.tolist(), masks)
+        if masked is not None:
+            masked.mask_logits(scores)
         if ruled is not None:
             own_scores = scores[ruled.rows]
             self.rules.apply(ruled, own_scores)
             scores[ruled.rows] = own_scores
         for row, stop_ids in stop_ids_to_mask:
             scores[row, self._to_device(stop_ids)] = float("-inf")
-        if guided is not None:
-            guided.force_ends(scores)
+        if masked is not None:
+            masked.force_tokens(scores)
         token_ids, is_failed = self.ops.sample(
             scores,
             *(self._to_device(values[slots]) for values in batch.row_parameters.values()),
@@ -178,14 +201,18 @@ class ReferenceRunner:
         )
         sampled = token_ids.cpu().numpy()
         batch.token_ids[slots, positions] = sampled
+        has_ended = batch.has_ended[slots]
+        batch.has_ended[slots] |= is_failed.cpu().numpy() | batch.is_last(slots, positions, sampled)
         if ruled is not None:
             self.rules.record(ruled, token_ids[ruled.rows])
         logprobs = None if asking is None else self.logprobs.launch(asking, logits, token_ids)
-        codes = is_failed.to(torch.int32)
+        status = torch.where(is_failed, RowStatus.NOT_FINITE, RowStatus.OK).to(torch.int32)
         if ruled is not None:
             was_failed = ~logits[ruled.rows].amax(dim=-1).isfinite()  # NaN where a row holds one
-            codes[ruled.rows] = failure_codes(was_failed.to(torch.int32), codes[ruled.rows])
-        return sampled, codes.cpu().numpy(), None if logprobs is None else logprobs.result()
+            own_status = torch.where(was_failed, RowStatus.NOT_FINITE, RowStatus.OK).to(torch.int32)
+            status[ruled.rows] = status_with_rules(own_status, status[ruled.rows])
+        told = np.where(has_ended, RowStatus.ENDED, status.cpu().numpy())
+        return sampled, told, None if logprobs is None else logprobs.result()
 
     def _to_device(self, array: NDArray) -> Tensor:
         # A plan's arrays are frozen; torch wants to be able to write, so those are copied (they are small).

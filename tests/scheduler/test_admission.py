@@ -6,7 +6,7 @@ import pytest
 
 from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
 from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
@@ -17,7 +17,7 @@ def joined(engine: FakeEngine) -> list[int]:
     return [row.request_id for plan in engine.plans for row in plan.joined]
 
 
-def start_of(plan: SchedulerOutput | None) -> list[int]:
+def start_of(plan: StepPlan | None) -> list[int]:
     return [] if plan is None else [row.request_id for row in plan.joined]
 
 

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 from tests.fakes.engine import FakeEngine
 from tests.fakes.graphs import graphs_of
 
 
-def num_prompt_tokens(plan: SchedulerOutput | None) -> int:
+def num_prompt_tokens(plan: StepPlan | None) -> int:
     assert plan is not None
-    return plan.num_tokens - plan.num_decode_rows
+    return plan.total_tokens - plan.num_decode_rows
 
 
 def busy_engine(num_streams: int, **arguments: object) -> FakeEngine:

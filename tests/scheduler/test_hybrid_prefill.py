@@ -12,7 +12,7 @@ import pytest
 
 from cb_backend.config import engine_config_from_dict
 from cb_backend.errors import ConfigError
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.traffic import Traffic
@@ -22,7 +22,7 @@ from tests.simulation.replay import FormulaTimes
 NUM_STREAMS, NUM_PROMPTS = 2, 60
 
 
-def run(policy: str, num_prompts: int = NUM_PROMPTS, length: int = 2000) -> tuple[Replay, list[SchedulerOutput]]:
+def run(policy: str, num_prompts: int = NUM_PROMPTS, length: int = 2000) -> tuple[Replay, list[StepPlan]]:
     """Two long streams; after a second many prompts of `length` tokens arrive at once, each for one token."""
     config = engine_config_from_dict(
         {"model": "m", "run_ahead": 0, "max_itl_ms": 20, "prefill_policy": policy, "max_num_batched_tokens": 4096}
@@ -35,10 +35,10 @@ def run(policy: str, num_prompts: int = NUM_PROMPTS, length: int = 2000) -> tupl
         [0.0] * NUM_STREAMS + [1.0 + n / 1000 for n in range(num_prompts)],
     )
     engine = simulated_engine(config, FormulaTimes(num_blocks=20_000), clock)  # type: ignore[arg-type]
-    plans: list[SchedulerOutput] = []
+    plans: list[StepPlan] = []
     schedule = engine.scheduler.schedule
 
-    def noting() -> SchedulerOutput | None:
+    def noting() -> StepPlan | None:
         plan = schedule()
         plans.extend([plan] if plan is not None else [])
         return plan
@@ -54,7 +54,7 @@ def test_prompts_are_drained_faster_and_streams_go_on() -> None:
     assert hybrid.latencies.ttft[first].mean() < 0.8 * mixed.latencies.ttft[first].mean()
     alone = [plan.num_decode_rows == 0 for plan in plans[1:]]
     assert sum(alone) >= 10, "steps of prompts alone"
-    assert max(plan.num_tokens for plan in plans) == 4096
+    assert max(plan.total_tokens for plan in plans) == 4096
     assert not any(one and other for one, other in pairwise(alone)), "I11: every other step"
     busy = [plan for plan in plans[-100:] if plan.num_rows > plan.num_decode_rows]
     assert not busy, "the streams are alone again at the end, with steps of their own"
@@ -67,7 +67,7 @@ def test_a_few_prompts_are_not_worth_it() -> None:
 
 def test_a_prompt_larger_than_the_budget_is_drained_alone() -> None:
     _, plans = run("hybrid", length=6000)
-    alone = [plan for plan in plans if plan.num_rows == 1 and not plan.num_decode_rows and plan.num_tokens == 4096]
+    alone = [plan for plan in plans if plan.num_rows == 1 and not plan.num_decode_rows and plan.total_tokens == 4096]
     assert len(alone) >= 4
 
 
@@ -79,11 +79,11 @@ def test_streams_go_on_where_the_prompts_cannot_start() -> None:
     )  # fmt: skip
     now = 0.0
 
-    def step() -> SchedulerOutput | None:
+    def step() -> StepPlan | None:
         nonlocal now
         plan = engine.launch()
         if plan is not None:
-            now += 3e-3 + 1.2e-5 * plan.num_tokens
+            now += 3e-3 + 1.2e-5 * plan.total_tokens
             engine.scheduler.set_time(now)
             engine.finish()
         return plan

@@ -178,7 +178,7 @@ def test_o8_with_random_priorities_a_victim_has_no_row_in_the_plan_that_preempts
         if plan is not None:
             owners = {request.slot: request.request_id for request in requests}
             assert victims.isdisjoint(owners[slot] for slot in plan.slots.tolist())
-            assert plan.num_tokens == plan.num_scheduled_tokens.sum()
+            assert plan.total_tokens == plan.num_tokens.sum()
         if engine.in_flight and (plan is None or len(engine.in_flight) > engine.run_ahead):
             engine.finish()
     for request in requests:

@@ -14,18 +14,18 @@ import pytest
 from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.step_time import MIN_PREFILL_TOKENS, Pace, StepTimeModel
 from cb_backend.errors import ConfigError
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 
-def tokens_of(plan: SchedulerOutput | None, engine: FakeEngine) -> dict[int, int]:
+def tokens_of(plan: StepPlan | None, engine: FakeEngine) -> dict[int, int]:
     """Tokens computed in a step by request id, right after its launch."""
     assert plan is not None
     table = engine.scheduler._table
     return {
         table.request_at(slot).request_id: count
-        for slot, count in zip(plan.slots.tolist(), plan.num_scheduled_tokens.tolist(), strict=True)
+        for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)
     }
 
 
@@ -44,7 +44,7 @@ def test_o6_a_running_stream_gets_a_token_in_every_step_whatever_prompts_arrive(
         plans.append(engine.launch())
         if len(engine.in_flight) > run_ahead:
             engine.finish()
-    assert all(plan is not None and plan.num_decode_rows >= 1 and plan.num_tokens == 16 for plan in plans)
+    assert all(plan is not None and plan.num_decode_rows >= 1 and plan.total_tokens == 16 for plan in plans)
 
 
 def test_a_short_prompt_waits_one_step_for_a_giant_one() -> None:
@@ -154,7 +154,7 @@ def test_waiting_for_a_prefix_ends_when_its_computation_is_given_up() -> None:
     plan = engine.launch()
     assert plan is not None
     assert plan.joined[0].request_id == 2
-    assert plan.num_computed_tokens.tolist() == [32], "what was computed before is found"
+    assert plan.first.tolist() == [32], "what was computed before is found"
     engine.finish()
     engine.run()
     assert engine.kv._coming == {}
@@ -219,15 +219,15 @@ def test_steps_with_running_streams_stay_below_max_itl_ms(run_ahead: int, limit_
         while len(engine.in_flight) <= run_ahead and engine.launch() is not None:
             pass
         plan = engine.in_flight[0][0]
-        pairs = float((plan.num_scheduled_tokens * (plan.num_computed_tokens + plan.num_scheduled_tokens / 2)).sum())
-        seconds = (3e-3 + 1.2e-5 * plan.num_tokens + 1e-9 * pairs) * rng.gauss(1, 0.03)
+        pairs = float((plan.num_tokens * (plan.first + plan.num_tokens / 2)).sum())
+        seconds = (3e-3 + 1.2e-5 * plan.total_tokens + 1e-9 * pairs) * rng.gauss(1, 0.03)
         now += seconds
         engine.scheduler.set_time(now)
         engine.finish()
         if plan.num_decode_rows and step > 50:
             times_ms.append(seconds * 1000)
             if plan.num_rows > plan.num_decode_rows:
-                num_prompt_tokens.append(plan.num_tokens - plan.num_decode_rows)
+                num_prompt_tokens.append(plan.total_tokens - plan.num_decode_rows)
     assert np.quantile(times_ms, 0.99) <= limit_ms
     most_possible = min((limit_ms / 1000 - 3e-3) / 1.2e-5, 2048)
     used = np.quantile(num_prompt_tokens, 0.9)
@@ -248,7 +248,7 @@ def test_without_running_streams_nothing_is_held_back() -> None:
     engine.add(1, 2000, max_tokens=1)
     plan = engine.launch()
     assert plan is not None
-    assert plan.num_tokens == 2000
+    assert plan.total_tokens == 2000
 
 
 def test_max_itl_ms_needs_chunks() -> None:

@@ -9,21 +9,21 @@ from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import ModelRunnerOutput, SchedulerOutput
+from cb_backend.outputs import StepPlan, StepResult
 from cb_backend.request import FinishReason, Request, RequestStatus
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 
-def scheduled(plan: SchedulerOutput | None) -> list[int]:
+def scheduled(plan: StepPlan | None) -> list[int]:
     assert plan is not None
-    return plan.num_scheduled_tokens.tolist()
+    return plan.num_tokens.tolist()
 
 
-def computed(plan: SchedulerOutput | None) -> list[int]:
+def computed(plan: StepPlan | None) -> list[int]:
     assert plan is not None
-    return plan.num_computed_tokens.tolist()
+    return plan.first.tolist()
 
 
 def test_a_request_is_prefilled_then_decoded_to_its_length() -> None:
@@ -54,7 +54,7 @@ def test_a_steady_step_brings_nothing_but_arrays() -> None:
     plan = engine.step()
     assert plan is not None
     assert (plan.joined, plan.new_blocks.tolist(), scheduled(plan)) == ((), [], [1, 1, 1])
-    assert plan.num_computed_tokens.tolist() == [5, 5, 5]
+    assert plan.first.tolist() == [5, 5, 5]
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_a_decode() -> None:
@@ -64,7 +64,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_a_decode() -> None:
     engine.add(2, 20, max_tokens=2)
     plans = [engine.step() for _ in range(3)]
     assert [scheduled(plan) for plan in plans] == [[1, 7], [1, 7], [1, 6]]
-    assert [plan.is_sampling.tolist() for plan in plans if plan] == [[True, False], [True, False], [True, True]]
+    assert [plan.wants.tolist() for plan in plans if plan] == [[1, 0], [1, 0], [1, 1]]
     engine.run()
     assert engine.tokens == {1: [10, 11, 12, 13, 14], 2: [10, 11]}
 
@@ -114,7 +114,7 @@ def test_a_stop_found_late_drops_what_ran_ahead(run_ahead: int) -> None:
     engine.add(2, 5, max_tokens=12)
     engine.run()
     assert engine.tokens == {1: [10, 11, 12], 2: list(range(10, 22))}
-    assert engine.runner.num_computed[1] == 5 + 2 + run_ahead
+    assert engine.runner.num_computed[1] == 5 + 2, "the runner ends a row by itself: nothing is computed in vain"
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 4])
@@ -249,11 +249,11 @@ def test_results_must_come_in_order_and_in_shape() -> None:
         engine.launch()
     one = np.ones(1, np.int32)
     with pytest.raises(ValueError, match="step 1 is due"):
-        engine.scheduler.update_from_output(ModelRunnerOutput(2, one, one < 0))
+        engine.scheduler.update_from_output(StepResult(2, one, one < 0))
     with pytest.raises(ValueError, match="is not in flight"):
         engine.scheduler.fail_step(3)
     with pytest.raises(ValueError, match="had 1 rows"):
-        engine.scheduler.update_from_output(ModelRunnerOutput(1, np.ones(2, np.int32), np.zeros(2, np.bool_)))
+        engine.scheduler.update_from_output(StepResult(1, np.ones(2, np.int32), np.zeros(2, np.bool_)))
 
 
 def test_cached_tokens_are_told_with_the_first_token() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS, SwapSpace
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 from cb_backend.request import FinishReason, Request, RequestStatus
 from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
@@ -29,8 +29,8 @@ def growing_pair(num_host_blocks: int, run_ahead: int = 0) -> tuple[FakeEngine, 
     return engine, engine.add(2, 100, max_tokens=40)
 
 
-def swaps(engine: FakeEngine) -> tuple[list[SchedulerOutput], list[SchedulerOutput]]:
-    return [plan for plan in engine.plans if plan.swap_out], [plan for plan in engine.plans if plan.swap_in]
+def swaps(engine: FakeEngine) -> tuple[list[StepPlan], list[StepPlan]]:
+    return [plan for plan in engine.plans if plan.copies.out], [plan for plan in engine.plans if plan.copies.back]
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
@@ -40,13 +40,13 @@ def test_a_preempted_request_returns_from_host_memory_and_computes_one_token(run
     assert (second.num_preemptions, second.num_swaps) == (1, 1)
     out, back = swaps(engine)
     assert len(out) == len(back) == 1
-    copied_out, copied_in = dict(out[0].swap_out), {host: device for device, host in back[0].swap_in}
+    copied_out, copied_in = dict(out[0].copies.out), {host: device for device, host in back[0].copies.back}
     assert sorted(copied_out.values()) == sorted(copied_in)
     row = back[0].joined[0]
-    assert [copied_in[host] for _, host in out[0].swap_out] == list(row.block_ids[: len(copied_in)]), "in their order"
+    assert [copied_in[host] for _, host in out[0].copies.out] == list(row.block_ids[: len(copied_in)]), "in their order"
     index = back[0].slots.tolist().index(row.slot)
-    assert back[0].num_computed_tokens[index] == len(row.token_ids) - 1
-    assert back[0].num_scheduled_tokens[index] == 1
+    assert back[0].first[index] == len(row.token_ids) - 1
+    assert back[0].num_tokens[index] == 1
     assert engine.tokens == {1: list(range(10, 50)), 2: list(range(10, 50))}
     stats = engine.scheduler.stats()
     assert (stats.num_swapped_out, stats.num_swapped_in, stats.num_free_host_blocks) == (1, 1, 100)
@@ -152,7 +152,7 @@ def test_what_a_failed_step_was_to_copy_is_computed_again() -> None:
         if not second.num_swaps:
             engine.finish()
     plan, _ = engine.in_flight.pop()
-    assert plan.swap_out
+    assert plan.copies.out
     engine.take(engine.scheduler.fail_step(plan.step_id))
     engine.scheduler.check_integrity()
     assert engine.scheduler._swap.num_tokens(second) == 0
@@ -188,7 +188,7 @@ def brought_in_while_its_copy_is_in_flight(run_ahead: int = 1) -> tuple[FakeEngi
     back = engine.launch()
     assert back is not None
     assert [row.request_id for row in back.joined] == [1]
-    assert len(out.swap_out) == len(back.swap_in) > 25
+    assert len(out.copies.out) == len(back.copies.back) > 25
     return engine, first
 
 
@@ -215,7 +215,7 @@ def test_who_runs_on_what_a_failed_step_was_to_copy_is_computed_again(run_ahead:
     assert (first.status, first.num_preemptions) == (RequestStatus.PREEMPTED, 1)
     again = engine.launch()
     assert again is not None
-    assert (again.swap_in, again.num_computed_tokens.tolist()) == ((), [0])
+    assert (again.copies.back, again.first.tolist()) == ((), [0])
     (row,) = again.joined
     assert row.token_ids.tolist() == known
     assert set(row.block_ids).isdisjoint(written), "a launched step writes them"
@@ -252,7 +252,7 @@ def test_who_is_computed_again_before_its_copy_fails_is_not_once_more() -> None:
     engine.scheduler.cancel(3)
     again = engine.launch()
     assert again is not None
-    assert (again.swap_in, again.num_computed_tokens.tolist()) == ((), [0])
+    assert (again.copies.back, again.first.tolist()) == ((), [0])
     assert fail_oldest(engine) == []
     assert (first.status, first.num_preemptions) == (RequestStatus.RUNNING, 2)
     engine.run()

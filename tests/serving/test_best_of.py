@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cb_backend.outputs import PromptLogprobs
-from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
+from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob, pack
 from cb_backend.request import FinishReason
 from tests.serving.response_bench import Bench
 
@@ -57,7 +57,7 @@ def test_best_of_equal_to_n_is_n(bench: Bench) -> None:
 def test_a_prompts_figures_come_once_with_the_first_response(bench: Bench, is_stream: bool) -> None:
     live, sender = bench.open(is_stream=is_stream, prompt_logprobs=1)
     for part in chunks():
-        live.answers[0].on_prompt_logprobs(part)
+        live.answers[0].on_attached([part])
     for token in b"ab":
         live.answers[0].on_tokens((token,), 0)
         time.sleep(0.02)
@@ -73,5 +73,7 @@ def chunks() -> list[ChunkLogprobs]:
     parts = []
     for first, count in ((1, 4), (5, 2)):
         figures, ids = np.full((count, 1), -0.5, np.float32), np.full((count, 1), 97, np.int32)
-        parts.append(ChunkLogprobs.pack(PromptLogprobs(first, figures[:, 0], ids[:, 0], ids, figures)))
+        packed = pack(PromptLogprobs(np.array([1]), first, figures[:, 0], ids[:, 0], ids, figures))
+        assert isinstance(packed, ChunkLogprobs)
+        parts.append(packed)
     return parts

@@ -16,7 +16,7 @@ from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
 from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
-from cb_backend.outputs import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from cb_backend.outputs import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.request import Request, RequestStatus
 from tests.fakes.runners import FakePending, HashRunner
 from tests.simulation.clients import Answer
@@ -51,13 +51,15 @@ class CheckedEngine:
         self.overtaken: Counter[int] = Counter()
         self.arrived_at: dict[int, float] = {}
         self.places: dict[int, tuple[float, ...]] = {}  # in the queue, by request id
-        self.in_flight: list[FakePending] = []
-        self.planned: SchedulerOutput | None = None  # and not handed to the runner
-        self.plans: dict[int, SchedulerOutput] = {}  # by step id
+        self.in_flight: dict[int, FakePending] = {}  # launched, not read; by step id
+        self.planned: StepPlan | None = None  # and not handed to the runner
+        self.plans: dict[int, StepPlan] = {}  # by step id
         self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
         self.has_classes = len({arrival.scheduling.priority for arrival in scenario.arrivals}) > 1
         self.has_tenants = len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1
         self._add_request, self._schedule = self.scheduler.add_request, self.scheduler.schedule
+        self._fail_step = self.scheduler.fail_step
+        self.scheduler.fail_step = self.fail_step  # type: ignore[method-assign]
         policy = self.scheduler._admission._policy
         self._may_admit = policy.may_admit
         policy.may_admit = self.may_admit  # type: ignore[method-assign]
@@ -70,7 +72,7 @@ class CheckedEngine:
 
     def is_held(self, request_id: int) -> bool:
         """Whether the request's grammar is being compiled."""
-        return request_id in self.engine._held._waiting
+        return request_id in self.engine._held
 
     def traits_of_step(self, point: str) -> set[str]:
         """What is true (of `STEP_TRAITS`) of the step that has come to this fault point.
@@ -81,12 +83,12 @@ class CheckedEngine:
         steps = self.scheduler._in_flight._steps
         step = steps[-1 if point == "engine.execute" else 0]
         plan, epoch = self.plans[step.step_id], self.scheduler._table.epoch
-        copied = {host for _, host in plan.swap_out}
+        copied = {host for _, host in plan.copies.out}
         later = [self.plans[other.step_id] for other in steps if other.step_id > step.step_id]
         is_true = (
             bool(copied),
-            bool(plan.swap_in),
-            any(host in copied for other in later for _, host in other.swap_in),
+            bool(plan.copies.back),
+            any(host in copied for other in later for _, host in other.copies.back),
             bool((epoch[step.rows.slots] != step.rows.epochs).any()),
         )
         return {trait for trait, is_so in zip(STEP_TRAITS, is_true, strict=True) if is_so}
@@ -118,7 +120,7 @@ class CheckedEngine:
         self._expect(after == before, "I17: a refusal left something behind")
         raise refusal
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self) -> StepPlan | None:
         if self.planned is not None:
             self.runner.lose(self.planned)
             self.planned = None
@@ -134,6 +136,12 @@ class CheckedEngine:
         self.counters["full"] += self.was_short or (victims > 0 and is_short)
         self.planned = self.plans[plan.step_id] = plan
         return plan
+
+    def fail_step(self, step_id: int) -> EngineOutput:
+        """The engine has given up a step; one that was launched, and that nobody has read, is lost."""
+        if step_id in self.in_flight:
+            self.in_flight.pop(step_id).lose()
+        return self._fail_step(step_id)
 
     def allocate_slots(
         self, request: Request, num_tokens: int, found: Sequence[int] = (), num_reserved: int = 0
@@ -152,27 +160,26 @@ class CheckedEngine:
         self.counters["waits for a prefix"] += is_coming
         return is_coming
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingOutput:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> Pending:
         self.planned = None
         try:
-            pending = self.runner.execute_model(plan)
+            pending = self.runner.execute(plan, masks)
             self._check_plan(plan, pending)
         except AssertionError as error:
             self.violation = self.violation or error
             raise
-        self.in_flight.append(pending)
+        self.in_flight[plan.step_id] = pending
         return _Checked(self, pending)
 
     def read(self, pending: FakePending) -> None:
-        """The result of a step is asked for; steps launched before it whose results nobody asked for are lost."""
-        while self.in_flight[0] is not pending:
-            self.in_flight.pop(0).lose()
-        self.in_flight.pop(0)
-        for later in self.in_flight:
-            is_held = all(self.kv.pool.ref_cnt(block) > 0 for block in later.written_blocks)
+        """The result of a step is asked for; of one with guides perhaps before those of the steps before it."""
+        step_id = next(step_id for step_id, other in self.in_flight.items() if other is pending)
+        del self.in_flight[step_id]
+        for other in self.in_flight.values():
+            is_held = all(self.kv.pool.ref_cnt(block) > 0 for block in other.written_blocks)
             self._expect(is_held, "I2: freed while a launched step writes it")
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
 
     def close(self) -> None:
@@ -184,10 +191,10 @@ class CheckedEngine:
 
     # ---- a plan ---------------------------------------------------------------------------------------------------
 
-    def _check_plan(self, plan: SchedulerOutput, pending: FakePending) -> None:
+    def _check_plan(self, plan: StepPlan, pending: FakePending) -> None:
         config, counters = self.config, self.counters
-        slots, computed_tokens = plan.slots.tolist(), plan.num_computed_tokens.tolist()
-        scheduled_tokens = plan.num_scheduled_tokens.tolist()
+        slots, computed_tokens = plan.slots.tolist(), plan.first.tolist()
+        scheduled_tokens = plan.num_tokens.tolist()
         num_rows, num_tokens = len(slots), sum(scheduled_tokens)
         is_lone_prompt = not config.enable_chunked_prefill and num_rows == 1
         assert num_tokens <= config.max_num_batched_tokens or is_lone_prompt, "I12: over the budget"
@@ -213,17 +220,17 @@ class CheckedEngine:
             assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
             self.computed[request_id] = computed + scheduled
             self.last_row[request_id] = plan.step_id
-        for block_id in (*pending.written_blocks, *(device for device, _ in plan.swap_in)):
+        for block_id in (*pending.written_blocks, *(device for device, _ in plan.copies.back)):
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
         self._check_decode_share(plan)
         counters["guided steps"] += self.scheduler.num_guided > 0
-        counters["swapped out blocks"] += len(plan.swap_out)
-        counters["swapped in blocks"] += len(plan.swap_in)
+        counters["swapped out blocks"] += len(plan.copies.out)
+        counters["swapped in blocks"] += len(plan.copies.back)
         counters["tokens"] += num_tokens
         counters["steps"] += 1
         counters["whole prompts beyond the budget"] += num_tokens > config.max_num_batched_tokens
-        counters["chunks"] += plan.is_sampling.tolist().count(False)
+        counters["chunks"] += plan.wants.tolist().count(Want.NOTHING)
 
     def _check_overtaking(self, request_id: int, is_back: bool) -> None:
         """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
@@ -245,7 +252,7 @@ class CheckedEngine:
             assert passed.num_preemptions == 0, "O10: overtaken after a preemption"
             assert self.overtaken[passed.request_id] <= MAX_OVERTAKEN, "I10: overtaken too often"
 
-    def _check_decode_share(self, plan: SchedulerOutput) -> None:
+    def _check_decode_share(self, plan: StepPlan) -> None:
         """I11: who is past his prefill has a row in every plan (every other without chunks), or waits for a block.
 
         How long at most: blocks on their way when he begins to wait suffice for him and those before him, they are
@@ -275,7 +282,7 @@ class _Checked:
     def __init__(self, checked: CheckedEngine, pending: FakePending) -> None:
         self._checked, self._pending = checked, pending
 
-    def result(self) -> ModelRunnerOutput:
+    def result(self) -> StepResult:
         self._checked.read(self._pending)
         try:
             return self._pending.result()

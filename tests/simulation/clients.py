@@ -7,13 +7,14 @@ are those of the lone run. The expected text is made from the bytes of the ids, 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.packed_logprobs import TokenLogprob
+from cb_backend.packed_logprobs import Delivered
 from cb_backend.request import FinishReason
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.simulation.network import SimulatedClient
@@ -64,9 +65,7 @@ class Answer:
         if self.token_ids:
             self.violation = "the time of the first step is told after the first token"
 
-    def on_tokens(
-        self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
-    ) -> None:
+    def on_tokens(self, token_ids: tuple[int, ...], finish_reason: int, attached: Sequence[Delivered] = ()) -> None:
         if self.end is not None:
             self.violation = f"I5: tokens after the end ({self.end})"
         delta = self._output.push(token_ids, FinishReason(finish_reason))

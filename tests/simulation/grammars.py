@@ -1,14 +1,19 @@
 """Grammars of a simulated world, without a compiler: the text says how many turns compiling takes, and how it ends.
 
 "3" is ready after three turns, "bad 3" is refused then, and "0" is known at once. Nothing is masked: what a grammar
-changes for scheduling is that its request is held until it is compiled, and that steps with it run less far ahead.
+changes for scheduling is that its request is held until it is compiled, and that steps with it run less far ahead. Its
+guide sees to being asked just after it has been fed the token before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from cb_backend.engine.grammar.held_requests import COMPILE_TIMEOUT_S
+import numpy as np
+from numpy.typing import NDArray
+
+from cb_backend.engine.grammar.grammar_wait import COMPILE_TIMEOUT_S
+from cb_backend.engine.grammar.guide import OUT_OF_STEP
 from cb_backend.errors import InvalidRequestError
 from cb_backend.structured_output import StructuredOutput
 
@@ -44,16 +49,49 @@ class _Grammar:
             raise InvalidRequestError("structured output: the grammar is bad")
         return self
 
-    def new_guide(self, _params: object) -> object:
-        return object()
+    def new_guide(self, _params: object) -> _Guide:
+        return _Guide()
+
+
+class _Guide:
+    """Allows everything; follows as `Guide` does."""
+
+    num_mask_words = 1
+    is_complete = False
+    eos_token_id = 0
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self._token_ids: list[int] = []
+
+    def follow(self, output_token_ids: list[int]) -> None:
+        self._token_ids = list(output_token_ids)
+
+    def expect(self, num_output_tokens: int) -> None:
+        if len(self._token_ids) != num_output_tokens:
+            self.failure = OUT_OF_STEP
+
+    def consume(self, token_id: int) -> None:
+        self._token_ids.append(token_id)
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> None:
+        mask[:] = -1
+
+    def finish_mask(self, mask: NDArray[np.int32]) -> None:
+        """Nothing is left to do."""
 
 
 class SimulatedCompiler:
     """Compiles each grammar once, like `GrammarCompiler`."""
 
     def __init__(self, turn: Callable[[], int]) -> None:
+        self.num_compiled = self.num_refused = 0  # nobody looks at these here
+        self.seconds = 0.0
         self._turn = turn
         self._known: dict[StructuredOutput, _Grammar] = {}
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     def compile(self, structured: StructuredOutput) -> _Grammar:
         return self._known.setdefault(structured, _Grammar(structured.text, self._turn))

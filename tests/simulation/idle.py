@@ -21,7 +21,7 @@ def check_nothing_left(
     assert stats.num_free_host_blocks == scenario.num_host_blocks, "I4: host blocks are lost"
     assert not any(front_end.open_request_ids for front_end in link.front_ends.values()), "I4: ids are left"
     assert not any(client._sinks for client in clients), "I4: sinks are left"
-    assert not engine.is_compiling, "I4: grammars are waited for"
+    assert not engine.is_holding, "I4: grammars are waited for"
     assert not checked.scheduler._swap._on_trust, "I4: a step that copies out is waited for"
     left = {**kv._chains, **kv._announced, **kv._coming}
     assert not left, "I4: the cache remembers requests that have ended"

@@ -14,7 +14,6 @@ from contextlib import nullcontext, suppress
 
 from cb_backend import fault_points
 from cb_backend.engine.engine_process import EngineProcess, GaveUpError
-from cb_backend.engine.grammar.held_requests import HeldRequests
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
 from cb_backend.errors import UnavailableError
 from cb_backend.kv_cache.block_pool import CachedBlock
@@ -92,7 +91,7 @@ class World:
             num_host_blocks=scenario.num_host_blocks,
         )  # fmt: skip
         engine = LLMEngine(config, runner, info, lambda: self.now)
-        engine._held = HeldRequests(SimulatedCompiler(lambda: self.turn))  # type: ignore[arg-type]
+        engine.grammars = SimulatedCompiler(lambda: self.turn)  # type: ignore[assignment]
         engine.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
         if self.hash_block is not None:
             engine.scheduler._kv._hash_block = self.hash_block

@@ -10,7 +10,7 @@ import numpy as np
 from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.messages import ModelInfo
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import MaskSource, StepPlan
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import Law, StepTimes
@@ -70,10 +70,10 @@ def simulate(load: Traffic, times: StepTimes | None = None, **arguments: Any) ->
 class RepeatingRunner(ScriptedRunner):
     """One replay after the other: step ids start again with each."""
 
-    def execute_model(self, plan: SchedulerOutput) -> FakePending:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> FakePending:
         if plan.step_id == 1:
             self.num_steps = 0
-        return super().execute_model(plan)
+        return super().execute(plan, masks)
 
 
 def scripted_engine(num_blocks: int, is_delayed: bool = False, **arguments: Any) -> LLMEngine:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import MaskSource, StepPlan
 from cb_backend.study.bench import RealBench, Setting, settings_of
 from cb_backend.study.replay import Progress, Replay, fresh_engine, replay
 from cb_backend.study.simulator import PendingStep, SimulatedRunner, VirtualClock, simulated_engine
@@ -31,7 +31,7 @@ class DeviceRunner(SimulatedRunner):
         self._rng = np.random.default_rng(seed)
         self._seen: set[tuple[int, int]] = set()
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingStep:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> PendingStep:
         shape = shape_of(plan)
         bucket = (plan.num_decode_rows // 8, math.ceil(math.log2(max(shape[PROMPT_TOKENS], 1))))
         is_eager = shape[PROMPT_ROWS] > MOST_PROMPTS

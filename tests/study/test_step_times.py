@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cb_backend.errors import ConfigError
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan
 from cb_backend.study.step_times import StepTimes, fit_laws, shape_of
 from tests.study.made_up import step_times
 
@@ -84,12 +84,12 @@ def test_too_few_steps_are_refused() -> None:
 
 def test_the_shape_of_a_plan() -> None:
     """Two decode rows after 10 and 20 tokens; chunks of 4 after 0 and of 6 after 8."""
-    plan = SchedulerOutput(
+    plan = StepPlan(
         1,
         np.arange(4, dtype=np.int32),
         np.array([10, 20, 0, 8], np.int32),
         np.array([1, 1, 4, 6], np.int32),
-        np.array([True, True, True, False]),
+        np.array([1, 1, 1, 0], np.uint8),
         2,
     )
     # Contexts with the row's own token; pairs 4 * (0 + 2) and 6 * (8 + 3).

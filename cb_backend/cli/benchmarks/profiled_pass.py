@@ -18,7 +18,7 @@ from cb_backend.cli.benchmarks.kernel_times import Event, summarize
 from cb_backend.cli.benchmarks.timed_pass import run_pass
 from cb_backend.cli.benchmarks.workloads import Workload
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import PendingOutput, SchedulerOutput
+from cb_backend.outputs import MaskSource, Pending, StepPlan
 
 # Waits of the host, which the profiler counts among the device's events.
 _WAIT = re.compile(r"(Context|Stream|Event) Sync|Stream Wait Event")
@@ -105,7 +105,7 @@ class ProfiledRunner:
             os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
             os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingOutput:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> Pending:
         if self._open is not None and self.num_steps == self._windows[0].stop:
             self.stop()
             del self._windows[0]
@@ -114,7 +114,7 @@ class ProfiledRunner:
                 torch.cuda.synchronize()  # the steps launched before are none of the window's
             self._open = _Window(self.num_steps, self._is_device)
             self.recorded.append(self._open)
-        pending: PendingOutput = self._inner.execute_model(plan)
+        pending: Pending = self._inner.execute(plan, masks)
         self.num_steps += 1
         if self._open is not None:
             self._open.num_steps += 1

@@ -1,8 +1,8 @@
 """A log of what the engine did in each step and how long the host took, written from outside by wrapping three calls.
 
-`schedule`, `execute_model` and `update_from_output` are timed where the engine calls them; the engine does not know.
+`schedule`, `execute` and `update_from_output` are timed where the engine calls them; the engine does not know.
 Waiting for the device happens in none of the three, so on a GPU their sum is the host's time for a step (a runner on
-the CPU computes inside `execute_model`).
+the CPU computes inside `execute`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape, step_seconds
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
+from cb_backend.outputs import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.study.latencies import summary
 
 ROWS_OF_KIND = 32  # decode steps are told apart by these
@@ -74,7 +74,7 @@ class StepLog:
         full = self.full_decode_steps()
         parts = {
             "schedule": np.array([step.schedule_time for step in full]),
-            "execute_model": np.array([step.execute_time for step in full]),
+            "execute": np.array([step.execute_time for step in full]),
             "update_from_output": np.array([step.update_time for step in full]),
         }
         parts["total"] = np.sum(list(parts.values()), axis=0)
@@ -146,21 +146,21 @@ class _SchedulerProbe:
         self._inner = inner
         self._log = log
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self) -> StepPlan | None:
         start = time.perf_counter()
-        plan: SchedulerOutput | None = self._inner.schedule()
+        plan: StepPlan | None = self._inner.schedule()
         took = time.perf_counter() - start
         if plan is not None:
             self._log.steps[plan.step_id] = StepRecord(
                 plan.num_decode_rows,
-                plan.num_computed_tokens.copy(),
-                plan.num_scheduled_tokens.copy(),
-                int(np.count_nonzero(plan.is_sampling)),
+                plan.first.copy(),
+                plan.num_tokens.copy(),
+                int(np.count_nonzero(plan.wants == Want.TOKENS)),
                 took,
             )
         return plan
 
-    def update_from_output(self, result: ModelRunnerOutput) -> EngineOutput:
+    def update_from_output(self, result: StepResult) -> EngineOutput:
         start = time.perf_counter()
         output: EngineOutput = self._inner.update_from_output(result)
         record = self._log.steps[result.step_id]
@@ -179,9 +179,9 @@ class _RunnerProbe:
         self._inner = inner
         self._log = log
 
-    def execute_model(self, plan: SchedulerOutput) -> PendingOutput:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> Pending:
         start = time.perf_counter()
-        pending: PendingOutput = self._inner.execute_model(plan)
+        pending: Pending = self._inner.execute(plan, masks)
         self._log.steps[plan.step_id].execute_time = time.perf_counter() - start
         return pending
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # imported only where a grammar is compiled
 TOO_COMPLEX = "structured output: the grammar is too complex to be followed token by token; simplify it"
 NOT_ALLOWED = "structured output: a token came that the grammar does not allow; send the request again"
 
+OUT_OF_STEP = "structured output: the grammar and the output are out of step; send the request again"
+
 
 class Guide:
     """One request's place in its grammar. Errors are kept, not raised: see `failure`."""
@@ -64,6 +66,11 @@ class Guide:
         del self._token_ids[num_common:]
         for token_id in output_token_ids[num_common:]:
             self.consume(int(token_id))
+
+    def expect(self, num_output_tokens: int) -> None:
+        """A mask is wanted for the token after so many: it must be where the guide is."""
+        if self.failure is None and len(self._token_ids) != num_output_tokens:
+            self.failure = OUT_OF_STEP
 
     def consume(self, token_id: int) -> None:
         """Take in the next output token."""

@@ -23,7 +23,7 @@ from cb_backend.kv_cache.storage import new_storage, size_kv_cache
 from cb_backend.layers.ops import Ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.spec import ModelSpec
-from cb_backend.outputs import JoinedRow, SchedulerOutput
+from cb_backend.outputs import JoinedRow, NoMasks, StepPlan, Want
 from cb_backend.sampling_params import SamplingParams
 
 GRAPH_MEMORY = 512 << 20  # kept free for graph capture and library workspaces
@@ -109,19 +109,20 @@ def warm_up(
         counts = np.asarray(lengths, np.int32)
         tokens = np.arange(int(counts.max()), dtype=np.int32) % vocab_size
         joined = tuple(
-            JoinedRow(slot, slot, tokens[:count], count, (), params, ()) for slot, count in enumerate(lengths)
+            JoinedRow(slot, slot, tokens[:count], count, (), params, (), max_total_tokens=count + 1)
+            for slot, count in enumerate(lengths)
         )
         is_decode = lengths[0] == 1
-        plan = SchedulerOutput(
+        plan = StepPlan(
             step_id=1,
             slots=np.arange(len(lengths), dtype=np.int32),
-            num_computed_tokens=np.zeros(len(lengths), np.int32),
-            num_scheduled_tokens=counts,
-            is_sampling=np.ones(len(lengths), np.bool_),
+            first=np.zeros(len(lengths), np.int32),
+            num_tokens=counts,
+            wants=np.full(len(lengths), Want.TOKENS, np.uint8),
             num_decode_rows=len(lengths) if is_decode else 0,
             joined=joined,
         )
-        runner.execute_model(plan).result()
+        runner.execute(plan, NoMasks()).result()
     logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=runner.device)
     every_token = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=runner.device)
     runner.ops.apply_token_bitmask(logits, every_token, torch.zeros(1, dtype=torch.int64, device=runner.device))

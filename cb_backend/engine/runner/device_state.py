@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.runner.input_batch import is_sampled_apart
+from cb_backend.engine.runner.input_batch import is_sampled_apart, min_position
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS, neutral_rows
 from cb_backend.kernels.slot_state import JOINED_VALUES, NUM_JOINED_WORDS, SlotState
-from cb_backend.outputs import JoinedRow, SchedulerOutput
+from cb_backend.outputs import JoinedRow, StepPlan
 from cb_backend.sampling_params import MAX_STOP_TOKEN_IDS
 
 # Room for a request's own stop ids and the model's end-of-sequence ids.
@@ -35,6 +35,7 @@ def new_slot_state(num_slots: int, max_blocks: int, device: torch.device) -> Slo
         num_tokens=zeros(),
         num_prompt_tokens=zeros(),
         min_positions=zeros(),
+        max_total_tokens=torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=device),
         sampling=neutral_rows(rows, device),
         block_tables=zeros(max_blocks),
         stop_ids=torch.full((rows, MAX_STOP_IDS_PER_SLOT), -1, dtype=torch.int32, device=device),
@@ -52,7 +53,8 @@ def joined_slots(rows: Sequence[JoinedRow]) -> NDArray[np.int32]:
             row.token_ids[-1],
             len(row.token_ids),
             row.num_prompt_tokens,
-            0 if is_sampled_apart(params) else row.num_prompt_tokens + params.min_tokens,
+            0 if is_sampled_apart(params) else min_position(row),
+            row.max_total_tokens,
             *[parameter.read(params) for parameter in ROW_PARAMETERS.values()],
         )
         stop_ids = row.stop_token_ids[:MAX_STOP_IDS_PER_SLOT]
@@ -60,7 +62,7 @@ def joined_slots(rows: Sequence[JoinedRow]) -> NDArray[np.int32]:
     return joined
 
 
-def block_table_deltas(plan: SchedulerOutput) -> NDArray[np.int32]:
+def block_table_deltas(plan: StepPlan) -> NDArray[np.int32]:
     """What a plan changes in the block tables: [N, 3] of (slot, index, block_id)."""
     if not plan.joined:
         return plan.new_blocks

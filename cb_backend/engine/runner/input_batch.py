@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.outputs import JoinedRow, SchedulerOutput
+from cb_backend.outputs import JoinedRow, StepPlan
 from cb_backend.sampling_params import SamplingParams
 
 
@@ -18,6 +18,11 @@ def is_sampled_apart(params: SamplingParams) -> bool:
     the model gave them while stop ids are ruled out."""
     is_changed = params.has_logits_rules or params.structured_output is not None
     return is_changed or (params.logprobs is not None and params.min_tokens > 0)
+
+
+def min_position(row: JoinedRow) -> int:
+    """First position at which a stop id may come, and ends the request; within an int32 as in the scheduler's table."""
+    return row.num_prompt_tokens + min(row.params.min_tokens, 2**30)
 
 
 class InputBatch:
@@ -33,7 +38,7 @@ class InputBatch:
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens to report; -1 = none, 0 = the sampled
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int32)  # the same for tokens of the prompt
 
-    def apply(self, plan: SchedulerOutput) -> None:
+    def apply(self, plan: StepPlan) -> None:
         """Take over what changed since the last plan."""
         for row in plan.joined:
             self.join(row)

@@ -23,19 +23,17 @@ from torch import Tensor
 
 from cb_backend.engine.runner.bad_words import BadWords
 from cb_backend.engine.runner.device_state import copy_to
-from cb_backend.engine.runner.input_batch import is_sampled_apart
+from cb_backend.engine.runner.input_batch import is_sampled_apart, min_position
 from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.token_marks import FORBIDDEN, PROMPT
 from cb_backend.layers.ops import Ops
-from cb_backend.outputs import JoinedRow
+from cb_backend.outputs import JoinedRow, RowStatus
 from cb_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
 NO_TOKEN_LEFT = (
     "no token is left that all of the request's rules allow (structured output, allowed_token_ids, bad_words,"
     " min_tokens); relax one of them"
 )
-# Why a row has no token, where a step's result tells it apart: its own logits are not finite, or its rules forbid all.
-NOT_FINITE, RULED_OUT = 1, 2
 
 _NO_MARKS = -1
 _FIRST_MARK_ROWS = 4
@@ -119,8 +117,7 @@ class LogitsRules:
 
     def _join(self, slot: int, row: JoinedRow, params: SamplingParams) -> None:
         self._min_tokens[slot] = params.min_tokens
-        if params.min_tokens:
-            self.min_positions[slot].fill_(row.num_prompt_tokens + params.min_tokens)
+        self.min_positions[slot].fill_(min_position(row))  # also 0 more: it says where a stop id ends the row
         if params.bad_words_token_ids:
             max_tokens = min(row.num_prompt_tokens + params.max_tokens, self._max_model_len)
             self._bad_words[slot] = BadWords(params.bad_words_token_ids, row.token_ids, max_tokens, self._device)
@@ -181,12 +178,14 @@ class LogitsRules:
         return copy_to(np.asarray(values, dtype), self._device)
 
 
-def failure_codes(is_failed: Tensor, is_failed_with_rules: Tensor) -> Tensor:
-    """0, NOT_FINITE or RULED_OUT for each row; both arguments and the result are int32 [num_ruled_rows].
+def status_with_rules(status: Tensor, status_with_rules: Tensor) -> Tensor:
+    """`RowStatus` of rows that were sampled again; arguments and result are int32 [num_ruled_rows].
 
-    A row that failed before its rules were applied is not finite, even where they hide it.
+    A row that failed before its rules were applied is not finite, even where they hide it; one that fails with them is
+    ruled out.
     """
-    return torch.where(is_failed != 0, NOT_FINITE, is_failed_with_rules * RULED_OUT)
+    ruled_out = torch.where(status_with_rules == RowStatus.NOT_FINITE, RowStatus.RULED_OUT, status_with_rules)
+    return torch.where(status != RowStatus.OK, status, ruled_out)
 
 
 @dataclass(slots=True, eq=False)

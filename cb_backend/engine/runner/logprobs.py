@@ -70,13 +70,13 @@ class PendingLogprobs:
     """Results on their way to the host; read them after the step's own result is there."""
 
     def __init__(self, rows: NDArray[np.intp], floats: Tensor, ints: Tensor) -> None:
-        self._rows = rows
+        self._owners = rows.astype(np.int64, copy=False)
         self._floats = to_host(floats)
         self._ints = to_host(ints)
 
     def result(self) -> TokenLogprobs:
         floats, ints = self._floats.numpy(), self._ints.numpy()
-        return TokenLogprobs(self._rows, floats[:, 0], ints[:, 0], ints[:, 1:], floats[:, 1:])
+        return TokenLogprobs(self._owners, floats[:, 0], ints[:, 0], ints[:, 1:], floats[:, 1:])
 
 
 def to_host(values: Tensor) -> Tensor:

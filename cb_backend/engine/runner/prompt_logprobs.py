@@ -18,7 +18,7 @@ from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.runner.logprobs import to_host
 from cb_backend.layers.ops import Ops
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import PromptLogprobs, SchedulerOutput
+from cb_backend.outputs import PromptLogprobs, StepPlan
 
 TOKENS_AT_ONCE = 128  # logits of so many tokens exist at a time
 
@@ -35,17 +35,17 @@ class AskingChunk:
     num_top: int
 
 
-def asking_chunks(plan: SchedulerOutput, batch: InputBatch) -> list[AskingChunk]:
+def asking_chunks(plan: StepPlan, batch: InputBatch) -> list[AskingChunk]:
     """The chunks of a plan that ask. The last token of a prompt tells about the output, so it is not among them."""
     num_top = batch.num_prompt_logprobs[plan.slots]  # [num_rows]
     rows = plan.num_decode_rows + np.flatnonzero(num_top[plan.num_decode_rows :] >= 0)
     if not len(rows):
         return []
-    starts = np.cumsum(plan.num_scheduled_tokens) - plan.num_scheduled_tokens
+    starts = np.cumsum(plan.num_tokens) - plan.num_tokens
     chunks = []
     for row in rows.tolist():
-        slot, computed = int(plan.slots[row]), int(plan.num_computed_tokens[row])
-        end = min(computed + int(plan.num_scheduled_tokens[row]), int(batch.num_prompt_tokens[slot]) - 1)
+        slot, computed = int(plan.slots[row]), int(plan.first[row])
+        end = min(computed + int(plan.num_tokens[row]), int(batch.num_prompt_tokens[slot]) - 1)
         if end > computed:
             chunks.append(AskingChunk(row, int(starts[row]), computed + 1, end - computed, slot, int(num_top[row])))
     return chunks
@@ -57,13 +57,13 @@ class PendingPromptLogprobs:
     def __init__(self, parts: list[tuple[AskingChunk, Tensor, Tensor]]) -> None:
         self._parts = parts
 
-    def result(self) -> dict[int, PromptLogprobs]:
-        """By row of the plan."""
-        results = {}
+    def result(self) -> tuple[PromptLogprobs, ...]:
+        """One for each chunk; its owner is the row of the plan."""
+        results = []
         for chunk, floats, ints in self._parts:
-            f, i = floats.numpy(), ints.numpy()
-            results[chunk.row] = PromptLogprobs(chunk.first, f[:, 0], i[:, 0], i[:, 1:], f[:, 1:])
-        return results
+            f, i, owner = floats.numpy(), ints.numpy(), np.array([chunk.row])
+            results.append(PromptLogprobs(owner, chunk.first, f[:, 0], i[:, 0], i[:, 1:], f[:, 1:]))
+        return tuple(results)
 
 
 def launch_prompt_logprobs(

@@ -1,6 +1,6 @@
 """The model runner: state lives on the device by slot, on a GPU most steps are graph replays, nothing waits.
 
-`execute_model` launches a step and returns at once; the next step may be launched before its result is read, because
+`execute` launches a step and returns at once; the next step may be launched before its result is read, because
 the sampled tokens are already where the next step looks for them. A step too large for a graph is launched kernel by
 kernel, and so is one with a prompt whose own log-probabilities are asked for. What else only some rows ask for (rules,
 log-probabilities) is done for these rows after the step, from its logits.
@@ -17,13 +17,13 @@ from torch import Tensor
 from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
 from cb_backend.engine.runner.host_memory import HostMemory
 from cb_backend.engine.runner.input_batch import InputBatch, is_sampled_apart
-from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, failure_codes
+from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, status_with_rules
 from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.runner.pending_step import PendingStep
-from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs, asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.runner.row_masks import MaskedRows, RowMasks
 from cb_backend.engine.runner.step_buffers import StepBuffers, fill, make_buffers, padding, split
 from cb_backend.engine.runner.step_graphs import StepGraphs
-from cb_backend.engine.runner.token_masks import GuidedRows, TokenMasks
 from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, StepShape
 from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kv_cache.storage import KVCacheStorage
@@ -31,11 +31,11 @@ from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import MaskSource, StepPlan, Want
 
 
 class SlotRunner:
-    """Implements `outputs.ModelRunner` with run-ahead."""
+    """Implements `outputs.Runner` with run-ahead."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class SlotRunner:
         self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
         self.rules = LogitsRules(model.spec.vocab_size, max_model_len, num_slots, self.device, ops)
-        self.masks = TokenMasks(num_slots, self.device, ops)
+        self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
         self.graphs = StepGraphs()
         self.memory = HostMemory(num_slots, self.device)
@@ -67,13 +67,12 @@ class SlotRunner:
         self._is_asking = np.zeros(num_slots, np.bool_)  # slots whose rows ask for more than the step
         self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
 
-    def prefix_cache_key(self, num_prompt_tokens: int) -> bytes:
+    def cache_key(self, num_prompt_tokens: int) -> bytes:
         return self.model.ropes.cache_key(num_prompt_tokens)
 
     def close(self) -> None:
         """Give up the cache's memory; the runner cannot be used afterwards."""
         self.graphs.clear()
-        self.masks.close()
         self.storage.layers.clear()
         del self.storage.data
 
@@ -82,7 +81,7 @@ class SlotRunner:
         return make_buffers(shape, padding(shape, self.padding_slot), self.device)
 
     @torch.inference_mode()
-    def execute_model(self, plan: SchedulerOutput) -> PendingStep:
+    def execute(self, plan: StepPlan, masks: MaskSource) -> PendingStep:
         if self.swapper is not None:
             self.swapper.apply(plan)
         self.batch.apply(plan)
@@ -95,7 +94,7 @@ class SlotRunner:
         deltas = block_table_deltas(plan)
         num_decode = plan.num_decode_rows
         num_prompts = plan.num_rows - num_decode
-        num_prefill = plan.num_tokens - num_decode if num_prompts else 0
+        num_prefill = plan.total_tokens - num_decode if num_prompts else 0
         chunks = asking_chunks(plan, self.batch) if num_prompts else []
         found = None if chunks else self.graphs.find(num_decode, num_prefill, num_prompts)
         of_prompts = logits = None
@@ -109,8 +108,9 @@ class SlotRunner:
             graph, buffers = found
             self._fill(buffers, plan, deltas)
             graph.replay()
-        logprobs, guided = self._run_tail(plan, buffers, logits)
-        return self._launched(plan, buffers, logprobs, of_prompts, guided)
+        logprobs = self._run_tail(plan, buffers, logits, masks)
+        values, done = self.memory.fetch(plan.step_id, buffers.result)
+        return PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts)
 
     @torch.inference_mode()
     def run_step(self, buffers: StepBuffers) -> None:
@@ -128,51 +128,50 @@ class SlotRunner:
         return logits
 
     def _run_tail(
-        self, plan: SchedulerOutput, buffers: StepBuffers, logits: Tensor | None
-    ) -> tuple[PendingLogprobs | None, GuidedRows | None]:
+        self, plan: StepPlan, buffers: StepBuffers, logits: Tensor | None, masks: MaskSource
+    ) -> PendingLogprobs | None:
         """What rows ask for beyond the step: rules, which have them sample again, and log-probabilities.
 
         `logits` [num_rows, vocab_size]; None: where a graph leaves them.
         """
-        batch, rules = self.batch, self.rules
+        batch = self.batch
         is_asking = self._is_asking[plan.slots]
         if not np.count_nonzero(is_asking):
-            return None, None
-        rows = np.flatnonzero(is_asking & plan.is_sampling)
+            return None
+        rows = np.flatnonzero(is_asking & (plan.wants == Want.TOKENS))
         if not len(rows):
-            return None, None
+            return None
         if logits is None:
             logits = self.logits[: buffers.shape.num_rows]
         slots, num_decode = plan.slots[rows], plan.num_decode_rows
         # Prompts stand behind the bucket's decode rows.
         places = np.where(rows < num_decode, rows, rows - num_decode + buffers.shape.num_decode)
-        ruled = rules.find(slots, places, plan.num_computed_tokens[rows] + plan.num_scheduled_tokens[rows])
-        guided = None
+        ruled = self.rules.find(slots, places, plan.first[rows] + plan.num_tokens[rows])
         if ruled is not None:
-            guided = self.masks.find(ruled.host_slots, rows[rules.has_rules[slots]])
-            self._sample_apart(ruled, guided, buffers, logits)
+            masked = self.masks.find(ruled.host_slots, ruled.num_tokens, masks)
+            self._sample_apart(ruled, masked, buffers, logits)
         asking = self.logprobs.find(batch.num_logprobs[slots], rows, places)
-        logprobs = None if asking is None else self.logprobs.launch(asking, logits, buffers.result[0])
-        return logprobs, guided
+        return None if asking is None else self.logprobs.launch(asking, logits, buffers.result[0])
 
-    def _sample_apart(self, ruled: RuledRows, guided: GuidedRows | None, buffers: StepBuffers, logits: Tensor) -> None:
+    def _sample_apart(self, ruled: RuledRows, masked: MaskedRows | None, buffers: StepBuffers, logits: Tensor) -> None:
         """Choose again where rules change the logits: as float32, in which a small bias is not rounded away."""
         state, ops, rules, result = self.state, self.ops, self.rules, buffers.result
         positions = buffers.rows.sample_positions[ruled.rows]
         if ruled.sampling is None:
             ruled.sampling = RowSampling(*(values[ruled.slots] for values in state.sampling))
         own_logits = logits[ruled.rows].float()  # [num_ruled_rows, vocab_size] a copy
-        if guided is not None:
-            guided.mask_logits(own_logits)
+        if masked is not None:
+            masked.mask_logits(own_logits)
         rules.apply(ruled, own_logits)
         if ruled.has_min_tokens:
             ops.mask_stop_ids(own_logits, ruled.slots, positions, rules.min_positions, state.stop_ids)
-        if guided is not None:
-            guided.force_ends(own_logits)
+        if masked is not None:
+            masked.force_tokens(own_logits)
         token_ids, is_failed = ops.sample(own_logits, *ruled.sampling, positions)
         chosen = result.new_empty(2, len(token_ids))
-        ops.commit_tokens(ruled.slots, token_ids, is_failed, positions, state.last_token, state.num_tokens, chosen)
-        chosen[1] = failure_codes(result[1, ruled.rows], chosen[1])
+        # Booked again, over what the step itself has booked: only now it is known whether the request has ended.
+        ops.commit_tokens(ruled.slots, token_ids, is_failed, positions, rules.min_positions, state, chosen)
+        chosen[1] = status_with_rules(result[1, ruled.rows], chosen[1])
         result[:, ruled.rows] = chosen
         rules.record(ruled, token_ids)
 
@@ -203,19 +202,19 @@ class SlotRunner:
         ops.mask_stop_ids(logits, slots, rows.sample_positions, state.min_positions, state.stop_ids)
         token_ids, is_failed = ops.sample(logits, *rows.sampling, rows.sample_positions)
         ops.commit_tokens(
-            slots, token_ids, is_failed, rows.sample_positions, state.last_token, state.num_tokens, buffers.result
+            slots, token_ids, is_failed, rows.sample_positions, state.min_positions, state, buffers.result
         )
 
     # ---- what a plan brings ----------------------------------------------------------------------------------------
 
-    def _eager_buffers(self, shape: StepShape, plan: SchedulerOutput, deltas: NDArray[np.int32]) -> StepBuffers:
+    def _eager_buffers(self, shape: StepShape, plan: StepPlan, deltas: NDArray[np.int32]) -> StepBuffers:
         """Buffers of just the plan's size."""
         deltas = self._apply_overflow(shape, deltas)
         host = padding(shape, self.padding_slot)
         fill(split(host, shape), shape, plan, deltas, self.batch, self.padding_slot)
         return make_buffers(shape, host, self.device)
 
-    def _fill(self, buffers: StepBuffers, plan: SchedulerOutput, deltas: NDArray[np.int32]) -> None:
+    def _fill(self, buffers: StepBuffers, plan: StepPlan, deltas: NDArray[np.int32]) -> None:
         """Bring a plan into a graph's buffers with one copy, or none when nothing changed since its last replay."""
         shape = buffers.shape
         deltas = self._apply_overflow(shape, deltas)
@@ -235,17 +234,3 @@ class SlotRunner:
             return deltas
         self.ops.apply_deltas(self.state.block_tables, copy_to(deltas, self.device))
         return deltas[:0]
-
-    def _launched(
-        self,
-        plan: SchedulerOutput,
-        buffers: StepBuffers,
-        logprobs: PendingLogprobs | None,
-        of_prompts: PendingPromptLogprobs | None,
-        guided: GuidedRows | None,
-    ) -> PendingStep:
-        values, done = self.memory.fetch(plan.step_id, buffers.result)
-        step = PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts, guided)
-        if guided is not None:
-            guided.launched(step.sampled)
-        return step

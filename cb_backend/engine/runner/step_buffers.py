@@ -19,7 +19,7 @@ from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.row_sampling import neutral_rows
 from cb_backend.kernels.step_rows import StepRows
-from cb_backend.outputs import SchedulerOutput
+from cb_backend.outputs import StepPlan, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def split(host: NDArray[np.int32], shape: StepShape) -> dict[str, NDArray[np.int
 def fill(
     views: dict[str, NDArray[np.int32]],
     shape: StepShape,
-    plan: SchedulerOutput,
+    plan: StepPlan,
     deltas: NDArray[np.int32],
     batch: InputBatch,
     padding_slot: int,
@@ -101,10 +101,10 @@ def fill(
 
 
 def _fill_prompts(
-    views: dict[str, NDArray[np.int32]], bucket: int, plan: SchedulerOutput, batch: InputBatch, padding_slot: int
+    views: dict[str, NDArray[np.int32]], bucket: int, plan: StepPlan, batch: InputBatch, padding_slot: int
 ) -> None:
     prompts = slice(plan.num_decode_rows, None)
-    slots, counts, computed = plan.slots[prompts], plan.num_scheduled_tokens[prompts], plan.num_computed_tokens[prompts]
+    slots, counts, computed = plan.slots[prompts], plan.num_tokens[prompts], plan.first[prompts]
     num_prompts, ends = len(slots), np.cumsum(counts)
     num_tokens = int(ends[-1])
     token_slots = np.repeat(slots, counts)  # [num_tokens]
@@ -126,7 +126,7 @@ def _fill_prompts(
     views["prompt_seq_lens"][:num_prompts] = computed + counts
     views["prompt_seq_lens"][num_prompts:] = 0
     samplers = slice(bucket, bucket + num_prompts)
-    views["slots"][samplers] = np.where(plan.is_sampling[prompts], slots, padding_slot)
+    views["slots"][samplers] = np.where(plan.wants[prompts] == Want.TOKENS, slots, padding_slot)
     views["sample_index"][:bucket] = np.arange(bucket)
     views["sample_index"][samplers] = bucket + ends - 1
     views["sample_index"][bucket + num_prompts :] = 0

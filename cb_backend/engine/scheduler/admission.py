@@ -15,7 +15,7 @@ from cb_backend.engine.scheduler.preemption import Preemption, is_protected
 from cb_backend.engine.scheduler.prefill import SHORT_FACTOR, PrefillPlanner
 from cb_backend.engine.scheduler.request_queue import RequestQueue
 from cb_backend.engine.scheduler.slot_table import SlotTable
-from cb_backend.engine.scheduler.step_plan import StepPlan
+from cb_backend.engine.scheduler.step_plan import PlanBuilder
 from cb_backend.engine.scheduler.step_result import StepResults
 from cb_backend.engine.scheduler.swap_space import SwapSpace
 from cb_backend.errors import InvalidRequestError
@@ -91,7 +91,7 @@ class Admission:
         num_blocks = self._kv.num_blocks_for(_num_tokens_to_hold(head)) - num_cached
         self._preemption.yield_to(head, num_blocks + self._policy.num_reserved_blocks(head))
 
-    def admit(self, plan: StepPlan, giant_left: int = 0) -> bool:
+    def admit(self, plan: PlanBuilder, giant_left: int = 0) -> bool:
         """Start one waiting request if slots, memory, budget and policy allow. False: nobody else can start now.
 
         `giant_left` above 0: only requests that are short beside a prompt with so many tokens left.
@@ -166,7 +166,7 @@ class Admission:
             for other in passed
         )
 
-    def _start(self, request: Request, plan: StepPlan) -> bool:
+    def _start(self, request: Request, plan: PlanBuilder) -> bool:
         num_running = self._table.num_running
         if not self._policy.may_admit(request, self._queue, num_running):
             return False

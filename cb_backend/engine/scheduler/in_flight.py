@@ -23,7 +23,6 @@ class LaunchedStep(msgspec.Struct, frozen=True, eq=False):
     table_version: int  # of the slot table when the plan was made
     rows: Rows  # epoch other than the slot's now = the row's request has left
     num_computed_after: NDArray[np.int32]
-    is_sampling: NDArray[np.bool_]
     num_decode_rows: int
     filled: NDArray[np.intp]  # rows (indices) that complete a block
     may_end: bool  # False: no row reaches its length limit with this step's token

@@ -18,9 +18,10 @@ import numpy as np
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.scheduler.slot_table import SlotTable
-from cb_backend.engine.scheduler.step_plan import StepPlan
+from cb_backend.engine.scheduler.step_plan import PlanBuilder
 from cb_backend.engine.scheduler.step_time import Pace
 from cb_backend.engine.step_shapes import FullSteps
+from cb_backend.outputs import Want
 
 SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
 _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
@@ -42,7 +43,7 @@ class PrefillPlanner:
         table, order = self._table, self._table.order
         return order[table.num_computed_tokens[order] < table.num_prefill_tokens[order]].tolist()
 
-    def hold_back(self, plan: StepPlan, slots: list[int]) -> None:
+    def hold_back(self, plan: PlanBuilder, slots: list[int]) -> None:
         """Lower the budget to what a full step's graph holds, and so that running streams get their tokens in time.
 
         `slots` as from `slots()`. Prompts that may not be cut are held to the budget alone: one that fits it, but not
@@ -74,14 +75,14 @@ class PrefillPlanner:
         )
         return num_prompts * saved > num_streams * lost
 
-    def giant_tokens_left(self, plan: StepPlan, slots: list[int]) -> int:
+    def giant_tokens_left(self, plan: PlanBuilder, slots: list[int]) -> int:
         """What the first prompt has left, if this step cannot finish it; else 0."""
         if not slots or not self._is_chunking:
             return 0
         num_left = self.num_left(slots[0])
         return num_left if num_left > plan.budget else 0
 
-    def plan_short(self, plan: StepPlan, slots: list[int], giant_left: int) -> list[int]:
+    def plan_short(self, plan: PlanBuilder, slots: list[int], giant_left: int) -> list[int]:
         """Plan the short prompts among the running ones, shortest first; returns the slots without a row yet.
 
         The caller sees to `plan.budget` being the short ones' share.
@@ -97,18 +98,18 @@ class PrefillPlanner:
     def share_of_short(self, budget: int) -> int:
         return budget // _SHARE_OF_SHORT
 
-    def add_all(self, plan: StepPlan, slots: list[int]) -> None:
+    def add_all(self, plan: PlanBuilder, slots: list[int]) -> None:
         for slot in slots:
             if plan.budget == 0:
                 return
             self.add(plan, slot)
 
-    def add(self, plan: StepPlan, slot: int) -> None:
+    def add(self, plan: PlanBuilder, slot: int) -> None:
         """Plan the next chunk of a prompt: all that is left of it, or of the budget."""
         num_left = self.num_left(slot)
         num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
         computed = int(self._table.num_computed_tokens[slot])
-        plan.add_prefill(slot, computed, num_scheduled, is_sampling=num_scheduled == num_left)
+        plan.add_prefill(slot, computed, num_scheduled, Want.TOKENS if num_scheduled == num_left else Want.NOTHING)
 
     def num_left(self, slot: int) -> int:
         return int(self._table.num_prefill_tokens[slot] - self._table.num_computed_tokens[slot])

@@ -22,7 +22,7 @@ from cb_backend.engine.scheduler.preemption import Preemption
 from cb_backend.engine.scheduler.prefill import PrefillPlanner
 from cb_backend.engine.scheduler.request_queue import RequestQueue
 from cb_backend.engine.scheduler.slot_table import SlotTable
-from cb_backend.engine.scheduler.step_plan import DecodeBatch, StepPlan, launch
+from cb_backend.engine.scheduler.step_plan import DecodeBatch, PlanBuilder, launch
 from cb_backend.engine.scheduler.step_result import StepCounters, StepResults
 from cb_backend.engine.scheduler.step_time import Pace
 from cb_backend.engine.scheduler.swap_space import SwapSpace
@@ -30,7 +30,7 @@ from cb_backend.errors import InvalidRequestError
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.messages import EngineStats
-from cb_backend.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
+from cb_backend.outputs import EngineOutput, StepPlan, StepResult
 from cb_backend.queue_room import MUCH_ROOM, QueueRoom
 from cb_backend.request import Request, RequestStatus
 
@@ -92,6 +92,10 @@ class Scheduler:
     def num_guided(self) -> int:
         """Running requests of structured output."""
         return self._table.num_guided
+
+    def guide_of(self, request_id: int) -> object | None:
+        """The guide of a running request of structured output; None for any other."""
+        return self._results.running[request_id].guide
 
     @property
     def num_slots(self) -> int:
@@ -189,12 +193,12 @@ class Scheduler:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self) -> StepPlan | None:
         """Plan the next step; None if there is nothing to compute before a launched step has come back."""
         if self._in_flight.is_full:
             return None
         reach("scheduler.schedule")
-        plan = StepPlan(self._budget)
+        plan = PlanBuilder(self._budget)
         self._admission.yield_to_head()
         self._was_exclusive = (self._needs_exclusive_step() and self._admission.admit(plan)) or self._drain(plan)
         if not self._was_exclusive:
@@ -207,12 +211,10 @@ class Scheduler:
         output, step = launch(self._step_id, plan, self._table)
         self._in_flight.launch(step)
         if self._pace is not None:
-            self._pace.launched(
-                step.step_id, output.num_computed_tokens, output.num_scheduled_tokens, output.num_decode_rows, self._now
-            )
+            self._pace.launched(step.step_id, output.first, output.num_tokens, output.num_decode_rows, self._now)
         return output
 
-    def update_from_output(self, output: ModelRunnerOutput) -> EngineOutput:
+    def update_from_output(self, output: StepResult) -> EngineOutput:
         """Take in the result of the oldest launched step. Raises `ValueError` for any other step."""
         if self._pace is not None:
             self._pace.completed(output.step_id, self._now)
@@ -226,7 +228,7 @@ class Scheduler:
             self._preemption.start_over(request_id)
         return self._results.fail(step_id)
 
-    def _plan_decode_rows(self, plan: StepPlan) -> bool:
+    def _plan_decode_rows(self, plan: PlanBuilder) -> bool:
         """Plan one token for every request past its prefill. False if blocks were short, so nobody may be admitted."""
         if not self._decode_batch.can_continue:
             self._decode_batch = DecodeBatch(self._table)
@@ -241,7 +243,7 @@ class Scheduler:
             plan.set_decode(batch)
         return has_enough
 
-    def _plan_prompts(self, plan: StepPlan, can_admit: bool) -> None:
+    def _plan_prompts(self, plan: PlanBuilder, can_admit: bool) -> None:
         """Give what is left of the budget to prompts: those that have begun, then those of the queue.
 
         While a giant prompt is among them, short ones of both kinds come before it, in a share of the budget.
@@ -264,7 +266,7 @@ class Scheduler:
         while can_admit and plan.budget > 0 and admit(plan):
             pass
 
-    def _drain(self, plan: StepPlan) -> bool:
+    def _drain(self, plan: PlanBuilder) -> bool:
         """Hybrid policy: plan prompts alone where that is better, never twice running; False: nothing was planned."""
         queue = self._queue
         if self._was_exclusive or not self._prefill.is_better_without_streams(len(queue), queue.num_tokens):

@@ -14,7 +14,7 @@ from cb_backend.engine.scheduler.in_flight import LaunchedStep
 from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_BLOCKS, JoinedRow, SchedulerOutput
+from cb_backend.outputs import NO_BLOCKS, NO_COPIES, Copies, JoinedRow, StepPlan, Want
 from cb_backend.request import Request
 
 
@@ -44,7 +44,7 @@ class DecodeBatch:
         self.num_steps_left = int(num_left.min()) if is_whole and len(order) else 0
         self._table = table
         self._version = table.version
-        self._constants: tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]] | None = None
+        self._constants: tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]] | None = None
 
     @property
     def can_continue(self) -> bool:
@@ -58,7 +58,7 @@ class DecodeBatch:
         self.num_steps_left, self._constants = 0, None
 
     def grow(self, slots: NDArray[np.intp], kv: KVCacheManager) -> NDArray[np.int32]:
-        """One more block for each of these slots, as `SchedulerOutput.new_blocks`; so many are free: check before."""
+        """One more block for each of these slots, as `StepPlan.new_blocks`; so many are free: check before."""
         table = self._table
         room = table.num_block_tokens[slots]
         new_blocks = np.empty((len(slots), 3), np.int32)
@@ -69,12 +69,12 @@ class DecodeBatch:
         self.room = table.num_block_tokens[self.slots]
         return _frozen(new_blocks)
 
-    def constants(self) -> tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
-        """(rows, slots as int32, ones, all true): the same arrays in every step."""
+    def constants(self) -> tuple[Rows, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
+        """(rows, slots as int32, one token each, tokens wanted of each): the same arrays in every step."""
         if self._constants is None:
             n = len(self.slots)
-            ones, all_true = _frozen(np.ones(n, np.int32)), _frozen(np.ones(n, np.bool_))
-            self._constants = self._table.rows(self.slots), _frozen(self.slots.astype(np.int32)), ones, all_true
+            ones, wants = _frozen(np.ones(n, np.int32)), _frozen(np.full(n, Want.TOKENS, np.uint8))
+            self._constants = self._table.rows(self.slots), _frozen(self.slots.astype(np.int32)), ones, wants
         return self._constants
 
     def advance(self, computed_after: NDArray[np.int32]) -> None:
@@ -85,14 +85,14 @@ class DecodeBatch:
 
 
 @dataclass(slots=True)
-class StepPlan:
-    """Rows collected for one step: decode rows at once, prefill rows one by one."""
+class PlanBuilder:
+    """Rows collected for one step's `StepPlan`: decode rows at once, prefill rows one by one."""
 
     budget: int  # tokens that may still be scheduled
     decode: DecodeBatch | None = None
-    prefill: list[tuple[int, int, int, bool]] = field(default_factory=list)  # slot, computed, scheduled, is_sampling
+    prefill: list[tuple[int, int, int, Want]] = field(default_factory=list)  # slot, computed, scheduled, wants
     joined: list[JoinedRow] = field(default_factory=list)
-    new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # [n, 3], see SchedulerOutput
+    new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # [n, 3], see StepPlan
     swap_out: tuple[tuple[int, int], ...] = ()  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
 
@@ -108,8 +108,12 @@ class StepPlan:
         self.decode = batch
         self.budget -= len(batch.slots)
 
-    def add_prefill(self, slot: int, num_computed: int, num_scheduled: int, is_sampling: bool) -> None:
-        self.prefill.append((slot, num_computed, num_scheduled, is_sampling))
+    @property
+    def copies(self) -> Copies:
+        return Copies(self.swap_out, tuple(self.swap_in)) if self.swap_out or self.swap_in else NO_COPIES
+
+    def add_prefill(self, slot: int, num_computed: int, num_scheduled: int, wants: Want) -> None:
+        self.prefill.append((slot, num_computed, num_scheduled, wants))
         self.budget = max(0, self.budget - num_scheduled)
 
     def add_joined(self, request: Request) -> None:
@@ -122,54 +126,53 @@ class StepPlan:
                 block_ids=tuple(request.block_table),
                 params=request.params,
                 stop_token_ids=request.stop_token_ids,
-                guide=request.guide,
+                max_total_tokens=request.max_total_tokens,
             )
         )
 
 
-def launch(step_id: int, plan: StepPlan, table: SlotTable) -> tuple[SchedulerOutput, LaunchedStep]:
-    """Turn a `StepPlan` into the frozen plan and its record, and move the slots' progress on."""
+def launch(step_id: int, plan: PlanBuilder, table: SlotTable) -> tuple[StepPlan, LaunchedStep]:
+    """Turn a `PlanBuilder` into the frozen plan and its record, and move the slots' progress on."""
     reach("plan.launch")
     if plan.decode is not None and not plan.prefill:
         return _launch_decode(step_id, plan, plan.decode, table)
-    slots, computed, scheduled, is_sampling = (np.array(column) for column in zip(*plan.prefill, strict=True))
-    computed, scheduled = computed.astype(np.int32), scheduled.astype(np.int32)
+    slots, computed, scheduled, wants = (np.array(column, np.int32) for column in zip(*plan.prefill, strict=True))
+    wants = wants.astype(np.uint8)
     if plan.decode is not None:
-        _, decode_slots, ones, all_true = plan.decode.constants()
+        _, decode_slots, ones, decode_wants = plan.decode.constants()
         slots = np.concatenate([decode_slots, slots])
         computed = np.concatenate([plan.decode.computed, computed])
         scheduled = np.concatenate([ones, scheduled])
-        is_sampling = np.concatenate([all_true, is_sampling])
+        wants = np.concatenate([decode_wants, wants])
         plan.decode.num_steps_left = 0
     after = computed + scheduled
     (filled,) = (after // table.block_size > computed // table.block_size).nonzero()
     rows = table.rows(slots.astype(np.intp))
     table.num_computed_tokens[rows.slots] = after
-    output = SchedulerOutput(
+    output = StepPlan(
         step_id,
-        _frozen(slots.astype(np.int32)),
+        _frozen(slots),
         _frozen(computed),
         _frozen(scheduled),
-        _frozen(is_sampling),
+        _frozen(wants),
         plan.num_decode_rows,
         tuple(plan.joined),
         plan.new_blocks,
-        plan.swap_out,
-        tuple(plan.swap_in),
+        plan.copies,
     )
-    step = LaunchedStep(step_id, table.version, rows, after, is_sampling, plan.num_decode_rows, filled, may_end=True)
+    step = LaunchedStep(step_id, table.version, rows, after, plan.num_decode_rows, filled, may_end=True)
     return output, step
 
 
 def _launch_decode(
-    step_id: int, plan: StepPlan, batch: DecodeBatch, table: SlotTable
-) -> tuple[SchedulerOutput, LaunchedStep]:
-    rows, slots, ones, all_true = batch.constants()
+    step_id: int, plan: PlanBuilder, batch: DecodeBatch, table: SlotTable
+) -> tuple[StepPlan, LaunchedStep]:
+    rows, slots, ones, wants = batch.constants()
     computed = batch.computed
     after = _frozen(computed + 1)
     may_end = batch.num_steps_left <= 1
     table.num_computed_tokens[rows.slots] = after
     batch.advance(after)
     num_rows = len(slots)
-    output = SchedulerOutput(step_id, slots, computed, ones, all_true, num_rows, (), plan.new_blocks, plan.swap_out)
-    return output, LaunchedStep(step_id, table.version, rows, after, all_true, num_rows, batch.out_of_room, may_end)
+    output = StepPlan(step_id, slots, computed, ones, wants, num_rows, (), plan.new_blocks, plan.copies)
+    return output, LaunchedStep(step_id, table.version, rows, after, num_rows, batch.out_of_room, may_end)

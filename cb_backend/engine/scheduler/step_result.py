@@ -17,7 +17,7 @@ from cb_backend.engine.scheduler.output_lengths import OutputLengths
 from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_TOKEN, EngineOutput, ModelRunnerOutput, PromptLogprobs, rows_after
+from cb_backend.outputs import NO_TOKEN, Attachment, EngineOutput, Failure, RowStatus, StepResult
 from cb_backend.request import FinishReason, Request, RequestStatus
 
 _OUTPUT_LEARNING_RATE = 0.05
@@ -95,26 +95,26 @@ class StepResults:
             self.settle(request, has_started=True)
         return request
 
-    def complete(self, output: ModelRunnerOutput) -> EngineOutput:
+    def complete(self, output: StepResult) -> EngineOutput:
         """Take in the result of the oldest launched step."""
         if output.step_id != self._in_flight.oldest_id():
             raise ValueError(f"result of step {output.step_id} came, step {self._in_flight.oldest_id()} is due")
         reach("results.complete")
         step = self._in_flight.take(output.step_id)
         rows, num_rows = step.rows, len(step.rows.slots)
-        if len(output.sampled_token_ids) != num_rows:
-            raise ValueError(f"step {step.step_id} had {num_rows} rows, its result has {len(output.sampled_token_ids)}")
+        if len(output.token_ids) != num_rows:
+            raise ValueError(f"step {step.step_id} had {num_rows} rows, its result has {len(output.token_ids)}")
         failed = None
-        if np.count_nonzero(output.is_failed):
-            failed = self._fail_rows(step, output.is_failed, output.failures)
-        prompt_logprobs = self._prompt_logprobs_to_tell(rows, output)
-        num_computed, token_ids = step.num_computed_after, output.sampled_token_ids
+        if np.count_nonzero(output.status):
+            failed = self._fail_rows(step, output.status != RowStatus.OK, output.attached)
+        attached = self._attached_to_tell(rows, output.attached) if output.attached else ()
+        num_computed, token_ids = step.num_computed_after, output.token_ids[:, 0]
         has_prefill = step.num_decode_rows < num_rows
-        keep = step.is_sampling if has_prefill else None
+        keep = output.num_new != 0 if has_prefill else None
         is_live = None
         if step.table_version != self._table.version:
             is_live = self._table.epoch[rows.slots] == rows.epochs
-            keep = is_live & step.is_sampling
+            keep = is_live if keep is None else is_live & keep
         self._cache_filled(step, is_live)
         if keep is not None:
             rows, num_computed, token_ids = rows.take(keep), num_computed[keep], token_ids[keep]
@@ -123,11 +123,7 @@ class StepResults:
         self._counters.num_output_tokens += len(token_ids)
         self._end(rows, reasons)
         self._in_flight.release()
-        logprobs = output.logprobs
-        if logprobs is not None:
-            is_kept = np.ones(num_rows, np.bool_) if keep is None else keep
-            logprobs = logprobs.moved(rows_after(is_kept, 0 if failed is None else len(failed.request_ids)))
-        result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached, logprobs, prompt_logprobs)
+        result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached, attached)
         return result if failed is None else _joined(failed, result)
 
     def fail(self, step_id: int) -> EngineOutput:
@@ -138,17 +134,30 @@ class StepResults:
         return result
 
     def _fail_rows(
-        self, step: LaunchedStep, is_failed: NDArray[np.bool_], failures: dict[int, str] | None = None
+        self, step: LaunchedStep, is_failed: NDArray[np.bool_], attached: tuple[Attachment, ...] = ()
     ) -> EngineOutput:
-        slots = step.rows.slots[is_failed & (self._table.epoch[step.rows.slots] == step.rows.epochs)]
-        request_ids = self._table.request_ids[slots]
-        texts = {int(step.rows.request_ids[row]): text for row, text in (failures or {}).items()}
+        rows = step.rows
+        ending = is_failed & (self._table.epoch[rows.slots] == rows.epochs)
+        slots, request_ids = rows.slots[ending], rows.request_ids[ending]
+        texts = tuple(
+            part.given_to(rows.request_ids[part.owners], ending[part.owners])
+            for part in attached
+            if isinstance(part, Failure) and ending[part.owners].any()
+        )
         for slot in slots.tolist():
             self._kv.withdraw(self._table.request_at(slot))
             self.leave(slot, RequestStatus.FINISHED_ERROR)
         reasons = np.full(len(slots), FinishReason.ERROR, np.uint8)
-        texts = {request_id: texts[request_id] for request_id in request_ids.tolist() if request_id in texts}
-        return EngineOutput(request_ids, np.full(len(slots), NO_TOKEN, np.int32), reasons, failures=texts)
+        return EngineOutput(request_ids, np.full(len(slots), NO_TOKEN, np.int32), reasons, attached=texts)
+
+    def _attached_to_tell(self, rows: Rows, attached: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
+        """By request id; what was computed for a request that has left its slot since is dropped."""
+        is_live = self._table.epoch[rows.slots] == rows.epochs
+        return tuple(
+            part.given_to(rows.request_ids[part.owners], is_live[part.owners])
+            for part in attached
+            if not isinstance(part, Failure) and is_live[part.owners].any()
+        )
 
     def _cache_filled(self, step: LaunchedStep, is_live: NDArray[np.bool_] | None) -> None:
         """Make the blocks that the step completed findable. `is_live` None: all rows are."""
@@ -167,15 +176,6 @@ class StepResults:
         requests = self._table.requests_at(rows.slots[is_first])
         return {request.request_id: request.num_cached_tokens for request in requests}
 
-    def _prompt_logprobs_to_tell(self, rows: Rows, output: ModelRunnerOutput) -> dict[int, PromptLogprobs]:
-        """By request id; what was computed for a request that has left its slot since is dropped."""
-        epoch = self._table.epoch
-        return {
-            int(rows.request_ids[row]): figures
-            for row, figures in output.prompt_logprobs.items()
-            if epoch[rows.slots[row]] == rows.epochs[row]
-        }
-
     def _end(self, rows: Rows, reasons: NDArray[np.uint8]) -> None:
         if np.count_nonzero(reasons):
             for row in np.flatnonzero(reasons).tolist():
@@ -187,13 +187,10 @@ class StepResults:
 
 
 def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:
-    # The logprobs of `second` already count from the end of `first`, which has none.
     return EngineOutput(
         np.concatenate([first.request_ids, second.request_ids]),
         np.concatenate([first.token_ids, second.token_ids]),
         np.concatenate([first.finish_reasons, second.finish_reasons]),
         second.num_cached_tokens,
-        second.logprobs,
-        second.prompt_logprobs,
-        first.failures,
+        first.attached + second.attached,
     )

@@ -6,7 +6,7 @@ Nothing that a sink raises may reach the thread that delivers, or the other sink
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from cb_backend.errors import ErrorCode
 from cb_backend.fault_points import reach
 from cb_backend.messages import StepOutput
 from cb_backend.outputs import NO_TOKEN
-from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
+from cb_backend.packed_logprobs import Delivered, Packed
 
 NOT_DELIVERED = "an answer of the engine could not be used; the server's log says why"
 
@@ -25,17 +25,18 @@ logger = logging.getLogger("cb_backend.front_end")
 class RequestSink(Protocol):
     """Where one request's results go. Called on the client's I/O thread; must be quick and must not block."""
 
-    def on_tokens(
-        self, token_ids: tuple[int, ...], finish_reason: int, logprobs: tuple[TokenLogprob, ...] = ()
-    ) -> None:
+    def on_tokens(self, token_ids: tuple[int, ...], finish_reason: int, attached: Sequence[Delivered] = ()) -> None:
         """New tokens (none in some endings); `finish_reason` other than `FinishReason.NONE` ends the request.
 
-        `logprobs` has one entry a token if the request asks for them.
+        `attached` has one `TokenLogprob` a token if the request asks for them, and what `on_attached` says.
         """
 
-    def on_prompt_logprobs(self, chunk: ChunkLogprobs) -> None:
-        """Figures of the prompt's next tokens, all of them before the first output token. From the first on again if
-        the prompt has to be computed anew."""
+    def on_attached(self, attached: Sequence[Delivered]) -> None:
+        """What a step gave the request beside tokens, where it gave none.
+
+        `ChunkLogprobs`: figures of the prompt's next tokens, all of them before the first output token or with it. From
+        the first on again if the prompt has to be computed anew.
+        """
 
     def on_scheduled(self, scheduled_at: float) -> None:
         """When (`time.monotonic`) the request's first step was launched; comes just before its first token."""
@@ -52,28 +53,43 @@ def deliver(output: StepOutput, sinks: dict[int, RequestSink], abandon: Callable
     reach("front_end.deliver")
     request_ids = np.frombuffer(output.request_ids, "<i8").tolist()
     token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
-    logprobs = {} if output.logprobs is None else output.logprobs.unpack()
+    attached = _by_owner(output.attached) if output.attached else {}
     for request_id, scheduled_at in output.scheduled_at.items():
         if (waiting := sinks.get(request_id)) is not None:
             waiting.on_scheduled(scheduled_at)
-    for request_id, chunk in output.prompt_logprobs.items():
+    for request_id in attached.keys() - set(request_ids) if attached else ():
         if (asking := sinks.get(request_id)) is not None:
-            asking.on_prompt_logprobs(chunk)
-    entries = enumerate(zip(request_ids, token_ids, output.finish_reasons, strict=True))
-    for entry, (request_id, token_id, reason) in entries:
+            try:
+                asking.on_attached(attached[request_id])
+            except Exception:
+                _give_up(request_id, asking, abandon)
+    for request_id, token_id, reason in zip(request_ids, token_ids, output.finish_reasons, strict=True):
         sink = sinks.pop(request_id, None) if reason else sinks.get(request_id)
         if sink is None:  # cancelled here while the step was on its way
             continue
         token = (token_id,) if token_id != NO_TOKEN else ()
         try:
-            if entry in logprobs:
-                sink.on_tokens(token, reason, (logprobs[entry],))
+            if request_id in attached:
+                sink.on_tokens(token, reason, attached[request_id])
             else:
                 sink.on_tokens(token, reason)
         except Exception:
-            logger.exception("tokens of request %d could not be delivered", request_id)
-            abandon(request_id)
-            tell_error(sink, ErrorCode.INTERNAL, NOT_DELIVERED)
+            _give_up(request_id, sink, abandon)
+
+
+def _give_up(request_id: int, sink: RequestSink, abandon: Callable[[int], None]) -> None:
+    """Within the handling of what the sink has raised."""
+    logger.exception("an answer of request %d could not be delivered", request_id)
+    abandon(request_id)
+    tell_error(sink, ErrorCode.INTERNAL, NOT_DELIVERED)
+
+
+def _by_owner(parts: Sequence[Packed]) -> dict[int, list[Delivered]]:
+    attached: dict[int, list[Delivered]] = {}
+    for part in parts:
+        for owner, value in part.by_owner():
+            attached.setdefault(owner, []).append(value)
+    return attached
 
 
 def tell_error(sink: RequestSink, code: ErrorCode, message: str) -> None:
