@@ -33,6 +33,7 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
+from cb_backend.kernels.softcap import LOG2E, capped, score_scale
 
 
 @jit("num_items_bound")
@@ -55,6 +56,7 @@ def _decode_attention_kernel(
     head_stride,
     table_stride,
     WINDOW: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,  # of the scores; 0: none
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
     HEAD_DIM: tl.constexpr,
@@ -129,6 +131,8 @@ def _decode_attention_kernel(
         else:
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         scores *= scale_log2e
+        if SOFTCAP_LOG2E > 0:
+            scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = tile + n < end
         if WINDOW > 0:
             is_seen = is_seen & (tile + n >= first)
@@ -202,6 +206,7 @@ def decode_attention(
     out: Tensor | None = None,
     plans: dict[int, Tensor] | None = None,
     value_scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`decode_attention_torch` in one launch, and one more where `plans` holds none for this window.
 
@@ -210,7 +215,9 @@ def decode_attention(
     have written them.
     """
     if needs_twin(q):
-        return decode_attention_torch(q, kv_cache, block_tables, slots, seq_lens, scale, window, out, None, value_scale)
+        return decode_attention_torch(
+            q, kv_cache, block_tables, slots, seq_lens, scale, window, out, None, value_scale, softcap
+        )
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     group, block_d = num_heads // num_kv_heads, padded_head_dim(head_dim)
@@ -232,9 +239,10 @@ def decode_attention(
     _decode_attention_kernel[(num_kv_heads, bound)](
         q, kv_cache, block_tables, slots, seq_lens, plan,
         partial, partial.view(-1)[bound * num_heads * head_dim :], out,
-        bound, scale * unit * 1.4426950408889634, value_scale * unit,
+        bound, score_scale(scale * unit, softcap), value_scale * unit,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
-        WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        WINDOW=window, SOFTCAP_LOG2E=softcap * LOG2E, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,
         BLOCK_G=next_power_of_2(group), MERGED=min(max(4096 // (next_power_of_2(group) * block_d), 1), 16),

@@ -22,8 +22,9 @@ from cb_backend.kernels.launch import (
     num_multiprocessors,
     tl,
 )
+from cb_backend.kernels.prefill_attention_torch import prefill_attention_torch
+from cb_backend.kernels.softcap import LOG2E, capped, score_scale
 
-_QUERIES_AT_ONCE = 128  # bounds the twin's score matrix
 _REQUESTS_AT_ONCE = 32
 
 
@@ -36,7 +37,7 @@ def _attend_tiles(
     last,  # last position in the cache: nothing is read past it
     table_ptr, key_ptr, scale_log2e, block_stride, value_stride,
     IS_MASKED: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP_LOG2E: tl.constexpr,
 ):  # fmt: skip
     """The keys of positions [start, end), BLOCK_N at a time, folded into the running softmax."""
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -57,6 +58,9 @@ def _attend_tiles(
         else:
             k = tl.load(cell_ptr, mask=(d < HEAD_DIM)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N], not yet scaled
+        factor = scale_log2e
+        if SOFTCAP_LOG2E > 0:
+            scores, factor = capped(scores * scale_log2e, SOFTCAP_LOG2E), 1.0
         if IS_MASKED:
             key_position = (tile + n)[None, :]
             is_seen = key_position <= position[:, None]
@@ -65,9 +69,9 @@ def _attend_tiles(
             # Finite, so that a row that has seen no key yet does not make NaN of -inf - -inf.
             scores = tl.where(is_seen, scores, -1.0e38)
         # Scaling and subtraction are one multiply-add an element.
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale_log2e)
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
         correction = tl.exp2(largest - new_largest)
-        weights = tl.exp2(scores * scale_log2e - new_largest[:, None])
+        weights = tl.exp2(scores * factor - new_largest[:, None])
         denominator = denominator * correction + tl.sum(weights, axis=1)
         if BLOCK_D == HEAD_DIM:
             v = tl.load(cell_ptr + value_stride)
@@ -105,6 +109,7 @@ def _prefill_attention_kernel(
     head_stride,
     table_stride,
     WINDOW: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,  # of the scores; 0: none
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
     HEAD_DIM: tl.constexpr,
@@ -170,16 +175,18 @@ def _prefill_attention_kernel(
         acc, largest, denominator = _attend_tiles(
             acc, largest, denominator, q, position, start, masked_end, last_position, table_ptr, key_ptr,
             scale_log2e, block_stride, value_stride, True, WINDOW, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
+            SOFTCAP_LOG2E,
         )  # fmt: skip
         start = start + (whole_start - start + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         whole_end = start + tl.maximum(first_position + 1 - start, 0) // BLOCK_N * BLOCK_N
     acc, largest, denominator = _attend_tiles(
         acc, largest, denominator, q, position, start, whole_end, last_position, table_ptr, key_ptr,
-        scale_log2e, block_stride, value_stride, False, 0, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
+        scale_log2e, block_stride, value_stride, False, 0, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D, SOFTCAP_LOG2E,
     )  # fmt: skip
     acc, largest, denominator = _attend_tiles(
         acc, largest, denominator, q, position, whole_end, last_position + 1, last_position, table_ptr, key_ptr,
         scale_log2e, block_stride, value_stride, True, WINDOW, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
+            SOFTCAP_LOG2E,
     )  # fmt: skip
     # Computed again, so that nothing of it is kept in registers meanwhile.
     offset, is_row = _tile_of(token, head, m, d, query_end, NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM)
@@ -199,12 +206,13 @@ def prefill_attention(
     max_query_len: int,
     out: Tensor | None = None,
     value_scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`prefill_attention_torch` in one launch. query_start_loc[0] must be 0."""
     if needs_twin(q):
         return prefill_attention_torch(
             q, kv_cache, block_tables, slots, query_start_loc, seq_lens, scale, window,
-            max_query_len=max_query_len, out=out, value_scale=value_scale,
+            max_query_len=max_query_len, out=out, value_scale=value_scale, softcap=softcap,
         )  # fmt: skip
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
@@ -223,75 +231,12 @@ def prefill_attention(
     options = {"maxnreg": parameters["max_registers"]} if "max_registers" in parameters else {}
     _prefill_attention_kernel[(num_kv_heads, num_tiles)](
         q, kv_cache, block_tables, slots, query_start_loc, seq_lens, out,
-        num_tokens, slots.shape[0], scale * 1.4426950408889634, value_scale,
+        num_tokens, slots.shape[0], score_scale(scale, softcap), value_scale,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
-        WINDOW=window, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ALIGN=block_n if block_size % block_n == 0 else 1,
+        WINDOW=window, SOFTCAP_LOG2E=softcap * LOG2E, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size, ALIGN=block_n if block_size % block_n == 0 else 1,
         QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, REQUESTS=_REQUESTS_AT_ONCE,
         IS_DEPENDENT=can_overlap(q.device), **dependent_options(q.device, num_tokens), **options,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
     )  # fmt: skip
     return out
-
-
-def prefill_attention_torch(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    slots: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    *,
-    max_query_len: int,
-    out: Tensor | None = None,
-    value_scale: float = 1.0,
-) -> Tensor:
-    """Query j of request r stands at position seq_lens[r] - query_len[r] + j and sees the positions up to its own.
-
-    q [num_tokens, num_heads, head_dim]; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim];
-    block_tables [num_slots, max_blocks] int32; slots, seq_lens [num_requests] int32; query_start_loc
-    [num_requests + 1] int32; max_query_len: no request has more queries. With window w > 0 a query at position x sees
-    only positions above x - w. Requests of no queries are skipped; rows outside every request (padding) give zeros.
-    A narrower cache (fp8) is read as in decode attention: values stand for `value_scale` times themselves.
-    Returns q's shape and type; scores and sums are fp32.
-    """
-    out = torch.empty_like(q) if out is None else out
-    block_size = kv_cache.shape[3]
-    bounds: list[int] = query_start_loc.tolist()
-    out[: bounds[0]] = 0
-    out[bounds[-1] :] = 0
-    for request, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
-        start, end = bounds[request], bounds[request + 1]
-        if start == end:
-            continue
-        first_position = seq_len - (end - start)
-        first_block = max(0, first_position - window + 1) // block_size if window else 0
-        ids = block_tables[slot, first_block : -(-seq_len // block_size)].long()
-        # [num_kv_heads, tokens, head_dim], token 0 at position first_block * block_size
-        k, v = (kv_cache[ids, which].transpose(0, 1).flatten(1, 2).float() for which in (0, 1))
-        for lo in range(start, end, _QUERIES_AT_ONCE):
-            hi = min(lo + _QUERIES_AT_ONCE, end)
-            position = first_position + lo - start - first_block * block_size
-            out[lo:hi] = (_attend(q[lo:hi], k, v, position, scale, window) * value_scale).to(q.dtype)
-    return out
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, position: int, scale: float, window: int) -> Tensor:
-    """Queries at `position`, `position + 1`, ... over keys at 0, 1, ...; q [n, num_heads, head_dim]. In fp32."""
-    num_queries, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[0]
-    first_key = max(0, position - window + 1) if window else 0
-    keys = torch.arange(first_key, position + num_queries, device=q.device)
-    at = torch.arange(position, position + num_queries, device=q.device).unsqueeze(1)
-    hidden = keys > at
-    if window:
-        hidden |= keys <= at - window
-    k, v = k[:, first_key : position + num_queries], v[:, first_key : position + num_queries]
-    group = num_heads // num_kv_heads
-    queries = q.float().view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    scores = queries.reshape(num_kv_heads, group * num_queries, head_dim) @ k.transpose(1, 2) * scale
-    scores = scores.view(num_kv_heads, group, num_queries, -1).masked_fill(hidden, float("-inf"))
-    attended = torch.softmax(scores, dim=-1).view(num_kv_heads, group * num_queries, -1) @ v
-    return attended.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape)

@@ -37,7 +37,7 @@ class Attention:
     def __init__(self, name: str, spec: AttentionSpec, layer: LayerSpec, parts: AttentionParts, ops: ModelOps) -> None:
         self.name = name  # of the module in the checkpoint
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.window, self.scale = layer.window, spec.scale
+        self.window, self.scale, self.softcap = layer.window, spec.scale, spec.softcap
         self.rope = -1 if layer.rope is None else layer.rope  # see `Ropes`
         self.ops = ops
         self.key_scale = self.value_scale = 1.0  # an fp8 cache holds keys and values divided by them
@@ -94,6 +94,7 @@ class Attention:
             out=out,
             plans=step.decode_plans,
             value_scale=self.value_scale,
+            softcap=self.softcap,
         )
 
     def _prefill(self, q: Tensor, kv_cache: Tensor, step: StepMetadata, out: Tensor) -> None:
@@ -109,6 +110,7 @@ class Attention:
             max_query_len=step.max_query_len,
             out=out,
             value_scale=self.value_scale,
+            softcap=self.softcap,
         )
 
     def placements(self) -> Iterator[Placement]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
-from cb_backend.layers.linear import Embedding, Linear, ScaledEmbedding
+from cb_backend.layers.linear import CappedLMHead, Embedding, Linear, LMHead, ScaledEmbedding
 from cb_backend.layers.mlp import MLP, Block, GeluMLP
 from cb_backend.layers.norm import Junction, RMSNorm
 from cb_backend.layers.op_signatures import ModelOps
@@ -46,6 +47,9 @@ class LayerMaker:
             dtype=self.dtype,
             device=self.device,
         )
+
+    def head(self, weight: Tensor, softcap: float = 0.0) -> LMHead:
+        return CappedLMHead(weight, self.ops, softcap) if softcap else LMHead(weight, self.ops)
 
     def norm(self, name: str, spec: NormSpec, size: int) -> RMSNorm:
         return RMSNorm(name, spec, size, dtype=self.dtype, device=self.device)

@@ -122,3 +122,14 @@ class LMHead:
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size], in `out` where given."""
         return self.ops.linear(hidden, self.weight, None, out)
+
+
+class CappedLMHead(LMHead):
+    """Logits are kept between -cap and cap."""
+
+    def __init__(self, weight: Tensor, ops: ModelOps, cap: float) -> None:
+        super().__init__(weight, ops)
+        self.cap = cap
+
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.ops.cap_logits(super().__call__(hidden, out), self.cap)

@@ -73,6 +73,7 @@ class ModelOps(Protocol):
         value_scale: float = 1.0,
         rounds_first: bool = True,
     ) -> Tensor: ...
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor: ...
     def plan_decode(self, seq_lens: Tensor, kv_cache: Tensor, window: int = 0) -> Tensor | None: ...
     def decode_attention(
         self,
@@ -86,6 +87,7 @@ class ModelOps(Protocol):
         out: Tensor | None = None,
         plans: dict[int, Tensor] | None = None,
         value_scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> Tensor: ...
     def prefill_attention(
         self,
@@ -101,6 +103,7 @@ class ModelOps(Protocol):
         max_query_len: int,
         out: Tensor | None = None,
         value_scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> Tensor: ...
 
 

@@ -33,6 +33,14 @@ class ConfigReader:
             raise ConfigError(f"{self.where}: {key!r} is {value}; it must be a finite number")
         return value
 
+    def nullable(self, key: str, kind: type, default: Any = None) -> Any:
+        """As `get`, but null is a value of its own, which means none: None is returned for it."""
+        return None if key in self.values and self.values[key] is None else self.get(key, kind, default)
+
+    def section(self, key: str) -> ConfigReader:
+        """The object that stands under a key. Raises `ConfigError`."""
+        return ConfigReader(self.get(key, dict), f"{self.where} ({key})")
+
     def positive(self, key: str, default: Any = _MISSING, most: int = _MOST) -> int:
         value = self.get(key, int, default)
         if not 1 <= value <= most:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cb_backend.layers.layer_maker import LayerMaker
-from cb_backend.layers.linear import LMHead
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.ropes import Ropes
 from cb_backend.layers.step_metadata import StepMetadata
@@ -94,7 +93,7 @@ class DecoderForCausalLM:
             divisor=spec.logits_divisor,
         )
         embedding = self.embed_tokens.weight
-        self.lm_head = LMHead(torch.empty_like(embedding) if has_own_head else embedding, make.ops)
+        self.lm_head = make.head(torch.empty_like(embedding) if has_own_head else embedding, spec.logits_softcap)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cb_backend.errors import ConfigError
@@ -30,6 +31,32 @@ def read_rope(
             f"{reader.where}: partial_rotary_factor is {partial}; these families rotate whole heads (1.0)"
         )
     return rope_of(reader, given, rotary_dim, default_theta)
+
+
+def read_ropes_by_kind(
+    reader: ConfigReader, rotary_dim: int, thetas: Mapping[str, tuple[str, float]]
+) -> dict[str, RopeConfig]:
+    """The rope of each kind of layers; `thetas`: where else its base is told and its default, by kind.
+
+    Nested in `rope_parameters`; or, as transformers 4 wrote it, a `rope_scaling` that is of full attention only.
+    """
+    nested = reader.get("rope_parameters", dict, None)
+    if nested is not None and not nested.keys() & thetas.keys():
+        raise ConfigError(
+            f"{reader.where}: rope_parameters must tell of each kind of layers ({', '.join(thetas)}), found "
+            f"{', '.join(nested) or 'nothing'}"
+        )
+    ropes = {}
+    for kind, (key, default) in thetas.items():
+        values = (nested or {}).get(kind) or {}
+        if not isinstance(values, dict):
+            raise ConfigError(f"{reader.where}: rope_parameters of {kind} must be an object, found {values!r}")
+        if kind == "full_attention":
+            values = {**values, **(reader.get("rope_scaling", dict, None) or {})}
+        given = ConfigReader({key: reader.values.get(key), **values}, f"{reader.where} (rope parameters of {kind})")
+        given.values.setdefault("rope_theta", given.get(key, float, default))
+        ropes[kind] = rope_of(reader, given, rotary_dim, default)
+    return ropes
 
 
 def read_partial_rotary_factor(reader: ConfigReader, default: float) -> float:

@@ -31,6 +31,12 @@ POST_NORMS = BlockNorms(
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
+SANDWICH_NORMS = BlockNorms(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +51,17 @@ class ModelSpec:
     ropes: tuple[RopeConfig, ...]
     layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
+    is_length_stretched: bool = False  # what the ropes stretch is counted in max_position_embeddings
     tie_word_embeddings: bool
     norms: BlockNorms = PRE_NORMS
     embed_scale: float = 1.0
     is_embed_scale_rounded: bool = False  # to the embedding's type, before it multiplies
     residual_scale: float = 1.0  # of what a block adds to the residual stream
     logits_divisor: float = 1.0
+    logits_softcap: float = 0.0  # 0: none
     prefix: str = "model."  # of the checkpoint's names, but for the head's
+    other_prefixes: tuple[str, ...] = ()  # that are looked for as well
+    ignored: tuple[str, ...] = ()  # regular expressions: names of tensors of other parts than the text's
     dtype: str = "float32"  # of the checkpoint
     quantization: str | None = None  # of the checkpoint's matrices: fp8 | None
     eos_token_ids: tuple[int, ...] = ()
@@ -91,6 +101,8 @@ class ModelSpec:
 
         For linear, dynamic and yarn files may give the length before the stretch; the others give the one after it.
         """
+        if self.is_length_stretched:
+            return self.max_position_embeddings
         return max(_stretched(rope, self.max_position_embeddings) for rope in self.ropes)
 
 

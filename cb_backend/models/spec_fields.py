@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cb_backend.errors import ConfigError
 from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.quantization import read_quantization
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds in layer_types
 _MOST_LAYERS = 10_000  # beyond, a damaged file would keep the start busy for hours
+# Those of transformers that are served, and what `MLPSpec` calls them
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -77,12 +80,16 @@ def read_norm(reader: ConfigReader, *, default_eps: float = 1e-6, **options: Any
     return NormSpec(eps=reader.get("rms_norm_eps", float, default_eps), **options)
 
 
-def read_mlp(reader: ConfigReader, **options: Any) -> MLPSpec:
-    """options: those fields of the result that the family settles."""
-    activation = reader.get("hidden_act", str, "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"{reader.where}: hidden_act is {activation!r}; supported: silu")
-    return MLPSpec(intermediate_size=reader.positive("intermediate_size"), **options)
+def read_mlp(
+    reader: ConfigReader, *, key: str = "hidden_act", default_activation: str = "silu", **options: Any
+) -> MLPSpec:
+    """key: where the activation is told. options: those fields of the result that the family settles."""
+    activation = reader.get(key, str, default_activation)
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"{reader.where}: {key} is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
+    return MLPSpec(
+        intermediate_size=reader.positive("intermediate_size"), activation=_ACTIVATIONS[activation], **options
+    )
 
 
 def num_layers(reader: ConfigReader) -> int:
@@ -132,6 +139,12 @@ def read_layer_types(reader: ConfigReader) -> list[str] | None:
             f"layers; found {len(kinds)} entries" + (f" with {', '.join(unknown)}" if unknown else "")
         )
     return kinds
+
+
+def ropes_of(kinds: Sequence[str], ropes: Mapping[str, RopeConfig]) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """(the ropes that are used, the one that each layer has), of layers that have the rope of their kind."""
+    used = list(dict.fromkeys(kinds))
+    return tuple(ropes[kind] for kind in used), tuple(used.index(kind) for kind in kinds)
 
 
 def read_window(reader: ConfigReader, default: int) -> int:

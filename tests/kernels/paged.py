@@ -26,6 +26,7 @@ class Shapes:
     is_fp8: bool = False  # the cache, with the scales
     key_scale: float = 1.0
     value_scale: float = 1.0
+    softcap: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -95,5 +96,8 @@ def attend(shapes: Shapes, q: Tensor, keys: Tensor, values: Tensor, position: in
     outputs = []
     for head in range(shapes.num_heads):
         k, v = keys[first : position + 1, head // group], values[first : position + 1, head // group]
-        outputs.append(torch.softmax(k @ q[head].double() * shapes.scale, dim=0) @ v)
+        scores = k @ q[head].double() * shapes.scale
+        if shapes.softcap:
+            scores = (scores / shapes.softcap).tanh() * shapes.softcap
+        outputs.append(torch.softmax(scores, dim=0) @ v)
     return torch.stack(outputs)

@@ -26,6 +26,20 @@ CASES = [
     Shapes(
         num_heads=3, num_kv_heads=3, head_dim=80, block_size=64, seq_lens=(129, 10), window=70, dtype=FP16, **FP8_SCALES
     ),
+    Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(0, 1, 300), softcap=0.7),
+    Shapes(
+        num_heads=2, num_kv_heads=1, head_dim=256, block_size=16, seq_lens=(40, 3), window=9, softcap=2.0, dtype=FP16
+    ),
+    Shapes(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        block_size=16,
+        seq_lens=(37, 300),
+        softcap=1.5,
+        dtype=FP16,
+        **FP8_SCALES,
+    ),
 ]
 GPU_CASES = [
     # Launch parameters are chosen by the number of rows: a case for each power of two from 16 on.
@@ -41,6 +55,7 @@ GPU_CASES = [
     Shapes(num_heads=32, num_kv_heads=32, head_dim=80, block_size=16, seq_lens=(333, 4000), dtype=BF16),
     Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(1025, 12), dtype=BF16),
     Shapes(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(513, 7)),
+    Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(1025, 12), softcap=1.0, dtype=BF16),
     Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(1025, 12), dtype=BF16, **FP8_SCALES),
     Shapes(
         num_heads=32, num_kv_heads=8, head_dim=64, block_size=16, seq_lens=(512, 513) * 30, dtype=BF16, **FP8_SCALES
@@ -68,7 +83,10 @@ def check_kernel(shapes: Shapes, device: torch.device, seed: int = 0) -> None:
     wanted = expected(shapes, paged, q)
     for _ in range(2):  # the second layer of a step finds the plan's counters as the first did
         out = torch.full_like(q, float("nan"))
-        assert decode_attention(*arguments, out=out, plans=plans, value_scale=shapes.value_scale) is out
+        assert (
+            decode_attention(*arguments, out=out, plans=plans, value_scale=shapes.value_scale, softcap=shapes.softcap)
+            is out
+        )
         assert (out.cpu().double() - wanted).abs().max() < shapes.tolerance
     assert list(plans) == [shapes.window]
 
@@ -136,7 +154,7 @@ def test_twin(shapes: Shapes, padded_tokens: int, monkeypatch: pytest.MonkeyPatc
     q = torch.randn(len(shapes.seq_lens), shapes.num_heads, shapes.head_dim).to(shapes.dtype)
     out = decode_attention_torch(
         q, paged.kv_cache, paged.block_tables, paged.slots, paged.seq_lens, shapes.query_scale, shapes.window,
-        value_scale=shapes.value_scale,
+        value_scale=shapes.value_scale, softcap=shapes.softcap,
     )  # fmt: skip
     assert (out.double() - expected(shapes, paged, q)).abs().max() < shapes.tolerance
 

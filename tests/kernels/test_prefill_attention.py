@@ -37,6 +37,12 @@ CASES = [
          **FP8_SCALES), num_padding=3),
     Case((5, 70), Shapes(num_heads=6, num_kv_heads=1, head_dim=20, block_size=64, seq_lens=(5, 260), window=70,
          dtype=FP16, **FP8_SCALES)),
+    Case((0, 37, 120), Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(0, 37, 300),
+         softcap=0.7), num_padding=3),
+    Case((5, 70), Shapes(num_heads=6, num_kv_heads=1, head_dim=20, block_size=32, seq_lens=(5, 260), window=7,
+         softcap=2.0)),
+    Case((70,), Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(100,), softcap=1.5,
+         dtype=FP16, **FP8_SCALES)),
 ]  # fmt: skip
 GPU_CASES = [
     Case((700, 1, 64, 130), Shapes(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16,
@@ -46,6 +52,8 @@ GPU_CASES = [
          dtype=FP16)),
     Case((129, 128), Shapes(num_heads=8, num_kv_heads=8, head_dim=80, block_size=32, seq_lens=(129, 400), dtype=BF16)),
     Case((200,), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333,), dtype=BF16)),
+    Case((200,), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333,), dtype=BF16,
+         softcap=1.0)),
     Case((130, 7), Shapes(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, seq_lens=(200, 7))),
     Case((130,), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(200,))),
     Case((200, 64), Shapes(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, seq_lens=(333, 64), dtype=BF16,
@@ -81,7 +89,7 @@ def check(case: Case, function: object, device: torch.device, seed: int = 0) -> 
     result = function(  # type: ignore[operator]
         q, paged.kv_cache, paged.block_tables, paged.slots, query_start_loc, paged.seq_lens,
         case.shapes.query_scale, case.shapes.window, max_query_len=max(case.query_lens), out=out,
-        value_scale=case.shapes.value_scale,
+        value_scale=case.shapes.value_scale, softcap=case.shapes.softcap,
     )  # fmt: skip
     assert result is out
     assert (out.cpu().double() - expected(case, paged, q)).abs().max() < case.shapes.tolerance

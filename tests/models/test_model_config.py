@@ -40,7 +40,9 @@ def test_absent_keys_get_the_defaults_of_transformers(tmp_path: Path, model_type
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert config.norm.eps == theirs.rms_norm_eps
-    assert config.ropes[0].theta == theirs.rope_parameters["rope_theta"]
+    ropes = theirs.rope_parameters
+    theta = ropes["rope_theta"] if "rope_theta" in ropes else ropes[theirs.layer_types[0]]["rope_theta"]
+    assert config.ropes[0].theta == theta
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.windows == tuple(theirs_window(theirs, index) for index in range(3))
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -162,6 +164,57 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "exaone4-hybrid": (
         Exaone4Config,
         {"sliding_window": 10, "sliding_window_pattern": 3, "num_hidden_layers": 6, **ROPES["llama3"]},
+    ),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 20,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 10,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma2-plain": (
+        Gemma2Config,
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "layer_types": [_FULL, _SLIDING],
+            "sliding_window": 7,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "initializer_range": 0.15,
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 9,
+            "layer_types": [_SLIDING, _SLIDING, _FULL] * 2,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+                _SLIDING: {"rope_type": "default", "rope_theta": 700.0},
+            },
+        },
+    ),
+    "gemma3-capped": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 24,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 5,
+            "pad_token_id": 0,
+        },
     ),
 }
 
