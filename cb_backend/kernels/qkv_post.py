@@ -67,6 +67,7 @@ def _qkv_post_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr,  # rotary_dim / 2
+    HAS_Q_SCALE: tl.constexpr,  # after a row's sines
     HAS_NORM: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
     eps: tl.constexpr,
@@ -110,6 +111,9 @@ def _qkv_post_kernel(
         rotated = (rotated * weight).to(x.dtype).to(tl.float32)
         rotated_partner = (rotated_partner * partner_weight).to(x.dtype).to(tl.float32)
     rotated = (rotated * cos[None, :] + rotated_partner * sin[None, :]).to(x.dtype)
+    if HAS_Q_SCALE:
+        q_scale = tl.load(angles_ptr + 2 * HALF).to(x.dtype).to(tl.float32)
+        rotated = tl.where(is_q[:, None], (rotated.to(tl.float32) * q_scale).to(x.dtype), rotated)
     q_ptr = out_ptr + (token.to(tl.int64) * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
     tl.store(q_ptr, rotated, mask=is_inside & is_q[:, None])
     block = (slot // BLOCK_SIZE).to(tl.int64)  # a large cache has more elements than an int32 counts
@@ -164,7 +168,8 @@ def qkv_post(
         qkv, cos_sin, cos_sin_rows, slot_mapping, kv_cache, q_norm, k_norm, out, 1 / key_scale, 1 / value_scale,
         qkv.stride(0), cos_sin.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3],
-        HALF=cos_sin.shape[1] // 2, HAS_NORM=q_norm is not None, ROUNDS_FIRST=rounds_first, eps=eps, FP8_MAX=FP8_MAX,
+        HALF=cos_sin.shape[1] // 2, HAS_Q_SCALE=cos_sin.shape[1] % 2 == 1,
+        HAS_NORM=q_norm is not None, ROUNDS_FIRST=rounds_first, eps=eps, FP8_MAX=FP8_MAX,
         IS_DEPENDENT=can_overlap(qkv.device), IS_AHEAD=bool(options), HEADS=heads, BLOCK_D=next_power_of_2(head_dim),
         num_warps=parameters["num_warps"], **options,
     )  # fmt: skip
@@ -191,8 +196,9 @@ def qkv_post_torch(
     """Return q [num_tokens, num_heads, head_dim] ready for attention; write k and v into `kv_cache` in place.
 
     qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; cos_sin [rows, rotary_dim] fp32, cosines in the first
-    half of a row and sines in the second; cos_sin_rows and slot_mapping [num_tokens] int32, a slot being
-    block_id * block_size + offset; kv_cache [num_blocks, 2, num_kv_heads, block_size, head_dim].
+    half of a row and sines in the second, and maybe one more column, by which q is multiplied at last; cos_sin_rows and
+    slot_mapping [num_tokens] int32, a slot being block_id * block_size + offset; kv_cache [num_blocks, 2, num_kv_heads,
+    block_size, head_dim].
     Padding tokens point at the null block (slots 0 to block_size - 1). RoPE rotates halves of the first rotary_dim
     dimensions, in fp32; q_norm and k_norm [head_dim] are RMSNorm weights applied to each head before it,
     rounded as `rms_norm` rounds.
@@ -203,9 +209,13 @@ def qkv_post_torch(
     block_size = kv_cache.shape[3]
     heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    cos, sin = cos_sin[cos_sin_rows.long()].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
+    half = cos_sin.shape[1] // 2
+    angles = cos_sin[cos_sin_rows.long()].unsqueeze(1)
+    cos, sin, q_scale = angles.split([half, half, cos_sin.shape[1] - 2 * half], dim=-1)  # [num_tokens, 1, half]
     q = _rotate(_head_norm(q, q_norm, eps, rounds_first), cos, sin, qkv.dtype)
     k = _rotate(_head_norm(k, k_norm, eps, rounds_first), cos, sin, qkv.dtype)
+    if q_scale.shape[-1]:
+        q = q * q_scale.to(q.dtype)
     slots = slot_mapping.long()
     blocks, offsets = slots // block_size, slots % block_size
     if kv_cache.dtype == torch.float8_e4m3fn:

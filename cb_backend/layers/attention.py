@@ -7,7 +7,7 @@ who a token belongs to is in `StepMetadata`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -140,3 +140,17 @@ class WholeNormAttention(Attention):
             part = qkv[:, columns]
             self.ops.rms_norm(part, weight, self._whole_eps, out=part, rounds_first=self._rounds_first)
         return super().__call__(qkv, kv_cache, step)
+
+
+def halves_apart(spec: AttentionSpec) -> Callable[[Tensor], Tensor]:
+    """Reorders rows of q and k head by head: dimensions that are turned together come to lie half of them apart.
+
+    Scores stay what they are, as q and k are reordered alike. Rows may be those of a weight, a bias or scales.
+    """
+    turned = torch.arange(spec.rotary_dim).view(-1, 2).t().flatten()  # 0, 2, 4, ... 1, 3, 5, ...
+    order = torch.cat((turned, torch.arange(spec.rotary_dim, spec.head_dim)))
+
+    def reorder(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
+
+    return reorder

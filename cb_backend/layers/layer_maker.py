@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention
+from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention, halves_apart
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 from cb_backend.layers.linear import CappedLMHead, Embedding, Linear, LMHead, ScaledEmbedding
@@ -77,6 +77,7 @@ class LayerMaker:
             parts={"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             has_bias=spec.has_qkv_bias,
             split=Split.ROWS,
+            transforms=dict.fromkeys(("q_proj", "k_proj"), halves_apart(spec)) if spec.is_interleaved else {},
             stored_as="qkv_proj" if spec.is_qkv_fused else None,
         )
         o_proj = Projection(

@@ -34,6 +34,7 @@ class AttentionSpec:
     head_dim: int  # need not be hidden_size / num_heads
     rotary_dim: int  # the dimensions of a head that are turned, the first ones
     scale: float  # of the scores
+    is_interleaved: bool = False  # the checkpoint turns each dimension with its neighbour, not one half with the other
     softcap: float = 0.0  # of the scaled scores; 0: none
     has_qkv_bias: bool = False
     has_o_bias: bool = False

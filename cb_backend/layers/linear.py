@@ -64,9 +64,9 @@ class Linear:
 
     def placements(self) -> Iterator[Placement]:
         for part in self.projection.places(self.group.rank, self.group.size):
-            yield Placement(f"{part.name}.weight", self._weight_of(part), part.weight_shard)
+            yield Placement(f"{part.name}.weight", self._weight_of(part), part.weight_shard, part.transform)
             if self.bias is not None:
-                yield Placement(f"{part.name}.bias", self.bias[part.rows], part.bias_shard)
+                yield Placement(f"{part.name}.bias", self.bias[part.rows], part.bias_shard, part.transform)
 
     def _weight_of(self, part: Part) -> Fillable:
         """Where the part's weight goes."""

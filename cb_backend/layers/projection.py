@@ -5,10 +5,12 @@ Only products know this: what is around them sees tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+from torch import Tensor
 
 from cb_backend.errors import ConfigError
 from cb_backend.layers.placement import Shard
@@ -29,6 +31,7 @@ class Part(NamedTuple):
     rows: slice  # of the fused weight
     weight_shard: Shard | None
     bias_shard: Shard | None
+    transform: Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class Projection:
     parts: Mapping[str, int]  # name in the checkpoint -> number of output features
     has_bias: bool = False
     split: Split = Split.NONE
+    transforms: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of a part's rows, by its name
     stored_as: str | None = None  # name of the one module that holds all parts in the checkpoint; None: they are apart
 
     def sizes(self, group_size: int) -> tuple[int, int]:
@@ -71,5 +75,11 @@ class Projection:
             if self.split is Split.COLUMNS and group_size > 1:
                 columns = self.in_size // group_size
                 weight_shard = Shard(1, columns * rank, columns, self.in_size)
-            yield Part(f"{self.name}.{self.stored_as or name}", slice(row, row + size), weight_shard, shard)
+            yield Part(
+                f"{self.name}.{self.stored_as or name}",
+                slice(row, row + size),
+                weight_shard,
+                shard,
+                self.transforms.get(name),
+            )
             row, stored_row = row + size, stored_row + stored_size

@@ -24,5 +24,6 @@ class RopeConfig:
     mscale: float = 0.0  # yarn; 0 = not given
     mscale_all_dim: float = 0.0  # yarn; 0 = not given
     truncate: bool = True  # yarn: round the ramp's borders to whole dimensions
+    query_scale_beta: float = 0.0  # queries at position p are scaled by 1 + beta ln(1 + p // original length); 0: not
     short_factor: tuple[float, ...] = ()  # longrope [head_dim / 2]
     long_factor: tuple[float, ...] = ()  # longrope [head_dim / 2]

@@ -36,9 +36,13 @@ class RotaryTables:
             _cos_sin(positions, freqs.to(device), scale) for freqs in _FREQUENCIES[rope.rope_type](rope, rotary_dim)
         ]
         self.cos_sin = torch.cat(tables)  # [num_tables * max_model_len, rotary_dim] float32
+        if rope.query_scale_beta:
+            self.cos_sin = torch.cat((self.cos_sin, _query_scales(rope, positions).repeat(len(tables), 1)), dim=1)
 
     def rows(self, positions: Tensor, num_prompt_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The table and the row of each token: `(cos_sin [rows, rotary_dim] float32, cos_sin_rows [T] int32)`.
+
+        With a query scale the table has one more column, which holds it.
 
         `positions` and `num_prompt_tokens` (of the token's request) are integers [T] on the tables' device; both are
         needed only where the scaling depends on the length. The result is valid until the next call.
@@ -60,6 +64,12 @@ class RotaryTables:
         if self.rope.rope_type == "dynamic" and num_prompt_tokens > self.rope.max_position_embeddings:
             return b"rope:%d" % num_prompt_tokens
         return b""
+
+
+def _query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """One more column of the table: what queries are multiplied by. [T, 1] float32"""
+    turns = torch.floor(positions / rope.original_max_position_embeddings)
+    return (1 + rope.query_scale_beta * torch.log1p(turns)).unsqueeze(1)
 
 
 def _cos_sin(positions: Tensor, freqs: Tensor, scale: float) -> Tensor:

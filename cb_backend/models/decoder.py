@@ -17,8 +17,6 @@ from cb_backend.layers.ropes import Ropes
 from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.spec import ModelSpec
 
-HEAD = "lm_head.weight"
-
 
 class DecoderLayer:
     """Attention and MLP, each with the junction before it: an addition fused with norms, and these with the product.
@@ -77,7 +75,7 @@ class DecoderForCausalLM:
             spec.ropes, spec.attention.rotary_dim, max_model_len, make.device, has_identity=spec.has_layers_without_rope
         )
         self.embed_tokens = make.embedding(
-            f"{spec.prefix}embed_tokens",
+            f"{spec.names.prefix}embed_tokens",
             spec.vocab_size,
             spec.hidden_size,
             scale=spec.embed_scale,
@@ -87,7 +85,7 @@ class DecoderForCausalLM:
         self.to_head = make.junction(
             spec.norm,
             spec.hidden_size,
-            leaving=f"{spec.prefix}norm",
+            leaving=f"{spec.names.prefix}norm",
             joining=named(spec.layer_name(spec.num_layers - 1), spec.norms.after_mlp),
             scale=spec.residual_scale,
             divisor=spec.logits_divisor,
@@ -140,4 +138,4 @@ class DecoderForCausalLM:
             yield from layer.placements()
         yield from self.to_head.placements()
         if self.has_own_head:
-            yield Placement(HEAD, self.lm_head.weight)
+            yield Placement(self.spec.names.head, self.lm_head.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.models import families, weights
 from cb_backend.models.config_reader import ConfigReader
-from cb_backend.models.decoder import HEAD, DecoderForCausalLM
+from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.quantization import FP8, module_formats
 from cb_backend.models.spec import ModelSpec
 
@@ -93,14 +94,23 @@ def load_model(
         weights.fill_dummy(model.placements(), seed)
         return model
     source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8)
+    spec = _as_named(spec, source)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
-    model = build(has_own_head=not spec.tie_word_embeddings or HEAD in source.files)
-    weights.fill_from_checkpoint(list(model.placements()), source, progress)
+    model = build(has_own_head=not spec.tie_word_embeddings or spec.names.head in source.files)
+    weights.fill_from_checkpoint(list(model.placements()), source, progress, spec.ignored)
     if spec.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.tie_head()
     if has_kv_scales:
         _set_kv_scales(model, source)
     return model
+
+
+def _as_named(spec: ModelSpec, source: weights.CheckpointFiles) -> ModelSpec:
+    """The specification with the names that the files have."""
+    for names in (spec.names, *spec.other_names):
+        if f"{names.prefix}embed_tokens.weight" in source.files:
+            return replace(spec, names=names)
+    return spec
 
 
 def _set_kv_scales(model: DecoderForCausalLM, source: weights.CheckpointFiles) -> None:

@@ -7,9 +7,17 @@ tensors, files or devices.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, NormSpec
 from cb_backend.layers.rope_config import RopeConfig
+
+
+class Names(NamedTuple):
+    """How a checkpoint calls the model's tensors."""
+
+    prefix: str = "model."  # of all but the head's
+    head: str = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +67,9 @@ class ModelSpec:
     residual_scale: float = 1.0  # of what a block adds to the residual stream
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # 0: none
-    prefix: str = "model."  # of the checkpoint's names, but for the head's
-    other_prefixes: tuple[str, ...] = ()  # that are looked for as well
-    ignored: tuple[str, ...] = ()  # regular expressions: names of tensors of other parts than the text's
+    names: Names = Names()  # noqa: RUF009 - it is frozen
+    other_names: tuple[Names, ...] = ()  # that a checkpoint may have instead
+    ignored: str | None = None  # regular expression: names of the checkpoint's tensors that are other parts than this
     dtype: str = "float32"  # of the checkpoint
     quantization: str | None = None  # of the checkpoint's matrices: fp8 | None
     eos_token_ids: tuple[int, ...] = ()
@@ -88,7 +96,7 @@ class ModelSpec:
 
     def layer_name(self, index: int) -> str:
         """Of the module in the checkpoint."""
-        return f"{self.prefix}layers.{index}"
+        return f"{self.names.prefix}layers.{index}"
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -20,10 +20,10 @@ from torch import Tensor
 from cb_backend.errors import ConfigError
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.placement import Placement
-from cb_backend.models.decoder import HEAD
 
 INDEX = "model.safetensors.index.json"
 # Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
+_HEAD = "lm_head.weight"
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
@@ -67,12 +67,15 @@ def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
 
 
 def fill_from_checkpoint(
-    placements: Sequence[Placement], source: CheckpointFiles, progress: Callable[[float], None] | None = None
+    placements: Sequence[Placement],
+    source: CheckpointFiles,
+    progress: Callable[[float], None] | None = None,
+    ignored: str | None = None,
 ) -> None:
     """Fill every target from its file, cast to the target's dtype and device. Raises `ConfigError`, for what the files'
-    headers show before anything is copied.
+    headers show before anything is copied. ignored: regular expression of names that need no place.
     """
-    _check(placements, source)
+    _check(placements, source, ignored)
     placements_in: dict[Path, list[Placement]] = {}
     for placement in placements:
         placements_in.setdefault(source.files[placement.name], []).append(placement)
@@ -170,14 +173,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check(placements: Sequence[Placement], source: CheckpointFiles) -> None:
+def _check(placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None) -> None:
     """Raises `ConfigError` that names the first tensor which is missing, misshapen or unknown."""
     names = sorted({path.name for path in source.files.values()})
     where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
     for placement in placements:
         name = placement.name
         if name not in source.files:
-            hint = "; the config does not tie the head (tie_word_embeddings)" if name == HEAD else ""
+            hint = "; the config does not tie the head (tie_word_embeddings)" if name.endswith(_HEAD) else ""
             raise ConfigError(f"tensor {name} is missing in {where}{hint}")
         if source.shapes[name] != placement.shape:
             raise ConfigError(
@@ -186,11 +189,12 @@ def _check(placements: Sequence[Placement], source: CheckpointFiles) -> None:
             )
         if name in source.quantised:
             _check_scales(placement, source)
+    is_other = re.compile(ignored or "(?!)").match
     known = {placement.name for placement in placements}
     modules = [name.removesuffix("weight") for name in source.quantised]
     scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
     for name, path in source.files.items():
-        if name not in known and name not in scales and not _IGNORED.match(name):
+        if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
             raise ConfigError(f"{path.name}: tensor {name} has no place in the model that config.json describes")
 
 

@@ -25,6 +25,7 @@ class Case:
     has_norm: bool = False
     rounds_first: bool = True
     is_norm_wide: bool = False
+    has_q_scale: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -42,6 +43,9 @@ CASES = [
          rounds_first=False, is_norm_wide=True, dtype=torch.bfloat16),
     Case(num_tokens=SMALL_STEP + 1, num_heads=3, num_kv_heads=1, head_dim=8, rotary_dim=4, block_size=32,
          has_norm=True, rounds_first=False, dtype=torch.float16),
+    Case(num_tokens=3, num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=12, block_size=16, has_q_scale=True),
+    Case(num_tokens=SMALL_STEP + 1, num_heads=3, num_kv_heads=1, head_dim=8, rotary_dim=8, block_size=32,
+         has_norm=True, has_q_scale=True, dtype=torch.float16),
     Case(num_tokens=0, num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64, block_size=16),
 ]  # fmt: skip
 
@@ -64,6 +68,10 @@ def test_kernel_and_twin(case: Case, function: object, device: torch.device) -> 
     total = case.num_heads + 2 * case.num_kv_heads
     qkv = torch.randn(case.num_tokens, total * case.head_dim).to(case.dtype)
     angles = torch.rand(30, case.rotary_dim // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    scales = 1 + torch.rand(30, 1)
+    if case.has_q_scale:
+        table = torch.cat((table, scales), dim=1)
     rows = torch.randint(0, 30, (case.num_tokens,), dtype=torch.int32)
     slot_mapping = (torch.randperm(6 * case.block_size)[: case.num_tokens]).int()
     norm_dtype = torch.float32 if case.is_norm_wide else case.dtype
@@ -72,7 +80,7 @@ def test_kernel_and_twin(case: Case, function: object, device: torch.device) -> 
     kv_cache = torch.full(shape, POISON, dtype=case.dtype, device=device)
     out = torch.full((case.num_tokens, case.num_heads, case.head_dim), float("nan"), dtype=case.dtype, device=device)
     result = function(  # type: ignore[operator]
-        qkv.to(device), torch.cat((angles.cos(), angles.sin()), dim=1).to(device), rows.to(device),
+        qkv.to(device), table.to(device), rows.to(device),
         slot_mapping.to(device), kv_cache, case.num_heads, case.num_kv_heads, case.head_dim,
         *(None if norm is None else norm.to(device) for norm in norms), EPS, out=out,
         rounds_first=case.rounds_first,
@@ -90,7 +98,7 @@ def test_kernel_and_twin(case: Case, function: object, device: torch.device) -> 
                     x = x / (x.square().mean() + EPS).sqrt() * weight.double()
                 x = turned(x, angles[rows[token]])
             if kind == 0:
-                wanted_out[token, head] = x
+                wanted_out[token, head] = x * scales[rows[token]].double() if case.has_q_scale else x
             else:
                 kv_head = (head - case.num_heads) % case.num_kv_heads
                 wanted_cache[block, kind - 1, kv_head, offset] = x

@@ -1,0 +1,37 @@
+"""The model of text inside a checkpoint of several parts (pictures and text): its configuration, its tensors' names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cb_backend.models.config_reader import ConfigReader
+from cb_backend.models.spec import ModelSpec, Names
+
+# Said of the whole checkpoint, and true of its model of text.
+_SHARED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
+_NAMES = (
+    Names(),
+    Names("language_model.model.", "language_model.lm_head.weight"),
+    Names("model.language_model."),
+    Names("model.language_model.model.", "model.language_model.lm_head.weight"),
+)
+_OTHER_PARTS = r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\."
+
+
+def text_reader(reader: ConfigReader) -> ConfigReader:
+    """Access to `text_config`, with what is said outside of it."""
+    text = reader.section("text_config")
+    shared = {key: reader.values[key] for key in _SHARED if reader.values.get(key) is not None}
+    return text.with_defaults(**shared)
+
+
+def as_text_part(spec: ModelSpec, reader: ConfigReader) -> ModelSpec:
+    """The specification of a model of text, as part of the checkpoint that `reader` tells of."""
+    return replace(
+        spec,
+        model_type=reader.get("model_type", str),
+        tie_word_embeddings=reader.get("tie_word_embeddings", bool, True),  # the whole's counts, not the text's
+        names=_NAMES[0],
+        other_names=_NAMES[1:],
+        ignored=_OTHER_PARTS,
+    )
