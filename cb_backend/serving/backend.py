@@ -7,6 +7,7 @@ torch here: the process that the server starts must not be able to die, because 
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -120,6 +121,7 @@ class TritonPythonModel:
         self._responder.close()
         remove_regions_of_the_dead(self._supervisor.runtime_folder)
         self._supervisor.close()
+        gc.collect()  # objects of the server's must not outlive the line to it, which ends now
 
     def parse(self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
         """What the wire says, checked. Another wire over the same engine overrides this."""

@@ -132,6 +132,8 @@ class LiveRequest:
         self._inter_token_seconds = inter_token_seconds
         self.is_first_response_out = False  # the sender thread's own
         self.request_id = request_id  # of the first answer
+        # None after the final flag. NOTE: requests and answers refer to each other, so they stay until Python collects
+        # garbage, and a sender that outlives the line to the server crashes this process: its memory is shared.
         self.response_sender = response_sender
         self._news = news  # of the sender thread that owns this request
         self._lock = threading.Lock()  # guards the fields of this block

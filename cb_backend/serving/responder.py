@@ -204,7 +204,10 @@ class Responder:
         with live.close_lock:
             live.is_closed = True
             self._live.pop(live.request_id, None)
-            live.response_sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            try:
+                live.response_sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            finally:
+                live.response_sender = None
 
     def _give_up(self, live: LiveRequest, counts: Counter[str]) -> None:
         """Last resort when sending failed: an error response if one can be sent, and nothing left open."""
@@ -217,7 +220,9 @@ class Responder:
         except Exception:
             logger.exception("the error response could not be sent either")
             self._note_finishing(live)
-            live.is_closed = True
+            with live.close_lock:
+                live.is_closed = True
+                live.response_sender = None
             self._live.pop(live.request_id, None)
 
     def _note_finishing(self, live: LiveRequest) -> None:

@@ -198,8 +198,9 @@ def test_cancellation_while_the_request_is_on_its_way_to_the_engine(model: Any, 
     submit, num_cancelled = model._client.submit, model._client.members[0].stats.num_cancelled
 
     def cancelled_meanwhile(request: Any, answer: Any) -> None:
-        answer.live.response_sender.cancel()
-        answer.live.response_sender.wait()  # answered while the engine client does not know of the request yet
+        sender = answer.live.response_sender
+        sender.cancel()
+        sender.wait()  # answered while the engine client does not know of the request yet
         submit(request, answer)
 
     monkeypatch.setattr(model._client, "submit", cancelled_meanwhile)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from cb_backend.errors import ErrorCode
 from cb_backend.request import FinishReason
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.live_request import LiveRequest
-from tests.serving.fake_server import ResponseSender, TritonError, text_of
+from tests.serving.fake_server import ResponseSender, TritonError, TritonModelException, text_of
 from tests.serving.response_bench import Bench
 from tests.waiting import WAIT_S, eventually
 
@@ -236,3 +239,46 @@ def test_a_stop_string_ends_one_answer_only(bench: Bench) -> None:
 
 def all_of(response: Any, name: str) -> list[Any]:
     return list(response.tensors[name].tolist())
+
+
+@pytest.mark.parametrize("end", ["answer", "error", "cancelled", "sending fails", "sending fails at the end"])
+def test_s90_nothing_keeps_a_request_of_the_server_after_its_end(
+    bench: Bench, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request stays until garbage is collected, which may be when the line to the server is gone."""
+    # pytest keeps what is logged, with tracebacks and all that their frames refer to.
+    monkeypatch.setattr(logging.getLogger("cb_backend.serving"), "disabled", True)
+    live, sender = bench.open()
+    poller = CancellationPoller(bench.responder, bench.cancelled.extend)
+    live.answers[0].on_tokens((ord("a"),), 0)
+    eventually(lambda: len(sender.responses) == 1, "it runs")
+    if end == "error":
+        live.end(ErrorCode.UNAVAILABLE, "over")
+    elif end == "cancelled":
+        sender.cancel()
+    else:
+        sender.fails_to_send = "fails" in end
+        live.answers[0].on_tokens((ord("b"),), 0 if end == "sending fails" else LENGTH)
+    remembered = weakref.ref(sender)
+    del sender
+    gc.disable()
+    try:
+        eventually(lambda: remembered() is None, "nothing refers to it")
+    finally:
+        gc.enable()
+        poller.close()
+    assert live.is_closed
+
+
+def test_s90_a_request_whose_final_flag_failed_twice_is_let_go_too(bench: Bench) -> None:
+    live, sender = bench.open()
+    remembered = weakref.ref(sender)
+
+    def fail(response: Any = None, flags: int = 0) -> None:
+        raise TritonModelException("no shared memory")
+
+    sender.send = fail  # type: ignore[method-assign]
+    live.answers[0].on_tokens((ord("a"),), 0)
+    del sender
+    eventually(lambda: remembered() is None, "nothing refers to it")
+    assert live.is_closed
