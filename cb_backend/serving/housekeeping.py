@@ -11,6 +11,7 @@ from cb_backend.errors import ErrorCode
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.serving import server_arguments
 from cb_backend.serving.drain import DrainWatch, readiness_probe
+from cb_backend.serving.gauge_holders import GaugeHolders
 from cb_backend.serving.metric_exporter import MetricExporter
 from cb_backend.serving.metrics import EngineReport, Metrics
 from cb_backend.serving.model_config import num_instances
@@ -42,7 +43,11 @@ class Housekeeping:
         probe = readiness_probe(arguments, model_name, model_version)
         self._drain = DrainWatch(probe, exit_timeout_s(arguments), num_instances(model_config))
         # All fronts of an engine are one model to whoever reads the metrics.
-        exporter = MetricExporter(supervisor.engine_name, supervisor.engine_version, is_on(arguments, "allow-metrics"))
+        name, version = supervisor.engine_name, supervisor.engine_version
+        holders = GaugeHolders(
+            supervisor.shared_folder(f"gauges of\n{name}\n{version}"), supervisor.runtime_folder.name
+        )
+        exporter = MetricExporter(name, version, is_on(arguments, "allow-metrics"), holders)
         assert supervisor.client.info is not None, "the supervisor has been started"
         max_model_len = supervisor.client.info.max_model_len
         is_vllm_named = reports_vllm_names(model_config) and not supervisor.config.disable_log_stats

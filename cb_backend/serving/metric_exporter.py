@@ -2,7 +2,11 @@
 
 The registry is the server's: metrics of the same name and labels are one and the same in all its processes. So
 counters and histograms of several front ends add up, and of gauges the last `set` counts. (Found on server 2.51: a
-histogram's buckets are those of whoever made it first; a metric stays until the last of its owners has gone.)
+histogram's buckets are those of whoever made it first.)
+
+A metric is never given back while another front end may hold it, because server 2.51 frees it though: what that one
+tells of it next is written to freed memory, and the server aborts or hangs. So counters and histograms stay until the
+server ends, and go on growing when the model is loaded again; a gauge goes with the last front end that holds it.
 
 Every call is a blocking message to the server, 14 to 80 microseconds. Only the housekeeping thread makes them, and
 `MAX_OBSERVATIONS` bounds what a round costs; a histogram can be told values only one by one. What a metric means is
@@ -11,13 +15,20 @@ not known here.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from cb_backend.serving.gauge_holders import GaugeHolders
+
 MAX_OBSERVATIONS = 1000  # in one round, two of which come in a second
+REPEAT_S = 5.0  # a gauge is set again though it has not changed: another generation may have set it last
 
 logger = logging.getLogger("cb_backend.serving")
 
@@ -68,20 +79,43 @@ class MetricExporter:
     `drain`), so the caller must know beforehand: `is_on`.
     """
 
-    def __init__(self, model_name: str, model_version: str, is_on: bool = True) -> None:
+    def __init__(
+        self, model_name: str, model_version: str, is_on: bool = True, holders: GaugeHolders | None = None
+    ) -> None:
+        """`holders`: None where no other front end can have the same labels."""
         self._labels = {"model": model_name, "version": model_version}
-        self._families: dict[str, Any] = {}  # a family must outlive its metrics
-        self._metrics: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._last_value: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._holders = holders
+        self._metrics: dict[str, Any] = {}
+        self._families: dict[str, Any] = {}  # of each metric one: a metric is given back with its family
+        self._gauges: set[str] = set()
+        self._last_value: dict[str, float] = {}  # of the gauges, since `_last_repeat`
+        self._last_repeat = time.monotonic()
+        self._is_speaker = True
         self._is_on = is_on
         # Servers before 24.08 have no histograms.
         self._has_histograms = hasattr(pb_utils, "MetricFamily") and hasattr(pb_utils.MetricFamily, "HISTOGRAM")
 
+    def begin_round(self) -> None:
+        """Before a round of calls: find out whether the gauges are this front end's to set."""
+        if not self._is_on:
+            return
+        if self._holders is not None:
+            was_speaker, self._is_speaker = self._is_speaker, self._holders.is_speaker()
+            if self._is_speaker and not was_speaker:
+                self._last_value.clear()
+        if time.monotonic() - self._last_repeat >= REPEAT_S:
+            self._last_repeat = time.monotonic()
+            self._last_value.clear()
+
     def close(self) -> None:
-        """Give the metrics back to the server; the caller must be the last to speak to it."""
+        """Give back the gauges that nobody else holds; the caller must be the last to speak to the server."""
         self._is_on = False
-        self._metrics.clear()
-        self._families.clear()
+        everything = contextlib.nullcontext(frozenset(self._gauges))
+        with everything if self._holders is None else self._holders.leaving() as given_back:
+            self._metrics.clear()
+            for key in self._gauges & given_back:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._families[key]))
+            self._families.clear()
 
     def count(self, name: str, description: str, increment: float, **labels: str) -> None:
         """Add to a counter; 0 makes it appear."""
@@ -90,8 +124,10 @@ class MetricExporter:
             metric.increment(increment)
 
     def set(self, name: str, description: str, amount: float, **labels: str) -> None:
+        if not self._is_speaker:
+            return
         metric = self._metric(name, description, "GAUGE", labels)
-        key = (name, tuple(labels.values()))
+        key = _key(name, labels)
         if metric is not None and self._last_value.get(key) != amount:
             metric.set(amount)
             self._last_value[key] = amount
@@ -109,22 +145,36 @@ class MetricExporter:
     def _metric(
         self, name: str, description: str, kind: str, labels: dict[str, str], bounds: Sequence[float] = ()
     ) -> Any | None:
-        """The metric, made at its first use; None once the server has said that it has no metrics."""
+        """The metric, made at its first use; None once the server has said that it has no metrics, and where a gauge
+        cannot be noted with `holders` now."""
         if not self._is_on:
             return None
-        key = (name, tuple(labels.values()))
+        key = _key(name, labels)
         if key in self._metrics:
             return self._metrics[key]
+        is_gauge = kind == "GAUGE"
+        if is_gauge and self._holders is not None and not self._holders.note(key):
+            return None
         try:
-            if name not in self._families:
-                kind_id = getattr(pb_utils.MetricFamily, kind)
-                self._families[name] = pb_utils.MetricFamily(name=name, description=description, kind=kind_id)
+            family = pb_utils.MetricFamily(
+                name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
+            )
+            # NOTE: a reference that stays. The family's end would give the metric back, at the latest with the
+            # interpreter's, which comes after the end of the line to the server.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))
             arguments: dict[str, Any] = {"labels": {**self._labels, **labels}}
             if bounds:
                 arguments["buckets"] = [float(bound) for bound in bounds]
-            metric = self._metrics[key] = self._families[name].Metric(**arguments)
-            return metric
+            metric = family.Metric(**arguments)
         except pb_utils.TritonModelException as error:
             logger.warning("the server exports no metrics of this model: %s", error)
             self._is_on = False
             return None
+        self._families[key], self._metrics[key] = family, metric
+        self._gauges |= {key} if is_gauge else set()
+        return metric
+
+
+def _key(name: str, labels: dict[str, str]) -> str:
+    """Of a metric among those of one model and version."""
+    return json.dumps([name, *labels.values()])

@@ -124,7 +124,8 @@ class Metrics:
         self._exporter.close()
 
     def publish(self, counts: Counter[str], totals: dict[str, Totals]) -> None:
-        """This front end's own figures, as `Responder.counts` and `Latencies.totals` give them."""
+        """This front end's own figures, as `Responder.counts` and `Latencies.totals` give them. First of a round."""
+        self._exporter.begin_round()
         exporter, last = self._exporter, self._last_counts
         for outcome in OUTCOMES:
             grown = counts[outcome] - last[outcome]

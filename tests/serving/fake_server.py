@@ -168,25 +168,35 @@ def _array(value: Any) -> np.ndarray:
 
 
 class Metric:
+    """In the server. A family that ends frees those that were made through it, whoever else holds them (24.10)."""
+
     def __init__(self, kind: int, buckets: tuple[float, ...] = ()) -> None:
         self.kind, self.value = kind, 0.0
         self.buckets = buckets
         self.observed: list[float] = []
+        self.is_freed = False
 
     def increment(self, amount: float) -> None:
+        self._check_memory()
         if self.kind == MetricFamily.COUNTER and amount < 0:
             raise TritonModelException("a counter cannot go down")
         self.value += amount
 
     def set(self, amount: float) -> None:
+        self._check_memory()
         if self.kind == MetricFamily.COUNTER:
             raise TritonModelException("a counter cannot be set")
         self.value = amount
 
     def observe(self, value: float) -> None:
+        self._check_memory()
         if self.kind != MetricFamily.HISTOGRAM:
             raise TritonModelException("only a histogram observes")
         self.observed.append(value)
+
+    def _check_memory(self) -> None:
+        if self.is_freed:
+            violations.append("a message about a metric that the server has freed")
 
 
 class MetricFamily:
@@ -197,12 +207,19 @@ class MetricFamily:
 
     def __init__(self, name: str, description: str, kind: int) -> None:
         self._name, self._kind = name, kind
+        self._made: list[tuple[str, tuple[tuple[str, str], ...]]] = []
 
     def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802
         if (self._kind == self.HISTOGRAM) != bool(buckets) or sorted(set(buckets or [])) != (buckets or []):
             raise TritonModelException("a histogram needs ascending buckets, and nothing else may have them")
         key = (self._name, tuple(sorted(labels.items())))
+        self._made.append(key)
         return self.exported.setdefault(key, Metric(self._kind, tuple(buckets or [])))
+
+    def __del__(self) -> None:
+        for key in self._made:
+            if key in self.exported:
+                self.exported.pop(key).is_freed = True
 
 
 class ModelConfig:

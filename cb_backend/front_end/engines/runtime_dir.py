@@ -63,9 +63,7 @@ class RuntimeDir:
         """`key` names the model copy: name, version and engine arguments. Joins (and creates) the folder."""
         base = base or runtime_base()
         remove_leftovers(base)
-        start_time = process_start_time(server_pid) or 0
-        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        self.path = base / f"{server_pid}-{start_time}-{digest}"
+        self.path = base / folder_name(server_pid, key)
         self._owner_fd: int | None = None
         self._members_fd = self._join()
         self.front_end_id = self._take_id()
@@ -78,7 +76,7 @@ class RuntimeDir:
         """Become the owner unless another front end is. True if this one is the owner now."""
         if self._owner_fd is None:
             fd = _open(self.path / "owner")
-            if _lock(fd, fcntl.LOCK_EX):
+            if try_lock(fd, fcntl.LOCK_EX):
                 self._owner_fd = fd
             else:
                 os.close(fd)
@@ -101,7 +99,7 @@ class RuntimeDir:
 
     def leave(self) -> bool:
         """Give up membership. True if no other front end is a member, so that the caller must clean up."""
-        is_last = _lock(self._members_fd, fcntl.LOCK_EX)
+        is_last = try_lock(self._members_fd, fcntl.LOCK_EX)
         if not is_last:
             self.close()
         return is_last
@@ -149,6 +147,12 @@ class RuntimeDir:
             return front_end_id
         finally:
             os.close(fd)
+
+
+def folder_name(server_pid: int, key: str) -> str:
+    """Of what the front ends of a server share under this key; `remove_leftovers` knows it by its beginning."""
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    return f"{server_pid}-{process_start_time(server_pid) or 0}-{digest}"
 
 
 def read_engines(folder: Path) -> list[EngineLife]:
@@ -201,7 +205,8 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def _lock(fd: int, kind: int) -> bool:
+def try_lock(fd: int, kind: int) -> bool:
+    """Lock an open file as `fcntl.flock` does; False where another holds it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError:

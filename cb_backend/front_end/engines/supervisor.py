@@ -20,7 +20,7 @@ from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.front_end.engines.engine_group import EngineGroup
 from cb_backend.front_end.engines.engine_keeper import EngineKeeper
 from cb_backend.front_end.engines.engine_launch import launch_engine
-from cb_backend.front_end.engines.runtime_dir import RuntimeDir
+from cb_backend.front_end.engines.runtime_dir import RuntimeDir, folder_name
 from cb_backend.front_end.interpreter import find_python
 from cb_backend.messages import ModelInfo
 
@@ -47,6 +47,7 @@ class EngineSupervisor:
         self.model_name, self.model_version = model_name, model_version
         self.engine_name, self.engine_version = engine_model or (model_name, model_version)
         self.config = config
+        self._server_pid = server_pid
         config_json = json.dumps(asdict(config), sort_keys=True)
         python = config.engine_python or find_python()
         key = f"{self.engine_name}\n{self.engine_version}\n{config_json}"
@@ -79,6 +80,11 @@ class EngineSupervisor:
     def runtime_folder(self) -> Path:
         """Where the front ends of this model copy meet; gone once the last of them has closed."""
         return self._directory.path
+
+    def shared_folder(self, key: str) -> Path:
+        """Beside the runtime folder: of all front ends of the server that come with this key, whatever their engine. It
+        is the caller's to make and to remove; what a killed server leaves is removed as runtime folders are."""
+        return self.runtime_folder.parent / folder_name(self._server_pid, key)
 
     def start(self) -> ModelInfo:
         """Wait until this front end is connected to every engine. Raises `ConfigError` with an engine's reason."""
