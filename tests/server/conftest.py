@@ -1,7 +1,8 @@
 """Real servers for the tests: one shared by most, others for tests that end or change theirs.
 
 Every server carries a mark in its environment, which its stubs and its engine inherit: so a test can say that no
-process is left, whoever its parent is by then.
+process is left, whoever its parent is by then. How each of them ends is watched (`exit_watch`): a crash that nobody has
+asked for fails the test, and so does a stop after which a process has not ended with exit code 0.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import copy_with_model
 from cb_backend.cli.server.processes import descendants
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
+from tests.server.exit_watch import CRASHES, ExitWatch, describe
+from tests.server.shared_server import SharedServer
 from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
 from tests.waiting import WAIT_S, eventually
 
@@ -109,7 +112,7 @@ def running_server(
     checkpoint: Path,
     folder: Path,
     front_ends: int = 2,
-    exit_timeout_secs: int = 5,
+    exit_timeout_secs: int = 30,
     prepare: Callable[[Path], None] = lambda repository: None,
     server_arguments: tuple[str, ...] = (),
     through: str | None = None,
@@ -126,13 +129,14 @@ def running_server(
     (repository / "llm" / "1" / "model.json").write_text(json.dumps({**arguments, **engine_arguments}))
     prepare(repository)
     mark = uuid.uuid4().hex
+    exits = ExitWatch(folder.with_name(f"{folder.name}-{mark[:8]}-exits"))
     options = ServerOptions(
         repository,
         "127.0.0.1",
         *free_ports(3),
         exit_timeout_secs=exit_timeout_secs,
         extra_arguments=server_arguments,
-        extra_environment={MARK: mark, "OMP_NUM_THREADS": "1", **environment},
+        extra_environment={MARK: mark, "OMP_NUM_THREADS": "1", **exits.environment, **environment},
     )
     installation = find_server()
     if through is not None:
@@ -142,13 +146,27 @@ def running_server(
         installation = replace(installation, binary=script)
     process = ServerProcess(installation, options)
     process.start()
+    problems: list[str] = []
     try:
         process.wait_ready(START_TIMEOUT_S)
         yield RunningServer(process, mark)
     finally:
         print("\n".join(process.last_lines(60)))  # shown by pytest where a test fails
-        process.stop()
+        problems += stop(process, exits)
+        print("\n".join(problems))
         eventually(lambda: marked_processes(mark) == [], "no process of the server is left")
+    assert problems == [], "a process of the server has crashed, or did not end well when it was stopped"
+
+
+def stop(process: ServerProcess, exits: ExitWatch) -> list[str]:
+    """Stop a server that may have ended. What is wrong with how its processes have ended."""
+    is_running = process.poll() is None
+    pids = {each.pid for each in descendants(process.pid)}
+    code = process.stop()
+    problems = [str(each) for each in exits.exits() if each.is_crash or (is_running and each.pid in pids and each.code)]
+    if -code in CRASHES or (is_running and code):
+        problems.append(f"the server itself ended with {describe(code)}")
+    return problems
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -172,7 +190,23 @@ def reference(checkpoint: Path) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def shared_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer[RunningServer]]:
+    shared = SharedServer(lambda: running_server(checkpoint, tmp_path_factory.mktemp("repository")))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def server(shared_server: SharedServer[RunningServer]) -> RunningServer:
     """The shared server: two front ends."""
-    with running_server(checkpoint, tmp_path_factory.mktemp("repository")) as running:
-        yield running
+    return shared_server.get()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test under which a server dies that it shares with others says so, and fails with that alone."""
+    with contextlib.ExitStack() as stack:
+        for fixture in getattr(item, "funcargs", {}).values():
+            if isinstance(fixture, SharedServer):
+                stack.enter_context(fixture.watching())
+        return (yield)

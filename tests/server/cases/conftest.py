@@ -8,6 +8,7 @@ narrow     H with one slot and ten blocks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.fakes.scripted_model import write_scripted_tokenizer
 from tests.server.cases.transports import Wire
 from tests.server.conftest import RunningServer, running_server
+from tests.server.shared_server import SharedServer
 from tests.waiting import eventually
 
 MAX_MODEL_LEN = 1024  # of llm
@@ -59,8 +61,9 @@ def add_fakes(repository: Path) -> None:
 class Floor:
     """The server, and figures of one of its models."""
 
-    def __init__(self, server: RunningServer) -> None:
-        self.server = server
+    def __init__(self, server: RunningServer, wire: Wire) -> None:
+        self.server, self.wire = server, wire
+        self.process = server.process
 
     def metric(self, model: str, family: str, **labels: str) -> float:
         """Sum of the matching lines of /metrics."""
@@ -84,15 +87,26 @@ class Floor:
 
 
 @pytest.fixture(scope="session")
-def floor(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
-    folder = tmp_path_factory.mktemp("floor")
-    options: dict[str, Any] = {"front_ends": 1, "prepare": add_fakes, "max_model_len": MAX_MODEL_LEN}
-    with running_server(checkpoint, folder, **options) as running:
-        yield Floor(running)
+def shared_floor(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer[Floor]]:
+    @contextlib.contextmanager
+    def start() -> Iterator[Floor]:
+        options: dict[str, Any] = {"front_ends": 1, "prepare": add_fakes, "max_model_len": MAX_MODEL_LEN}
+        with (
+            running_server(checkpoint, tmp_path_factory.mktemp("floor"), **options) as running,
+            Wire(running.process.grpc_address, running.process.http_address) as wire,
+        ):
+            yield Floor(running, wire)
+
+    shared = SharedServer(start)
+    yield shared
+    shared.close()
 
 
-@pytest.fixture(scope="session")
-def wire(floor: Floor) -> Iterator[Wire]:
-    process = floor.server.process
-    with Wire(process.grpc_address, process.http_address) as wire:
-        yield wire
+@pytest.fixture
+def floor(shared_floor: SharedServer[Floor]) -> Floor:
+    return shared_floor.get()
+
+
+@pytest.fixture
+def wire(floor: Floor) -> Wire:
+    return floor.wire
