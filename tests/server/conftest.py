@@ -116,6 +116,7 @@ def running_server(
     prepare: Callable[[Path], None] = lambda repository: None,
     server_arguments: tuple[str, ...] = (),
     through: str | None = None,
+    has_failed_loads: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
     **engine_arguments: object,
 ) -> Iterator[RunningServer]:
@@ -123,6 +124,8 @@ def running_server(
 
     `prepare` may change the model repository before the start. `through`: a line of shell that ends by executing the
     server, "$@"; what it sets up (limits, mounts, redirections) holds for everything the server starts.
+    `has_failed_loads`: over models that are loaded. Then server 24.10 counts a model too many, with any backend: its
+    stop takes all of its time and gives exit code 1, though everything below it has ended well.
     """
     repository = copy_with_model(checkout_path("model_repository/llm"), str(checkpoint), folder, front_ends)
     arguments = {"model": str(checkpoint), "max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 32 << 20}
@@ -152,19 +155,20 @@ def running_server(
         yield RunningServer(process, mark)
     finally:
         print("\n".join(process.last_lines(60)))  # shown by pytest where a test fails
-        problems += stop(process, exits)
+        problems += stop(process, exits, has_failed_loads)
         print("\n".join(problems))
         eventually(lambda: marked_processes(mark) == [], "no process of the server is left")
     assert problems == [], "a process of the server has crashed, or did not end well when it was stopped"
 
 
-def stop(process: ServerProcess, exits: ExitWatch) -> list[str]:
+def stop(process: ServerProcess, exits: ExitWatch, may_run_out_of_time: bool = False) -> list[str]:
     """Stop a server that may have ended. What is wrong with how its processes have ended."""
     is_running = process.poll() is None
     pids = {each.pid for each in descendants(process.pid)}
     code = process.stop()
     problems = [str(each) for each in exits.exits() if each.is_crash or (is_running and each.pid in pids and each.code)]
-    if -code in CRASHES or (is_running and code):
+    is_late = code == 1 and "Exit timeout expired" in "".join(list(process.lines)[-20:])
+    if -code in CRASHES or (is_running and code and not (is_late and may_run_out_of_time)):
         problems.append(f"the server itself ended with {describe(code)}")
     return problems
 

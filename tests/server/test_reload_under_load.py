@@ -85,7 +85,7 @@ def reloaded(
 ) -> Iterator[Reloaded]:
     folder = tmp_path_factory.mktemp("by_hand")
     options: dict[str, Any] = {"front_ends": request.param, "prepare": add_second, "server_arguments": BY_HAND}
-    with running_server(checkpoint, folder, exit_timeout_secs=120, **options) as server:
+    with running_server(checkpoint, folder, has_failed_loads=True, **options) as server:
         yield Reloaded(server, folder)
 
 
