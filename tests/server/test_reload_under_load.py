@@ -5,6 +5,7 @@ pytest tests/server/test_reload_under_load.py; a hundred times: python -m tests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tests.server.raw_stream import RawStream
 from tests.server.test_metrics import Snapshot
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 LONG = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
 BY_HAND = ("--model-control-mode=explicit", "--load-model=llm", "--load-model=llm_trtllm")
@@ -79,14 +80,19 @@ class Reloaded:
         return [value for (_, labels), value in samples if dict(labels)["model"] == model]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 front ends", "4 front ends"])
-def reloaded(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reloaded]:
-    folder = tmp_path_factory.mktemp("by_hand")
-    options: dict[str, Any] = {"front_ends": request.param, "prepare": add_second, "server_arguments": BY_HAND}
-    with running_server(checkpoint, folder, has_failed_loads=True, **options) as server:
+@contextlib.contextmanager
+def running(checkpoint: Path, folder: Path, front_ends: int) -> Iterator[Reloaded]:
+    """A server whose models are loaded by its clients."""
+    options: dict[str, Any] = {"front_ends": front_ends, "prepare": add_second, "server_arguments": BY_HAND}
+    with running_server(checkpoint, folder, has_failed_loads=True, exit_timeout_secs=20, **options) as server:
         yield Reloaded(server, folder)
+
+
+@pytest.fixture(scope="module")
+def reloaded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reloaded]:
+    """Two front ends of `llm` and one of `llm_trtllm`."""
+    with running(checkpoint, tmp_path_factory.mktemp("by_hand"), front_ends=2) as reloaded:
+        yield reloaded
 
 
 def test_r60_a_load_over_a_load_under_streams(reloaded: Reloaded) -> None:
@@ -166,6 +172,12 @@ def test_r60_a_renamed_model_beside_streams_of_the_old(reloaded: Reloaded) -> No
     reloaded.end(streams)
     reloaded.ok("unload", "renamed")
     reloaded.check()
+
+
+def test_r60_r60i_with_four_front_ends(checkpoint: Path, tmp_path: Path) -> None:
+    with running(checkpoint, tmp_path, front_ends=4) as reloaded:
+        test_r60_a_load_over_a_load_under_streams(reloaded)
+        test_r60i_unload_and_load_of_a_second_front(reloaded)
 
 
 def test_r61_changes_that_the_server_finds_by_polling(checkpoint: Path, tmp_path: Path) -> None:
