@@ -133,8 +133,8 @@ class StepOps(Protocol):
         sampled: Tensor,
         is_failed: Tensor,
         sample_positions: Tensor,
-        last_token: Tensor,
-        num_tokens: Tensor,
+        min_positions: Tensor,
+        state: SlotState,
         result: Tensor,
     ) -> None: ...
     def mask_stop_ids(

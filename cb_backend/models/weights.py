@@ -23,7 +23,7 @@ from cb_backend.layers.placement import Placement
 
 INDEX = "model.safetensors.index.json"
 # Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
@@ -180,7 +180,7 @@ def _check(placements: Sequence[Placement], source: CheckpointFiles, ignored: st
     for placement in placements:
         name = placement.name
         if name not in source.files:
-            hint = "; the config does not tie the head (tie_word_embeddings)" if name.endswith(_HEAD) else ""
+            hint = "; the config does not tie the head (tie_word_embeddings)" if name.endswith(HEAD) else ""
             raise ConfigError(f"tensor {name} is missing in {where}{hint}")
         if source.shapes[name] != placement.shape:
             raise ConfigError(

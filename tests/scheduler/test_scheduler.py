@@ -247,13 +247,17 @@ def test_results_must_come_in_order_and_in_shape() -> None:
     engine.add(1, 5)
     for _ in range(2):
         engine.launch()
-    one = np.ones(1, np.int32)
+
+    def result(step_id: int, num_rows: int) -> StepResult:
+        flags = np.ones(num_rows, np.uint8)
+        return StepResult(step_id, np.ones((num_rows, 1), np.int32), flags, 0 * flags)
+
     with pytest.raises(ValueError, match="step 1 is due"):
-        engine.scheduler.update_from_output(StepResult(2, one, one < 0))
+        engine.scheduler.update_from_output(result(2, 1))
     with pytest.raises(ValueError, match="is not in flight"):
         engine.scheduler.fail_step(3)
     with pytest.raises(ValueError, match="had 1 rows"):
-        engine.scheduler.update_from_output(StepResult(1, np.ones(2, np.int32), np.zeros(2, np.bool_)))
+        engine.scheduler.update_from_output(result(1, 2))
 
 
 def test_cached_tokens_are_told_with_the_first_token() -> None:
