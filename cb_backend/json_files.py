@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.errors import ConfigError
+from cb_backend.git_lfs import refuse_lfs_pointer
 
 
 def read_json_object(path: Path, *, refuses_twins: bool = False) -> dict[str, Any]:
     """The object in the file at `path`, which must exist. `refuses_twins`: an object may not have a key twice (JSON
-    allows that, and the last one would count). Raises `ConfigError` that names the file and what is wrong with it.
+    allows that, and the last one would count). A byte order mark, as editors on Windows write it, is passed over.
+    Raises `ConfigError` that names the file and what is wrong with it.
     """
 
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -26,9 +28,15 @@ def read_json_object(path: Path, *, refuses_twins: bool = False) -> dict[str, An
         return values
 
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
+        refuse_lfs_pointer(path)
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_twins)
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be read ({error.strerror}: {path})") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(
+            f"{path.name} is not text in UTF-8 (byte {byte:#04x} at {error.start}); save it in UTF-8"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{path.name} is not valid JSON: nested too deeply") from None
     except ValueError as error:

@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
 from cb_backend.errors import ConfigError
+from cb_backend.git_lfs import refuse_lfs_pointer
 from cb_backend.json_files import read_json_object
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -47,6 +48,7 @@ def _load_backend(path: Path) -> BackendTokenizer:
             "tokenizer.json is missing in the tokenizer's folder; convert the tokenizer once with transformers:"
             " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or name another one in 'tokenizer'"
         )
+    refuse_lfs_pointer(path)
     try:
         backend = BackendTokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

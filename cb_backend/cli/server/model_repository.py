@@ -11,6 +11,7 @@ from pathlib import Path
 from cb_backend.cli.paths import CliError
 from cb_backend.config import engine_folder, load_engine_config
 from cb_backend.errors import ConfigError
+from cb_backend.json_files import read_json_object
 from cb_backend.models.checkpoint import check_checkpoint_name
 
 
@@ -74,7 +75,7 @@ def copy_with_model(model_folder: Path, checkpoint: str, target: Path, front_end
     copy = target / model_folder.name
     shutil.copytree(model_folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
     arguments_file = copy / "1" / "model.json"
-    arguments = json.loads(arguments_file.read_text())
+    arguments = read_json_object(arguments_file)
     local = Path(checkpoint).expanduser()
     arguments["model"] = str(local.resolve()) if local.exists() else checkpoint
     arguments_file.write_text(json.dumps(arguments, indent=2) + "\n")
