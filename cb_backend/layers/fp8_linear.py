@@ -77,7 +77,12 @@ class QuantizedRows:
             self._quantise(part, source[part].to(self.device))
 
     def copy_quantised(self, values: Tensor, scales: Tensor) -> None:
-        """Take over what is fp8 in the checkpoint; scales: one number, or one a row."""
+        """Take over what is fp8 in the checkpoint; scales: one number, or one a row.
+
+        Raises `ValueError` for scales that are not finite.
+        """
+        if not scales.float().isfinite().all():
+            raise ValueError("has a scale that is not finite")
         self.values.copy_(values)
         self.scales.copy_(scales.float().flatten().expand(len(self.scales)))
 

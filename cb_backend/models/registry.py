@@ -85,19 +85,24 @@ def load_model(
         format_of=module_formats(quantization or spec.quantization),
     )
 
-    def build(has_own_head: bool) -> DecoderForCausalLM:
-        length = spec.max_context_len if max_model_len is None else max_model_len
-        return DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
-
+    length = spec.max_context_len if max_model_len is None else max_model_len
     if load_format == "dummy":
-        model = build(has_own_head=not spec.tie_word_embeddings)
+        model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=length)
         weights.fill_dummy(model.placements(), seed)
         return model
     source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8)
     spec = _as_named(spec, source)
+    source = source.under(spec.names)
+    if spec.tie_word_embeddings:
+        source = source.with_head_as(f"{spec.names.prefix}embed_tokens.weight", spec.names)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
-    model = build(has_own_head=not spec.tie_word_embeddings or spec.names.head in source.files)
-    weights.fill_from_checkpoint(list(model.placements()), source, progress, spec.ignored)
+    has_own_head = not spec.tie_word_embeddings or spec.names.head in source.files
+    # Wrong sizes in a config are named before memory of such sizes is asked for.
+    sizes = replace(make, device=torch.device("meta"))
+    outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
+    weights.check_placements(list(outline.placements()), source, spec.ignored)
+    model = DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
+    weights.fill_from_checkpoint(list(model.placements()), source, progress)
     if spec.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.tie_head()
     if has_kv_scales:

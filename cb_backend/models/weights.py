@@ -7,10 +7,9 @@ what the tensors are for. Pickled files are never read.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,10 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cb_backend.errors import ConfigError
+from cb_backend.git_lfs import refuse_lfs_pointer
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.placement import Placement
+from cb_backend.models.spec import Names
+from cb_backend.models.weight_files import find_weight_files
 
-INDEX = "model.safetensors.index.json"
 # Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
 HEAD = "lm_head.weight"
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
@@ -37,6 +38,28 @@ class CheckpointFiles:
     files: dict[str, Path]  # tensor name -> file
     shapes: dict[str, tuple[int, ...]]
     quantised: frozenset[str]  # names of the fp8 matrices
+    stored_names: dict[str, str] = field(default_factory=dict)  # tensor name -> name in the file, where they differ
+
+    def renamed(self, names: Mapping[str, str]) -> CheckpointFiles:
+        """The same tensors, those in `names` called by the names they have there."""
+        return CheckpointFiles(
+            {names.get(name, name): path for name, path in self.files.items()},
+            {names.get(name, name): shape for name, shape in self.shapes.items()},
+            frozenset(names.get(name, name) for name in self.quantised),
+            {names.get(name, name): self.stored_names.get(name, name) for name in self.files},
+        )
+
+    def under(self, names: Names) -> CheckpointFiles:
+        """Of a checkpoint of the decoder alone, whose names lack their prefix: the names with it."""
+        if any(name.startswith(names.prefix) for name in self.files):
+            return self
+        return self.renamed({name: names.prefix + name for name in self.files if name != names.head})
+
+    def with_head_as(self, embedding: str, names: Names) -> CheckpointFiles:
+        """Of a tied checkpoint, whose one matrix may be stored as the head: the matrix as the embedding."""
+        if embedding in self.files or names.head not in self.files:
+            return self
+        return self.renamed({names.head: embedding})
 
 
 def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
@@ -46,8 +69,9 @@ def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
     files: dict[str, Path] = {}
     quantised = set()
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in _weight_files(folder):
+    for path in find_weight_files(folder):
         try:
+            refuse_lfs_pointer(path)
             with safe_open(path, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 - not a dict
                     part = reader.get_slice(name)
@@ -67,15 +91,12 @@ def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
 
 
 def fill_from_checkpoint(
-    placements: Sequence[Placement],
-    source: CheckpointFiles,
-    progress: Callable[[float], None] | None = None,
-    ignored: str | None = None,
+    placements: Sequence[Placement], source: CheckpointFiles, progress: Callable[[float], None] | None = None
 ) -> None:
-    """Fill every target from its file, cast to the target's dtype and device. Raises `ConfigError`, for what the files'
-    headers show before anything is copied. ignored: regular expression of names that need no place.
+    """Fill every target from its file, cast to the target's dtype and device. `check_placements` comes before it.
+
+    Raises `ConfigError` for a file that ends early, and for values that cannot be used.
     """
-    _check(placements, source, ignored)
     placements_in: dict[Path, list[Placement]] = {}
     for placement in placements:
         placements_in.setdefault(source.files[placement.name], []).append(placement)
@@ -84,7 +105,8 @@ def fill_from_checkpoint(
         try:
             with safe_open(path, framework="pt") as reader:
                 for placement in in_file:
-                    _fill(placement, reader.get_tensor(placement.name), source)
+                    stored_name = source.stored_names.get(placement.name, placement.name)
+                    _fill(placement, reader.get_tensor(stored_name), source)
                     done += placement.target.numel()
                     while progress is not None and quarters < 4 * done // total:
                         quarters += 1
@@ -97,7 +119,7 @@ def _fill(placement: Placement, tensor: Tensor, source: CheckpointFiles) -> None
     name, target = placement.name, placement.target
     try:
         if name in source.quantised:
-            assert isinstance(target, QuantizedRows)  # as `_check` has seen
+            assert isinstance(target, QuantizedRows)  # as `check_placements` has seen
             target.copy_quantised(placement.prepare(tensor), _scales_of(placement, _read(source, f"{name}_scale")))
         else:
             target.copy_(placement.prepare(tensor))
@@ -116,7 +138,7 @@ def _scales_of(placement: Placement, scales: Tensor) -> Tensor:
 
 def _read(source: CheckpointFiles, name: str) -> Tensor:
     with safe_open(source.files[name], framework="pt") as reader:
-        tensor: Tensor = reader.get_tensor(name)
+        tensor: Tensor = reader.get_tensor(source.stored_names.get(name, name))
     return tensor
 
 
@@ -148,40 +170,16 @@ def fill_dummy(placements: Iterable[Placement], seed: int) -> None:
             target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The shards the index names; without one, `model.safetensors` or every safetensors file there is."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ConfigError(f"{INDEX} is broken: it has no weight_map; fetch the checkpoint again") from None
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ConfigError(f"{INDEX} names {missing[0]}, which is missing; fetch the checkpoint again")
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        if pickled:
-            raise ConfigError(
-                f"the checkpoint holds {pickled[0]}, which is pickled and may run code; convert it to safetensors: "
-                "load it with transformers and save_pretrained(folder)"
-            )
-        raise ConfigError("the checkpoint's folder holds no .safetensors file")
-    return files
+def check_placements(placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None = None) -> None:
+    """Compare what the model needs with the files' headers; the targets may lie on the device "meta".
 
-
-def _check(placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None) -> None:
-    """Raises `ConfigError` that names the first tensor which is missing, misshapen or unknown."""
+    ignored: regular expression of names that need no place.
     names = sorted({path.name for path in source.files.values()})
     where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
     for placement in placements:
         name = placement.name
         if name not in source.files:
-            hint = "; the config does not tie the head (tie_word_embeddings)" if name.endswith(HEAD) else ""
-            raise ConfigError(f"tensor {name} is missing in {where}{hint}")
+            raise ConfigError(f"tensor {name} is missing in {where}{_hint(name, source)}")
         if source.shapes[name] != placement.shape:
             raise ConfigError(
                 f"{source.files[name].name}: tensor {name} has shape {list(source.shapes[name])}, "
@@ -196,6 +194,13 @@ def _check(placements: Sequence[Placement], source: CheckpointFiles, ignored: st
     for name, path in source.files.items():
         if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
             raise ConfigError(f"{path.name}: tensor {name} has no place in the model that config.json describes")
+
+
+def _hint(missing: str, source: CheckpointFiles) -> str:
+    """What may lie behind a tensor that is missing."""
+    if any(name.endswith(".attention.wq.weight") for name in source.files):
+        return ", whose tensors have their makers' own names; fetch the model*.safetensors of the same repository"
+    return "; the config does not tie the head (tie_word_embeddings)" if missing == HEAD else ""
 
 
 def _check_scales(placement: Placement, source: CheckpointFiles) -> None:

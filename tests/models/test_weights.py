@@ -17,7 +17,7 @@ from cb_backend.errors import ConfigError
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.registry import load_model, read_model_config
-from cb_backend.models.weights import INDEX
+from cb_backend.models.weight_files import INDEX
 from tests.models.paged_model import CPU, PagedModel
 from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
 
@@ -134,11 +134,13 @@ def remove_weights(folder: Path) -> None:
 
 
 def name_missing_shard(folder: Path) -> None:
-    weight_map = {"model.norm.weight": FILE, "lm_head.weight": "model-2-of-2.safetensors"}
+    weight_map = {"model.norm.weight": "model-1-of-2.safetensors", "lm_head.weight": "model-2-of-2.safetensors"}
+    (folder / FILE).rename(folder / "model-1-of-2.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def break_index(folder: Path) -> None:
+    (folder / FILE).rename(folder / "model-1-of-1.safetensors")
     (folder / INDEX).write_text('{"metadata": {}}')
 
 
