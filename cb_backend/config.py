@@ -30,6 +30,7 @@ MAX_RUN_AHEAD = 4
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
     "load_format": ("auto", "dummy"),
+    "generation_config": ("vllm", "auto"),
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "triton", "torch"),
     "prefill_policy": ("mixed", "hybrid"),
@@ -60,6 +61,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt + output; None: the checkpoint's
     load_format: str = "auto"  # auto | dummy (random weights, for benchmarks)
     seed: int = 0  # of dummy weights
+    generation_config: str = "vllm"  # vllm: neutral sampling defaults | auto: those of generation_config.json
     # Where
     device: str = "auto"  # auto | cpu | cuda
     engine_python: str | None = None  # interpreter of the engine process; None: the front end's own
@@ -201,7 +203,7 @@ def engine_folder(version: Path) -> Path:
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def engine_config_from_dict(arguments: dict[str, Any]) -> EngineConfig:

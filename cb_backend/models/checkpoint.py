@@ -77,13 +77,19 @@ def resolve_tokenizer(tokenizer: str | None, checkpoint: Path) -> Path:
     if (folder / "tokenizer.json").is_file():
         return folder
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if not any(path.name in ("tokenizer.model", "vocab.json", "vocab.txt") for path in files):
+    if not has_tokenizer(folder):
         reason = "there is no tokenizer in the checkpoint's folder; set the engine argument tokenizer"
         raise ConfigError(why_no_tokenizer(folder) or reason)
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return _build_once(cache_dir() / "tokenizers" / digest.hexdigest()[:32], lambda to: _convert_tokenizer(folder, to))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is a tokenizer in `folder`, in whatever format; it may still turn out to be damaged."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    return any((folder / name).is_file() for name in names)
 
 
 def convert_gguf(path: Path) -> Path:

@@ -18,6 +18,10 @@ class ConfigReader:
         self.values = values
         self.where = where
 
+    def with_defaults(self, **defaults: Any) -> ConfigReader:
+        """The same, with a family's values for keys that are absent. Null is not absent: it may have a meaning."""
+        return ConfigReader(defaults | self.values, self.where)
+
     def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
         """The value as int, float, bool or str; `default` where it is absent or null. Raises `ConfigError`."""
         value = self.values.get(key)

@@ -19,6 +19,7 @@ from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.models import families, weights
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.generation_config import read_generation_eos_ids
 from cb_backend.models.quantization import FP8, module_formats
 from cb_backend.models.spec import ModelSpec
 
@@ -31,11 +32,8 @@ def read_model_config(folder: Path) -> ModelSpec:
     Raises `ConfigError` for a broken file, an unsupported model_type or an unsupported option.
     """
     values = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        reader = ConfigReader(_read_json(generation), generation.name)
-        if eos_token_ids := reader.token_ids("eos_token_id"):
-            values["eos_token_id"] = list(eos_token_ids)
+    if eos_token_ids := read_generation_eos_ids(folder):
+        values["eos_token_id"] = list(eos_token_ids)
     return read_spec(ConfigReader(values))
 
 

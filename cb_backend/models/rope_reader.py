@@ -9,6 +9,7 @@ from cb_backend.errors import ConfigError
 from cb_backend.layers.rope_config import ROPE_TYPES, RopeConfig
 from cb_backend.models.config_reader import ConfigReader
 
+_MOST_POSITIONS = (1 << 31) - 1
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
 
@@ -90,7 +91,10 @@ def rope_of(reader: ConfigReader, rope: ConfigReader, rotary_dim: int, default_t
         # Some files keep the pretraining length beside the rope parameters; that one wins, as in transformers.
         inside = rope.positive("original_max_position_embeddings", max_position_embeddings)
         shared["original_max_position_embeddings"] = reader.positive("original_max_position_embeddings", inside)
-    return RopeConfig(**shared, **_ROPE_READERS[rope_type](rope, shared, rotary_dim))
+    config = RopeConfig(**shared, **_ROPE_READERS[rope_type](rope, shared, rotary_dim))
+    if (length := config.factor * max_position_embeddings) > _MOST_POSITIONS:
+        raise ConfigError(f"{rope.where}: factor {config.factor} asks for a context of {length:g} tokens; lower it")
+    return config
 
 
 def _read_no_scaling(_rope: ConfigReader, _shared: dict[str, Any], _rotary_dim: int) -> dict[str, Any]:
@@ -102,7 +106,13 @@ def _read_factor(rope: ConfigReader, _shared: dict[str, Any], _rotary_dim: int) 
 
 
 def _read_llama3(rope: ConfigReader, _shared: dict[str, Any], _rotary_dim: int) -> dict[str, Any]:
-    return {key: rope.positive_float(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    values = {key: rope.positive_float(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    if values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise ConfigError(
+            f"{rope.where}: high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
+            f"({values['low_freq_factor']})"
+        )
+    return values
 
 
 def _length_ratio(shared: dict[str, Any]) -> float:
@@ -121,8 +131,15 @@ def _read_yarn(rope: ConfigReader, shared: dict[str, Any], _rotary_dim: int) -> 
     }
 
 
+def _read_numbers(rope: ConfigReader, key: str) -> tuple[float, ...]:
+    """A list of numbers above 0, each checked as a value of its own would be."""
+    values = rope.get(key, list)
+    entries = ConfigReader({f"{key}[{index}]": value for index, value in enumerate(values)}, rope.where)
+    return tuple(entries.positive_float(name) for name in entries.values)
+
+
 def _read_longrope(rope: ConfigReader, shared: dict[str, Any], rotary_dim: int) -> dict[str, Any]:
-    factors = {key: tuple(float(value) for value in rope.get(key, list)) for key in ("short_factor", "long_factor")}
+    factors = {key: _read_numbers(rope, key) for key in ("short_factor", "long_factor")}
     for key, values in factors.items():
         if len(values) != rotary_dim // 2:
             raise ConfigError(

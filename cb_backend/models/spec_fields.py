@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpe
 from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.quantization import read_quantization
+
+logger = logging.getLogger("cb_backend.engine")
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds in layer_types
 _MOST_LAYERS = 10_000  # beyond, a damaged file would keep the start busy for hours
@@ -20,33 +23,42 @@ _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 def read_basics(reader: ConfigReader, *, is_tied: bool = False) -> dict[str, Any]:
     """The `ModelSpec` fields that no family reads in its own way. is_tied: the head is the embedding's by default."""
+    vocab_size = reader.positive("vocab_size")
     return {
         "model_type": reader.get("model_type", str),
-        "vocab_size": reader.positive("vocab_size"),
+        "vocab_size": vocab_size,
         "hidden_size": reader.positive("hidden_size"),
         "max_position_embeddings": reader.positive("max_position_embeddings"),
         "tie_word_embeddings": reader.get("tie_word_embeddings", bool, is_tied),
         "dtype": _read_dtype(reader),
         "quantization": read_quantization(reader.values.get("quantization_config"), reader.where),
-        "eos_token_ids": reader.token_ids("eos_token_id"),
+        "eos_token_ids": within_vocabulary(reader.token_ids("eos_token_id"), vocab_size, "eos_token_id"),
     }
+
+
+def within_vocabulary(token_ids: Sequence[int], vocab_size: int, name: str) -> tuple[int, ...]:
+    """Those of `token_ids` that the model can sample. The others, which could never come, are told in the log."""
+    if outside := sorted({token_id for token_id in token_ids if not 0 <= token_id < vocab_size}):
+        logger.warning("%s names %s, outside the vocabulary (0 to %d); ignored", name, outside, vocab_size - 1)
+    return tuple(dict.fromkeys(token_id for token_id in token_ids if 0 <= token_id < vocab_size))
 
 
 def read_attention(
     reader: ConfigReader,
     *,
-    default_kv_heads: int | None = None,
     default_head_dim: int | None = None,
     partial_rotary_factor: float = 1.0,
     scale: float | None = None,
     **options: Any,
 ) -> AttentionSpec:
-    """Defaults of None: as many KV heads as heads, a head_dim of hidden_size / heads, a scale of head_dim ** -0.5.
+    """Null, or absent without a default: as many KV heads as heads, a head_dim of hidden_size / heads.
+
+    scale: None is head_dim ** -0.5.
 
     options: those fields of the result that the family settles.
     """
     hidden_size, num_heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
-    num_kv_heads = reader.positive("num_key_value_heads", default_kv_heads or num_heads)
+    num_kv_heads = reader.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{reader.where}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads "
@@ -77,7 +89,7 @@ def _rotary_dim(reader: ConfigReader, head_dim: int, partial: float) -> int:
 
 def read_norm(reader: ConfigReader, *, default_eps: float = 1e-6, **options: Any) -> NormSpec:
     """options: those fields of the result that the family settles."""
-    return NormSpec(eps=reader.get("rms_norm_eps", float, default_eps), **options)
+    return NormSpec(eps=reader.positive_float("rms_norm_eps", default_eps), **options)
 
 
 def read_mlp(
@@ -156,6 +168,7 @@ def read_window(reader: ConfigReader, default: int) -> int:
 
 def _read_dtype(reader: ConfigReader) -> str:
     dtype = reader.get("dtype", str, reader.get("torch_dtype", str, "float32"))
+    dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if dtype not in _FLOAT_DTYPES:
         raise ConfigError(f"{reader.where}: dtype is {dtype!r}; supported: {', '.join(_FLOAT_DTYPES)}")
     return dtype

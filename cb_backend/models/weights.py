@@ -173,7 +173,9 @@ def fill_dummy(placements: Iterable[Placement], seed: int) -> None:
 def check_placements(placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None = None) -> None:
     """Compare what the model needs with the files' headers; the targets may lie on the device "meta".
 
-    ignored: regular expression of names that need no place.
+    ignored: regular expression of names that need no place. Raises `ConfigError` that names the first tensor which is
+    missing, misshapen or unknown.
+    """
     names = sorted({path.name for path in source.files.values()})
     where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
     for placement in placements:

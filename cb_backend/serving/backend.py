@@ -125,7 +125,7 @@ class TritonPythonModel:
 
     def parse(self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
         """What the wire says, checked. Another wire over the same engine overrides this."""
-        return parse_request(inputs, parameters, vocab_size)
+        return parse_request(inputs, parameters, vocab_size, self._info.sampling_defaults)
 
     # ---- one request ------------------------------------------------------------------------------------------
 

@@ -21,9 +21,12 @@ from cb_backend.kv_cache.storage import bytes_per_block, new_storage, resolve_kv
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.messages import ModelInfo
-from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
+from cb_backend.models.checkpoint import has_tokenizer, resolve_checkpoint, resolve_tokenizer
+from cb_backend.models.generation_config import read_sampling_defaults
 from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
 from cb_backend.models.spec import ModelSpec
+from cb_backend.models.spec_fields import within_vocabulary
+from cb_backend.tokenizer_files import load_tokenizer, token_text
 
 
 def resolve_device(name: str) -> torch.device:
@@ -95,6 +98,11 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     quantization = resolve_quantization(config, spec, dtype, device)
     max_model_len = resolve_max_model_len(config, spec)
+    # What small files may have wrong is found before the weights are loaded.
+    tokenizer_dir = _tokenizer_dir(config, folder)
+    tokenizer_eos_ids = read_tokenizer_eos_ids(tokenizer_dir, spec.vocab_size)
+    wants_defaults = config.generation_config == "auto"
+    sampling_defaults = read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {}
     ops = resolve_ops(resolve_attention_backend(config.attention_backend, device))
     model = load_model(
         folder,
@@ -120,10 +128,10 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         runner.swapper = BlockSwapper(runner.storage, num_host_blocks)
     info = ModelInfo(
         model=config.model,
-        tokenizer_dir=_tokenizer_dir(config, folder),
+        tokenizer_dir=str(tokenizer_dir),
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=spec.eos_token_ids,
+        eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer_eos_ids))),
         block_size=config.block_size,
         num_blocks=runner.storage.data.shape[1] - 1,  # block 0 is the null block
         max_num_seqs=config.max_num_seqs,
@@ -132,21 +140,39 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         kv_cache_dtype=config.kv_cache_dtype,
         quantization=quantization,
         num_host_blocks=num_host_blocks,
+        sampling_defaults=sampling_defaults,
     )
     return runner, info
 
 
-def _tokenizer_dir(config: EngineConfig, folder: Path) -> str:
+def _tokenizer_dir(config: EngineConfig, folder: Path) -> Path:
     """The tokenizer's folder; the checkpoint's own when it has none, for whoever works with token ids alone.
 
-    A front end that finds no tokenizer there refuses to start.
+    A front end that finds no tokenizer there refuses to start. Raises `ConfigError` for one that cannot be converted.
     """
-    try:
-        return str(resolve_tokenizer(config.tokenizer, folder))
-    except ConfigError:
-        if config.tokenizer is not None:
-            raise
-        return str(folder)
+    if config.tokenizer is None and not has_tokenizer(folder):
+        return folder
+    return resolve_tokenizer(config.tokenizer, folder)
+
+
+def read_tokenizer_eos_ids(tokenizer_dir: Path, vocab_size: int) -> tuple[int, ...]:
+    """The id of the tokenizer's `eos_token`: fine-tuned models end their turns with it, whatever their
+    generation_config.json kept of the base model. Warns of ids that the tokenizer has and the model lacks.
+
+    Raises `ConfigError` for a tokenizer that cannot be read.
+    """
+    if not (tokenizer_dir / "tokenizer.json").is_file():
+        return ()
+    backend, settings = load_tokenizer(tokenizer_dir)
+    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= vocab_size:
+        log(
+            f"the tokenizer's ids go up to {highest}, the model's vocabulary ends at {vocab_size - 1}: prompts that"
+            " need the others are refused"
+        )
+    eos_token = token_text(settings.get("eos_token"))
+    eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
+    return () if eos_token_id is None else within_vocabulary([eos_token_id], vocab_size, "the tokenizer's eos_token")
 
 
 def _log_progress(fraction: float) -> None:

@@ -61,7 +61,12 @@ class GenerateRequest:
     num_logprobs: int | None = None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
 
 
-def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
+def parse_request(
+    inputs: Mapping[str, NDArray[Any]],
+    parameters: str,
+    vocab_size: int,
+    defaults: Mapping[str, float] | None = None,
+) -> GenerateRequest:
     """Check one request. Raises `InvalidRequestError`, and nothing else, for whatever a client can send.
 
     inputs: arrays of the inputs that are there; strings are object arrays of bytes, flags bool, each with one
@@ -69,6 +74,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
     parameters: the request parameters as JSON text, empty for none. They are sampling parameters; where the input
         `sampling_parameters` names one as well, that one counts.
     vocab_size: number of token ids that the model accepts.
+    defaults: sampling parameters of the model, for what the request leaves out.
     """
     _refuse_unsupported(inputs)
     text_bytes = _read_bytes(inputs, "text_input")
@@ -78,7 +84,7 @@ def parse_request(inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_siz
     flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
     is_input_prepended = _is_input_prepended(flags["exclude_input_in_output"], is_stream, text_bytes is not None)
-    params, scheduling = read_params(load_parameters(parameters, _sampling_text(inputs)), vocab_size)
+    params, scheduling = read_params(load_parameters(parameters, _sampling_text(inputs)), vocab_size, defaults)
     if is_stream and params.num_answers > params.n:
         raise InvalidRequestError(
             f"best_of ({params.best_of}) is greater than n ({params.n}), so answers are chosen when all have ended and"

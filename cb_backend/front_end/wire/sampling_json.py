@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cb_backend.errors import InvalidRequestError
@@ -54,12 +54,15 @@ def load_parameters(parameters: str, sampling: str | None) -> dict[str, Any]:
     )
 
 
-def read_params(given: dict[str, Any], vocab_size: int) -> tuple[SamplingParams, SchedulingParams]:
+def read_params(
+    given: dict[str, Any], vocab_size: int, defaults: Mapping[str, float] | None = None
+) -> tuple[SamplingParams, SchedulingParams]:
     """Read and check one request's parameters; a seed is drawn where none is given.
 
+    defaults: of the model, for parameters that the request leaves out or that are null.
     Raises `InvalidRequestError` that names the parameter, its value and the remedy.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     scheduling_values: dict[str, Any] = {}
     structured_values: dict[str, Any] = {}
     for name, value in given.items():

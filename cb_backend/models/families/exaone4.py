@@ -24,8 +24,9 @@ from cb_backend.models.spec_fields import (
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=2_048, num_key_value_heads=32)
     norm = read_norm(reader, default_eps=1e-5)
-    attention = read_attention(reader, default_kv_heads=32, qk_norm=norm)
+    attention = read_attention(reader, qk_norm=norm)
     window = read_window(reader, default=4096)
     kinds = read_layer_types(reader) or _kinds(reader, has_window=window != FULL_ATTENTION)
     ropes = [0 if window == FULL_ATTENTION or kind == SLIDING else None for kind in kinds]

@@ -10,6 +10,7 @@ from cb_backend.models.spec_fields import read_attention, read_basics, read_laye
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=2_048)
     has_bias = reader.get("attention_bias", bool, False)
     attention = read_attention(reader, has_qkv_bias=has_bias, has_o_bias=has_bias)
     return ModelSpec(

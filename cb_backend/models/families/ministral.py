@@ -21,7 +21,8 @@ from cb_backend.models.spec_fields import (
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
-    attention = read_attention(reader, default_kv_heads=8)
+    reader = reader.with_defaults(max_position_embeddings=131_072, num_key_value_heads=8)
+    attention = read_attention(reader)
     kinds = read_layer_types(reader) or [SLIDING] * num_layers(reader)
     return ModelSpec(
         **read_basics(reader),

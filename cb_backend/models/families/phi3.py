@@ -24,6 +24,7 @@ _OLD_NAMES = ("su", "yarn")  # of longrope
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=4_096)
     partial = read_partial_rotary_factor(reader, 1.0)
     attention = read_attention(reader, partial_rotary_factor=partial, is_qkv_fused=True)
     window = read_window(reader, FULL_ATTENTION)

@@ -17,7 +17,8 @@ from cb_backend.models.spec_fields import (
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
-    attention = read_attention(reader, default_kv_heads=32, has_qkv_bias=True)
+    reader = reader.with_defaults(max_position_embeddings=32_768, num_key_value_heads=32)
+    attention = read_attention(reader, has_qkv_bias=True)
     return ModelSpec(
         **read_basics(reader),
         attention=attention,

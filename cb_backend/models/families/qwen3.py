@@ -17,11 +17,11 @@ from cb_backend.models.spec_fields import (
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=32_768, num_key_value_heads=32)
     has_bias = reader.get("attention_bias", bool, False)
     norm = read_norm(reader)
     attention = read_attention(
         reader,
-        default_kv_heads=32,
         default_head_dim=128,
         has_qkv_bias=has_bias,
         has_o_bias=has_bias,

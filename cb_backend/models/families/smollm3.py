@@ -24,8 +24,9 @@ from cb_backend.models.spec_fields import (
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=32_768, num_key_value_heads=4)
     has_bias = reader.get("attention_bias", bool, False)
-    attention = read_attention(reader, default_kv_heads=4, has_qkv_bias=has_bias, has_o_bias=has_bias)
+    attention = read_attention(reader, has_qkv_bias=has_bias, has_o_bias=has_bias)
     has_rope = _layers_with_rope(reader)
     is_sliding = reader.get("use_sliding_window", bool, False)
     window = read_window(reader, FULL_ATTENTION) if is_sliding else FULL_ATTENTION
