@@ -166,6 +166,20 @@ def read_window(reader: ConfigReader, default: int) -> int:
     return FULL_ATTENTION if reader.values["sliding_window"] is None else reader.positive("sliding_window")
 
 
+def refuse_window(reader: ConfigReader) -> None:
+    """For families without windows: a `sliding_window` that would count is refused.
+
+    transformers would cut its cache there but mask nothing in a prompt: its answers depend on where a prompt ends.
+    """
+    window = reader.get("sliding_window", int, None)
+    if window is not None and window < reader.positive("max_position_embeddings"):
+        model_type = reader.get("model_type", str)
+        raise ConfigError(
+            f"{reader.where}: sliding_window is {window}, which {model_type} does not have; set it to null to "
+            "attend to all tokens"
+        )
+
+
 def _read_dtype(reader: ConfigReader) -> str:
     dtype = reader.get("dtype", str, reader.get("torch_dtype", str, "float32"))
     dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.runner.runner_factory import create_runner
 from cb_backend.errors import ConfigError
 from cb_backend.front_end.wire.sampling_json import read_params
 from cb_backend.models.generation_config import read_sampling_defaults
-from cb_backend.models.registry import read_model_config, resolve_dtype
+from cb_backend.models.registry import FAMILIES, read_model_config, resolve_dtype
 from tests.models.test_model_config import LLAMA, write
 from tests.models.tiny_checkpoints import write_checkpoint
 
@@ -101,7 +101,7 @@ def test_r08d_the_tokenizers_end_outside_the_vocabulary_is_ignored(
 # ---- configs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_r03a_null_kv_heads_are_as_many_as_heads(tmp_path: Path, model_type: str) -> None:
     config = read_model_config(write(tmp_path, {**LLAMA, "model_type": model_type, "num_key_value_heads": None}))
     assert config.num_kv_heads == config.num_heads == 4
@@ -112,7 +112,7 @@ def test_r03a_transformers_reads_null_kv_heads_so_too(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).num_key_value_heads == read_model_config(tmp_path).num_kv_heads
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_r04a_an_absent_length_is_the_familys(tmp_path: Path, model_type: str) -> None:
     values = {**LLAMA, "model_type": model_type, "num_key_value_heads": 4}
     del values["max_position_embeddings"]
@@ -209,3 +209,43 @@ def test_r08f_values_of_no_request_are_refused_at_load(tmp_path: Path, values: d
 def test_r08f_the_argument_has_two_values() -> None:
     with pytest.raises(ConfigError, match=r"generation_config is 'folder'; use one of vllm, auto"):
         EngineConfig(model="m", generation_config="folder")
+
+
+# ---- every setting ------------------------------------------------------------------------------------------------
+
+# Settings of the families' configs in transformers; each is here, so that a new one is not dropped unseen.
+READ = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "eos_token_id",
+    "tie_word_embeddings", "rope_parameters", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window",
+    "max_window_layers", "layer_types", "original_max_position_embeddings", "attention_multiplier",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers", "no_rope_layer_interval",
+    "sliding_window_pattern",
+}  # fmt: skip
+# Of training, of transformers' own cache, or of texts, which the tokenizer's files say.
+WITHOUT_EFFECT = {
+    "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "pretraining_tp", "attention_dropout",
+    "resid_pdrop", "embd_pdrop",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_setting_of_transformers_is_read_or_known_to_be_without_effect(model_type: str) -> None:
+    config_class = CONFIG_MAPPING[model_type]
+    own = {name for name in config_class.__annotations__ if name not in vars(PretrainedConfig)}
+    settings = {name for name in own if not name.startswith(("base_model", "keys_to", "model_type"))}
+    assert settings - WITHOUT_EFFECT - READ == set()
+    assert len(settings & READ) > 10
+
+
+@pytest.mark.parametrize("model_type", ["llama", "granite", "olmo2"])
+@pytest.mark.parametrize(("window", "is_served"), [(None, True), (512, True), (4096, True), (511, False), (8, False)])
+def test_a_window_that_a_family_does_not_have_is_refused_where_it_would_count(
+    tmp_path: Path, model_type: str, window: int | None, is_served: bool
+) -> None:
+    write(tmp_path, {**LLAMA, "model_type": model_type, "sliding_window": window})
+    if is_served:
+        assert read_model_config(tmp_path).windows == (0, 0, 0)
+    else:
+        with pytest.raises(ConfigError, match=rf"is {window}, which {model_type} does not have; set it to null"):
+            read_model_config(tmp_path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.rope_reader import read_rope
 from cb_backend.models.spec import ModelSpec
-from cb_backend.models.spec_fields import read_attention, read_basics, read_layers, read_mlp, read_norm
+from cb_backend.models.spec_fields import read_attention, read_basics, read_layers, read_mlp, read_norm, refuse_window
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
     reader = reader.with_defaults(max_position_embeddings=2_048)
+    refuse_window(reader)
     has_bias = reader.get("attention_bias", bool, False)
     attention = read_attention(reader, has_qkv_bias=has_bias, has_o_bias=has_bias)
     return ModelSpec(
