@@ -88,6 +88,20 @@ def load_model(
         model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=length)
         weights.fill_dummy(model.placements(), seed)
         return model
+    spec, source, has_own_head = _open_weights(folder, spec, make)
+    model = DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
+    weights.fill_from_checkpoint(list(model.placements()), source, progress)
+    if spec.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+        model.tie_head()
+    if has_kv_scales:
+        _set_kv_scales(model, source)
+    return model
+
+
+def _open_weights(folder: Path, spec: ModelSpec, make: LayerMaker) -> tuple[ModelSpec, weights.CheckpointFiles, bool]:
+    """(the specification with the files' names, the files that hold what the model needs, whether it has a head of its
+    own). Raises `ConfigError`.
+    """
     source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8)
     spec = _as_named(spec, source)
     source = source.under(spec.names)
@@ -99,13 +113,7 @@ def load_model(
     sizes = replace(make, device=torch.device("meta"))
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
     weights.check_placements(list(outline.placements()), source, spec.ignored)
-    model = DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
-    weights.fill_from_checkpoint(list(model.placements()), source, progress)
-    if spec.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
-        model.tie_head()
-    if has_kv_scales:
-        _set_kv_scales(model, source)
-    return model
+    return spec, source, has_own_head
 
 
 def _as_named(spec: ModelSpec, source: weights.CheckpointFiles) -> ModelSpec:

@@ -18,6 +18,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds in layer_type
 _MOST_LAYERS = 10_000  # beyond, a damaged file would keep the start busy for hours
 # Those of transformers that are served, and what `MLPSpec` calls them
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MOST_HEAD_DIM = 4096  # beyond, a damaged file would fill the memory with tables of angles
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -64,7 +65,7 @@ def read_attention(
             f"{reader.where}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads "
             f"({num_kv_heads})"
         )
-    head_dim = reader.positive("head_dim", default_head_dim or hidden_size // num_heads)
+    head_dim = reader.positive("head_dim", default_head_dim or hidden_size // num_heads, most=_MOST_HEAD_DIM)
     if head_dim % 2:
         raise ConfigError(f"{reader.where}: head_dim is {head_dim}; rotary embeddings need an even number")
     return AttentionSpec(

@@ -87,6 +87,13 @@ def _failure(build: Callable[[Path], Path], check: Callable[[Path], None], folde
     return None
 
 
+def _result(check: Check, folder: Path) -> str | None:
+    try:
+        return check(folder)
+    except Exception as error:  # one shape that fails in an unforeseen way hides none of the others
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def _optional(name: str) -> Any:
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
@@ -103,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             folder = Path(root, str(num_shapes))
             folder.mkdir()
-            wrong = check(folder)
+            wrong = _result(check, folder)
             num_shapes, num_wrong = num_shapes + 1, num_wrong + (wrong is not None)
             said = outcome if outcome == "equal" else f"refused: {outcome}"
             print(f"{'ok   ' if wrong is None else 'WRONG'} {name:<58} {said if wrong is None else wrong}", flush=True)

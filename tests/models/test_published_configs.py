@@ -145,7 +145,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 1e30}}, r"a context of \S+ tokens"),
         ({"rope_scaling": {"type": "linear", "factor": 1e9}}, r"a context of \S+ tokens"),
-        ({"num_attention_heads": 128}, r"head_dim"),
+        ({"num_attention_heads": 128}, r"'head_dim' is 0; it must be at least 1"),
+        ({"head_dim": 2**31 - 2}, r"'head_dim' is 2147483646; it must be at least 1 and at most 4096"),
+        ({"hidden_size": 2**31 - 4}, r"'head_dim' is 536870911; it must be at least 1 and at most 4096"),
     ],
 )
 def test_r08d_numbers_that_reach_a_size_are_checked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
