@@ -31,7 +31,7 @@ def test_a_model_json_that_cannot_be_meant_is_refused(tmp_path: Path, text: str,
 def test_a_file_that_is_not_text_or_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.json"
     file.write_bytes(b"\xff\xfe{")
-    with pytest.raises(ConfigError, match=r"model\.json is not valid JSON: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match=r"model\.json is not text in UTF-8 .byte 0xff at 0."):
         load_engine_config(file)
 
     def refuse(self: Path, encoding: str | None = None) -> str:
