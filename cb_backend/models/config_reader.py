@@ -45,10 +45,6 @@ class ConfigReader:
         """The object that stands under a key. Raises `ConfigError`."""
         return ConfigReader(self.get(key, dict), f"{self.where} ({key})")
 
-    def with_defaults(self, **values: Any) -> ConfigReader:
-        """The same, with these values for absent keys."""
-        return ConfigReader({**values, **self.values}, self.where)
-
     def positive(self, key: str, default: Any = _MISSING, most: int = _MOST) -> int:
         value = self.get(key, int, default)
         if not 1 <= value <= most:

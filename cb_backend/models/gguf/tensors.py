@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cb_backend.errors import ConfigError
-from cb_backend.models.decoder import HEAD
 from cb_backend.models.gguf.model_settings import EMBEDDING
 from cb_backend.models.gguf.model_settings import HEAD as GGUF_HEAD
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
 from cb_backend.models.gguf.source import GgufSource, GgufTensor, listed
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weight_files import INDEX
+from cb_backend.models.weights import HEAD
 
 _MAX_FILE_BYTES = 2 << 30
 _KEPT_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
