@@ -42,7 +42,8 @@ POINTERS = {
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 # Ops that do not name their module.
 MODULES = {
-    "apply_marks": "token_marks", "quantize_rows": "fp8", "apply_token_bitmask": "token_bitmask",
+    "cap_logits": "softcap", "apply_marks": "token_marks", "quantize_rows": "fp8",
+    "apply_token_bitmask": "token_bitmask",
     "join_slots": "slot_state", "apply_deltas": "slot_state", "prepare_rows": "step_rows",
     "commit_tokens": "step_rows", "mask_stop_ids": "step_rows",
 }  # fmt: skip
@@ -132,9 +133,9 @@ def _attention(
     }
 
 
-def _decode(module: Any, window: int = 0, **shapes: Any) -> None:
+def _decode(module: Any, window: int = 0, softcap: float = 0.0, **shapes: Any) -> None:
     arguments = _attention(**shapes)
-    module.decode_attention(**arguments, window=window, plans=_plans(module, arguments, window))
+    module.decode_attention(**arguments, window=window, softcap=softcap, plans=_plans(module, arguments, window))
 
 
 def _plans(module: Any, arguments: dict[str, Any], window: int) -> dict[int, Any]:
@@ -142,18 +143,32 @@ def _plans(module: Any, arguments: dict[str, Any], window: int) -> dict[int, Any
     return {window: module.plan_decode(arguments["seq_lens"], arguments["kv_cache"], window)}
 
 
-def _prefill(module: Any, window: int = 0, **shapes: Any) -> None:
+def _prefill(module: Any, window: int = 0, softcap: float = 0.0, **shapes: Any) -> None:
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    module.prefill_attention(**_attention(**shapes), window=window, query_start_loc=starts, max_query_len=1)
+    module.prefill_attention(
+        **_attention(**shapes), window=window, softcap=softcap, query_start_loc=starts, max_query_len=1
+    )
 
 
-def _rms_norm(module: Any, hidden_size: int, op: str = "add_rms_norm") -> None:
-    x, weight = torch.zeros(2, hidden_size, dtype=torch.bfloat16), torch.zeros(hidden_size, dtype=torch.bfloat16)
-    getattr(module, op)(x, x, weight, 1e-6)
+def _rms_norm(
+    module: Any,
+    hidden_size: int,
+    op: str = "add_rms_norm",
+    weight_dtype: str = "bfloat16",
+    has_post: bool = False,
+    **options: Any,
+) -> None:
+    x, weight = torch.zeros(2, hidden_size, dtype=torch.bfloat16), torch.zeros(hidden_size)
+    weight = weight.to(getattr(torch, weight_dtype))
+    getattr(module, op)(x, x, weight, 1e-6, post_weight=weight if has_post else None, **options)
 
 
-def _silu_mul(module: Any, intermediate_size: int) -> None:
-    module.silu_mul(torch.zeros(2, 2 * intermediate_size, dtype=torch.bfloat16))
+def _silu_mul(module: Any, intermediate_size: int, op: str = "silu_mul") -> None:
+    getattr(module, op)(torch.zeros(2, 2 * intermediate_size, dtype=torch.bfloat16))
+
+
+def _cap_logits(module: Any, vocab_size: int) -> None:
+    module.cap_logits(torch.zeros(2, vocab_size, dtype=torch.bfloat16), 30.0)
 
 
 def _qkv_post(
@@ -164,14 +179,17 @@ def _qkv_post(
     has_norm: bool,
     kv_dtype: str = "bfloat16",
     num_tokens: int = 2,
+    norm_dtype: str = "bfloat16",
+    has_q_scale: bool = False,
+    **options: Any,
 ) -> None:
     kv_cache = torch.zeros(2, 2, num_kv_heads, 16, head_dim, dtype=getattr(torch, kv_dtype))
     tokens = torch.zeros(num_tokens, dtype=torch.int32)
-    norm = torch.zeros(head_dim, dtype=torch.bfloat16) if has_norm else None
+    norm = torch.zeros(head_dim, dtype=getattr(torch, norm_dtype)) if has_norm else None
     module.qkv_post(
         torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16),
-        torch.zeros(4, head_dim), tokens, tokens, kv_cache,
-        num_heads, num_kv_heads, head_dim, norm, norm,
+        torch.zeros(4, head_dim + has_q_scale), tokens, tokens, kv_cache,
+        num_heads, num_kv_heads, head_dim, norm, norm, **options,
     )  # fmt: skip
 
 
@@ -230,6 +248,7 @@ LAUNCHES = {
     "prefill_attention": _prefill,
     "rms_norm": _rms_norm,
     "silu_mul": _silu_mul,
+    "cap_logits": _cap_logits,
     "qkv_post": _qkv_post,
     "sample": _sample,
     "top_logprobs": _top_logprobs,

@@ -87,6 +87,22 @@ CASES = {
     "qkv_post, fp8 cache": case("qkv_post", "_qkv_post_kernel", 90, {"num_heads": 32, "num_kv_heads": 8,
                                 "head_dim": 64, "has_norm": False, "kv_dtype": "float8_e4m3fn"}),
     "rms_norm": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096}),
+    "rms_norm, of what is added too": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 5376, "has_post": True,
+                                           "weight_dtype": "float32", "rounds_first": False}),
+    "rms_norm, scaled": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096, "x_scale": 0.22}),
+    "gelu_mul": case("silu_mul", "_silu_mul_kernel", 90, {"intermediate_size": 8192, "op": "gelu_mul"}),
+    "cap_logits": case("cap_logits", "_cap_logits_kernel", 90, {"vocab_size": 256000}),
+    "decode, head_dim 256": decode(90, 256),
+    "decode, head_dim 256, softcap": decode(90, 256, softcap=50.0, window=4096),
+    "prefill, head_dim 256": prefill(90, 256),
+    "prefill, head_dim 256, softcap": prefill(90, 256, softcap=50.0, window=4096),
+    "qkv_post, head_dim 256": case("qkv_post", "_qkv_post_kernel", 90, {"num_heads": 8, "num_kv_heads": 4,
+                                   "head_dim": 256, "has_norm": True, "norm_dtype": "float32", "rounds_first": False}),
+    "qkv_post, head_dim 256, many tokens": case("qkv_post", "_qkv_post_kernel", 90, {"num_heads": 8, "num_kv_heads": 4,
+                                   "head_dim": 256, "has_norm": True, "norm_dtype": "float32", "rounds_first": False,
+                                   "num_tokens": 129}),
+    "qkv_post, query scale": case("qkv_post", "_qkv_post_kernel", 90, {"num_heads": 32, "num_kv_heads": 8,
+                                  "head_dim": 128, "has_norm": False, "has_q_scale": True}),
     "silu_mul": case("silu_mul", "_silu_mul_kernel", 90, {"intermediate_size": 8192}),
     "sample, tiles": case("sample", "_bound_kernel", 90, {"vocab_size": 151936}),
     "sample, choice": case("sample", "_choose_kernel", 90, {"vocab_size": 151936}),
@@ -164,7 +180,8 @@ def test_every_kernel_is_compiled() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_spills(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[name]["stack_bytes"] == 0
-    assert compiled[name]["registers"] <= 224
+    # With tiles of 256 columns a program has a multiprocessor to itself: there all registers are its own.
+    assert compiled[name]["registers"] <= (255 if "head_dim 256" in name else 224)
 
 
 @pytest.mark.parametrize("name", FLOAT32)

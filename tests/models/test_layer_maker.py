@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from cb_backend.errors import ConfigError
+from cb_backend.layers.attention import halves_apart
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.group import Group, NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
-from cb_backend.layers.layer_spec import MLPSpec, NormSpec
+from cb_backend.layers.layer_spec import AttentionSpec, MLPSpec, NormSpec
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.mlp import MLP
 from cb_backend.layers.norm import Junction
@@ -149,3 +151,23 @@ def test_a_placement_takes_its_shard_and_transforms_it() -> None:
     assert placement.shape == (4, 3)
     target.copy_(placement.prepare(tensor))
     assert torch.equal(target, tensor[1:3] + 1)
+
+
+@pytest.mark.parametrize(("is_rounded", "scale"), [(True, 55.5), (False, 55.42)])
+def test_the_scale_of_embeddings_is_rounded_first_where_the_family_does(is_rounded: bool, scale: float) -> None:
+    """55.42 is 55.5 in bfloat16, and 9 * 55.42 rounds to another number than 9 * 55.5."""
+    make = dataclasses.replace(maker(), dtype=torch.bfloat16)
+    embedding = make.embedding("e", 4, 2, scale=55.42, is_scale_rounded=is_rounded)
+    embedding.weight.fill_(9.0)
+    found = embedding(torch.tensor([1], dtype=torch.int32))
+    assert torch.equal(found, torch.full((1, 2), 9 * scale).to(torch.bfloat16))
+    assert torch.tensor(9 * 55.5).to(torch.bfloat16) != torch.tensor(9 * 55.42).to(torch.bfloat16)
+    assert (embedding.weight == 9).all()
+
+
+def test_rows_of_interleaved_heads_come_half_their_number_apart() -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=6, rotary_dim=4, scale=1.0, is_interleaved=True)
+    rows = torch.arange(12).unsqueeze(1)
+    wanted = [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+    assert halves_apart(spec)(rows).flatten().tolist() == wanted
+    assert halves_apart(spec)(rows[:, 0]).tolist() == wanted  # of a bias, or of scales

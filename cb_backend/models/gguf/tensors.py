@@ -21,7 +21,7 @@ from cb_backend.models.gguf.model_settings import EMBEDDING
 from cb_backend.models.gguf.model_settings import HEAD as GGUF_HEAD
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
 from cb_backend.models.gguf.source import GgufSource, GgufTensor, listed
-from cb_backend.models.spec import ModelSpec
+from cb_backend.models.spec import ModelSpec, Names
 from cb_backend.models.weight_files import INDEX
 from cb_backend.models.weights import HEAD
 
@@ -48,7 +48,7 @@ def places_of(config: ModelSpec, has_interleaved_rope: bool) -> dict[str, Place]
         "output_norm.weight": Place("model.norm.weight", (hidden,)),
     }
     if not config.tie_word_embeddings:
-        places[GGUF_HEAD] = Place(HEAD, (config.vocab_size, hidden))
+        places[GGUF_HEAD] = Place(Names().head, (config.vocab_size, hidden))
     for layer in range(config.num_layers):
         for theirs, place in _places_of_layer(config, has_interleaved_rope):
             places[f"blk.{layer}.{theirs}"] = Place(f"model.layers.{layer}.{place.name}", place.shape, place.num_heads)
