@@ -34,7 +34,20 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["llama-tied", "llama-longrope", "mistral-window", "qwen2-mixed", "qwen3", "qwen3-mixed"]
+    "name",
+    [
+        *(
+            "llama-tied",
+            "llama-longrope",
+            "mistral-window",
+            "qwen2-mixed",
+            "qwen3",
+            "qwen3-mixed",
+            "granite",
+            "smollm3",
+        ),
+        *("phi3-partial", "olmo2", "olmo3", "exaone4-hybrid", "gemma2", "gemma3", "glm4", "ministral3"),
+    ],
 )
 def test_triton_on_the_gpu_equals_transformers_on_the_cpu(tmp_path: Path, name: str) -> None:
     if not torch.cuda.is_available():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cb_backend.errors import ConfigError
 from cb_backend.layers import fp8_linear
 from cb_backend.layers.fp8_linear import Fp8Linear
+from cb_backend.layers.mlp import MLP
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.registry import load_model, read_model_config
@@ -21,6 +22,8 @@ from tests.models.paged_model import CPU, PagedModel
 from tests.models.tiny_checkpoints import load_reference, random_tokens, write_checkpoint
 
 FP8 = torch.float8_e4m3fn
+# Fused projections, rows in another order, norms around the products, factors, another activation
+FAMILIES = ["phi3", "glm4", "gemma2", "gemma3", "olmo2", "granite", "exaone4"]
 DYNAMIC_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 COMPRESSED = {
@@ -70,7 +73,9 @@ def logits_of(folder: Path, prompt: list[int], chunk: int | None = None) -> Tens
     return paged.prefill(0, prompt, chunk)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-biases", "llama-tied", "qwen2-bias", "qwen3", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "llama-biases", "llama-tied", "qwen2-bias", "qwen3", "mistral-window", *FAMILIES]
+)
 def test_logits_are_those_of_rounding_projections(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(name, tmp_path)
     prompt = random_tokens(24, 1)
@@ -164,6 +169,27 @@ def test_an_fp8_checkpoint_is_taken_over(config: dict[str, Any], scale_shape: st
     paged.start(0, len(prompt))
     assert torch.equal(paged.prefill(0, prompt), wanted)
     assert paged.config.quantization == "fp8"
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm4"])
+@pytest.mark.parametrize("is_per_tensor", [False, True])
+def test_an_fp8_checkpoint_of_fused_and_reordered_rows(name: str, is_per_tensor: bool, tmp_path: Path) -> None:
+    """Scales follow their rows: the weights mean what the unquantised checkpoint's would, rounded."""
+    folder = write_checkpoint(name, tmp_path)
+    exact = load(folder)
+    model = load(quantise_checkpoint(folder, DYNAMIC_FP8, is_per_tensor, "as is"))
+    for layer, exact_layer in zip(model.layers, exact.layers, strict=True):
+        attention, wanted_attention = layer.self_attn, exact_layer.self_attn
+        pairs = [(attention.qkv_proj, wanted_attention.qkv_proj), (attention.o_proj, wanted_attention.o_proj)]
+        mlp, wanted_mlp = layer.mlp, exact_layer.mlp
+        assert isinstance(mlp, MLP)
+        assert isinstance(wanted_mlp, MLP)
+        pairs += [(mlp.gate_up_proj, wanted_mlp.gate_up_proj), (mlp.down_proj, wanted_mlp.down_proj)]
+        for found, wanted in pairs:
+            assert isinstance(found, Fp8Linear)
+            weight = found.weight.float() * found.weight_scales[:, None]
+            assert (weight - wanted.weight.float()).abs().max() < 0.07 * wanted.weight.float().abs().max()
+            assert (weight - wanted.weight.float()).abs().max() > 0
 
 
 @pytest.mark.parametrize("scale_shape", ["as is", "flat"])
