@@ -81,6 +81,7 @@ class DecoderForCausalLM:
             scale=spec.embed_scale,
             is_scale_rounded=spec.is_embed_scale_rounded,
         )
+        self._windows = tuple(dict.fromkeys(spec.windows))
         self.layers = [DecoderLayer(spec, index, make) for index in range(spec.num_layers)]
         self.to_head = make.junction(
             spec.norm,
@@ -122,7 +123,7 @@ class DecoderForCausalLM:
 
     def _plan_decode(self, step: StepMetadata, kv_cache: Tensor) -> None:
         """Make the step's plans before any layer: the first layer's attention must find its plan complete."""
-        for window in dict.fromkeys(self.spec.windows):
+        for window in self._windows:
             plan = self.ops.plan_decode(step.decode_seq_lens, kv_cache, window)
             if plan is not None:
                 step.decode_plans[window] = plan

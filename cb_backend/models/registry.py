@@ -23,7 +23,10 @@ from cb_backend.models.generation_config import read_generation_eos_ids
 from cb_backend.models.quantization import FP8, module_formats
 from cb_backend.models.spec import ModelSpec
 
-FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
+
+def family_names() -> list[str]:
+    """The values of `model_type` that are served: a file each."""
+    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
 
 
 def read_model_config(folder: Path) -> ModelSpec:
@@ -40,8 +43,9 @@ def read_model_config(folder: Path) -> ModelSpec:
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """The specification by the family that `model_type` names. Raises `ConfigError` as `read_model_config` does."""
     model_type = reader.get("model_type", str)
-    if model_type not in FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    names = family_names()
+    if model_type not in names:
+        raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(names)}")
     spec: ModelSpec = importlib.import_module(f"{families.__name__}.{model_type}").read_spec(reader)
     return spec
 
