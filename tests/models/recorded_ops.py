@@ -63,7 +63,10 @@ def _recording(name: str, op: Callable[..., Any], calls: list[str]) -> Callable[
 
 def record(case: str, folder: Path) -> list[str]:
     """The calls of a prompt's step, a mixed one, a decode step, and of the heads after them."""
-    checkpoint, options = CASES[case]
+    return calls_of(*CASES[case], folder)
+
+
+def calls_of(checkpoint: str, options: dict[str, Any], folder: Path) -> list[str]:
     calls: list[str] = []
     resolve_ops = paged_model.resolve_ops
 

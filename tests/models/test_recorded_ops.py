@@ -13,7 +13,7 @@ import pytest
 
 from cb_backend.layers.op_signatures import ModelOps, StepOps
 from cb_backend.layers.ops import resolve_ops
-from tests.models.recorded_ops import CASES, RECORDS, record
+from tests.models.recorded_ops import CASES, RECORDS, calls_of, record
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -41,3 +41,35 @@ def test_ops_are_called_as_their_protocols_say(protocol: type, backend: str) -> 
     assert len(names) >= 9
     for name in names:
         assert parameters(getattr(ops, name)) == parameters(getattr(protocol, name)), name
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "num_layers", "more"),
+    [
+        ("llama-biases", 2, {}),
+        ("granite", 2, {}),
+        ("gemma2", 4, {"cap_logits": 1}),
+        ("gemma3", 6, {}),
+        ("glm4", 2, {}),
+        ("exaone4", 2, {"rms_norm": -1}),  # the first block gets the embeddings as they are
+        ("olmo2", 2, {"rms_norm": 2 * 2 - 1}),  # q and k, each over all heads
+        ("smollm3", 5, {}),
+        ("phi3", 2, {}),
+        ("ministral3", 2, {}),
+    ],
+)
+def test_norms_factors_and_ropes_of_other_families_cost_no_launch(
+    checkpoint: str, num_layers: int, more: dict[str, int], tmp_path: Path
+) -> None:
+    """A prompt's step: norms around blocks are part of the additions, factors of the norms, and so on."""
+    calls = calls_of(checkpoint, {}, tmp_path)
+    names = [call.split()[0] for call in calls[: calls.index("next")]]
+    norms = {"rms_norm": 1, "add_rms_norm": 2 * num_layers}  # two blocks a layer, and the head
+    norms["add_rms_norm"] -= names.count("add_norm_linear")  # which holds one
+    for name, count in ({**norms, "qkv_post": num_layers, "prefill_attention": num_layers} | {"cap_logits": 0}).items():
+        assert names.count(name) == count + more.get(name, 0), name
+    products = sum(names.count(name) for name in ("linear", "linear_silu_mul", "add_norm_linear"))
+    assert products == 4 * num_layers + 1
+    assert len(names) == products + sum(
+        names.count(name) for name in (*norms, "qkv_post", "prefill_attention", "cap_logits", "silu_mul", "gelu_mul")
+    )
