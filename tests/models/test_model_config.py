@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig
 
 from cb_backend.errors import ConfigError
-from cb_backend.models.registry import family_names, read_model_config, resolve_dtype
+from cb_backend.models.registry import read_model_config, resolve_dtype
+from tests.models.tiny_checkpoints import TEXT_FAMILIES
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -32,7 +33,7 @@ def write(folder: Path, values: dict[str, Any], generation: dict[str, Any] | Non
     return folder
 
 
-@pytest.mark.parametrize("model_type", sorted({*family_names()} - {"gemma3", "mistral3"}))  # these: test_text_parts
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
 def test_absent_keys_get_the_defaults_of_transformers(tmp_path: Path, model_type: str) -> None:
     heads = {"num_attention_heads": 32}  # a multiple of every family's default number of KV heads
     config = read_model_config(write(tmp_path, {**LLAMA, **heads, "model_type": model_type}))

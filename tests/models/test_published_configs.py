@@ -19,9 +19,9 @@ from cb_backend.engine.runner.runner_factory import create_runner
 from cb_backend.errors import ConfigError
 from cb_backend.front_end.wire.sampling_json import read_params
 from cb_backend.models.generation_config import read_sampling_defaults
-from cb_backend.models.registry import FAMILIES, read_model_config, resolve_dtype
+from cb_backend.models.registry import read_model_config, resolve_dtype
 from tests.models.test_model_config import LLAMA, write
-from tests.models.tiny_checkpoints import write_checkpoint
+from tests.models.tiny_checkpoints import TEXT_FAMILIES, write_checkpoint
 
 VOCAB_SIZE = 97
 
@@ -101,7 +101,7 @@ def test_r08d_the_tokenizers_end_outside_the_vocabulary_is_ignored(
 # ---- configs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
 def test_r03a_null_kv_heads_are_as_many_as_heads(tmp_path: Path, model_type: str) -> None:
     config = read_model_config(write(tmp_path, {**LLAMA, "model_type": model_type, "num_key_value_heads": None}))
     assert config.num_kv_heads == config.num_heads == 4
@@ -112,7 +112,7 @@ def test_r03a_transformers_reads_null_kv_heads_so_too(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).num_key_value_heads == read_model_config(tmp_path).num_kv_heads
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
 def test_r04a_an_absent_length_is_the_familys(tmp_path: Path, model_type: str) -> None:
     values = {**LLAMA, "model_type": model_type, "num_key_value_heads": 4}
     del values["max_position_embeddings"]
@@ -222,7 +222,8 @@ READ = {
     "tie_word_embeddings", "rope_parameters", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window",
     "max_window_layers", "layer_types", "original_max_position_embeddings", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers", "no_rope_layer_interval",
-    "sliding_window_pattern",
+    "sliding_window_pattern", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "hidden_activation", "use_bidirectional_attention",
 }  # fmt: skip
 # Of training, of transformers' own cache, or of texts, which the tokenizer's files say.
 WITHOUT_EFFECT = {
@@ -231,7 +232,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
 def test_every_setting_of_transformers_is_read_or_known_to_be_without_effect(model_type: str) -> None:
     config_class = CONFIG_MAPPING[model_type]
     own = {name for name in config_class.__annotations__ if name not in vars(PretrainedConfig)}

@@ -31,6 +31,10 @@ from transformers import (
     SmolLM3Config,
 )
 
+from cb_backend.models.registry import family_names
+
+# The others are of pictures and text: `test_text_parts`.
+TEXT_FAMILIES = sorted({*family_names()} - {"gemma3", "mistral3"})
 ORIGINAL_LEN = 16  # pretraining context of the scaled ropes; max_position_embeddings is 8 times that
 
 _BASE = {

@@ -26,6 +26,7 @@ from cb_backend.models.spec_fields import (
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=8_192, num_key_value_heads=4)
     attention = read_gemma_attention(reader, softcap=reader.nullable("attn_logit_softcapping", float, 50.0) or 0.0)
     kinds = read_layer_types(reader) or [FULL if index % 2 else SLIDING for index in range(num_layers(reader))]
     return ModelSpec(
@@ -58,7 +59,6 @@ def read_gemma_attention(reader: ConfigReader, **options: Any) -> AttentionSpec:
     scale = reader.positive_float("query_pre_attn_scalar", 256.0) ** -0.5
     return read_attention(
         reader,
-        default_kv_heads=4,
         default_head_dim=256,
         scale=scale,
         has_qkv_bias=has_bias,

@@ -28,6 +28,7 @@ _THETAS = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=131_072, num_key_value_heads=4)
     if reader.nullable("attn_logit_softcapping", float):
         raise ConfigError(
             f"{reader.where}: attn_logit_softcapping is {reader.values['attn_logit_softcapping']}; Gemma 3 caps no "

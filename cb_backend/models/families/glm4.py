@@ -5,7 +5,7 @@ from __future__ import annotations
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.rope_reader import read_partial_rotary_factor, read_rope
 from cb_backend.models.spec import BlockNorms, ModelSpec
-from cb_backend.models.spec_fields import read_attention, read_basics, read_layers, read_mlp, read_norm
+from cb_backend.models.spec_fields import read_attention, read_basics, read_layers, read_mlp, read_norm, refuse_window
 
 _NORMS = BlockNorms(
     before_attention="input_layernorm",
@@ -17,9 +17,10 @@ _NORMS = BlockNorms(
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=131_072, num_key_value_heads=2)
+    refuse_window(reader)
     attention = read_attention(
         reader,
-        default_kv_heads=2,
         default_head_dim=128,
         partial_rotary_factor=read_partial_rotary_factor(reader, 0.5),
         has_qkv_bias=reader.get("attention_bias", bool, True),

@@ -37,9 +37,10 @@ _DEFAULT_ROPE = {
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=262_144, num_key_value_heads=8)
     if reader.get("rope_parameters", dict, None) is None and reader.get("rope_scaling", dict, None) is None:
         reader = ConfigReader({**reader.values, "rope_parameters": _DEFAULT_ROPE}, reader.where)
-    attention = read_attention(reader, default_kv_heads=8, default_head_dim=128)
+    attention = read_attention(reader, default_head_dim=128)
     rope = read_rope(reader, attention.rotary_dim)
     beta = rope_values(reader).get("llama_4_scaling_beta", float, 0.0)
     if beta and rope.original_max_position_embeddings == 0:

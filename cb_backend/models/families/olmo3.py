@@ -25,9 +25,11 @@ _THETAS = {FULL: ("rope_theta", 500_000.0), SLIDING: ("rope_theta", 500_000.0)}
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises `ConfigError` for a missing key or an unsupported option."""
+    reader = reader.with_defaults(max_position_embeddings=2_048)
     kinds = read_layer_types(reader) or [SLIDING if (index + 1) % 4 else FULL for index in range(num_layers(reader))]
-    without_ropes = ConfigReader({**reader.values, "rope_parameters": None, "rope_scaling": None}, reader.where)
-    base = olmo2.read_spec(without_ropes)
+    # OLMo 2 knows neither windows nor ropes by kind.
+    of_olmo2 = {**reader.values, "rope_parameters": None, "rope_scaling": None, "sliding_window": None}
+    base = olmo2.read_spec(ConfigReader(of_olmo2, reader.where))
     ropes, rope_of_layer = ropes_of(kinds, read_ropes_by_kind(reader, base.attention.rotary_dim, _THETAS))
     windows = windows_of(kinds, read_window(reader, 4096))
     layers = read_layers(reader, mlp=read_mlp(reader), windows=windows, ropes=rope_of_layer)

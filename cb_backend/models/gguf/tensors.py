@@ -23,7 +23,6 @@ from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
 from cb_backend.models.gguf.source import GgufSource, GgufTensor, listed
 from cb_backend.models.spec import ModelSpec, Names
 from cb_backend.models.weight_files import INDEX
-from cb_backend.models.weights import HEAD
 
 _MAX_FILE_BYTES = 2 << 30
 _KEPT_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
