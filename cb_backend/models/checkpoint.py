@@ -77,6 +77,7 @@ def resolve_tokenizer(tokenizer: str | None, checkpoint: Path) -> Path:
     if (folder / "tokenizer.json").is_file():
         return folder
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    files += sorted(folder.glob("additional_chat_templates/*.jinja"))
     if not has_tokenizer(folder):
         reason = "there is no tokenizer in the checkpoint's folder; set the engine argument tokenizer"
         raise ConfigError(why_no_tokenizer(folder) or reason)

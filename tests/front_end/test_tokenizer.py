@@ -126,7 +126,7 @@ def test_broken_files_are_reported(tmp_path: Path) -> None:
 def test_without_configuration_the_file_alone_serves(tmp_path: Path) -> None:
     byte_level_backend().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
-    assert (tokenizer.bos_token, tokenizer.eos_token_ids, tokenizer.chat_template) == (None, (), None)
+    assert (tokenizer.bos_token, tokenizer.eos_token_ids, tokenizer.chat_templates) == (None, (), {})
     assert len(tokenizer.encode("ok")) == 3
 
 
@@ -136,9 +136,9 @@ def test_without_configuration_the_file_alone_serves(tmp_path: Path) -> None:
 )
 def test_chat_template_is_kept(make_byte_level: MakeByteLevel, value: object, expected: str) -> None:
     kit = make_byte_level({"chat_template": value})
-    assert kit.tokenizer.chat_template == expected
+    assert kit.tokenizer.chat_templates["default"] == expected
     (kit.folder / "chat_template.jinja").write_text("from a file")
-    assert Tokenizer(kit.folder).chat_template == "from a file"
+    assert Tokenizer(kit.folder).chat_templates == {"default": "from a file"}
 
 
 def test_threads_share_one_tokenizer(byte_level: ByteLevelKit) -> None:

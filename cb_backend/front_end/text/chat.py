@@ -15,6 +15,7 @@ from typing import Any
 
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.text.chat_template import ChatTemplate
+from cb_backend.front_end.text.template_files import DEFAULT, TOOL_USE
 from cb_backend.front_end.text.tokenizer import Tokenizer
 
 MAX_MESSAGES_BYTES = 4 << 20
@@ -22,6 +23,7 @@ MAX_MESSAGES = 4096
 MAX_DEPTH = 32
 _ROLE = re.compile(r"[a-z_]{1,32}")
 _ARGUMENT = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_PLAIN = ("role", "content")  # fields of a message that are marked in their own way
 _FIRST_MARK = 0xF0000  # private use: no text has a meaning here
 
 
@@ -30,7 +32,9 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
+        self._templates = {name: ChatTemplate(source) for name, source in tokenizer.chat_templates.items()}
+        # What every template is given. As in transformers, tools and documents are there without being sent.
+        self._values = {"tools": None, "documents": None, "add_generation_prompt": True, **tokenizer.named_tokens}
         controls = tokenizer.control_tokens
         longest_first = sorted(controls, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first))) if controls else None
@@ -41,29 +45,53 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         """Token ids of a request's `messages`: a JSON list, or an object of them and the template's arguments.
 
+        Of several templates, `chat_template` names one; else it is "tool_use" where tools are given, and "default".
         Raises `InvalidRequestError` for malformed messages, and where the model has no template or its template
         refuses them.
         """
-        if self._template is None:
-            raise InvalidRequestError("this model has no chat template; render the prompt and send it as text_input")
         values = _load(text)
         if any(mark in text for mark in map(chr, self._unmarks)) or "\\udb80" in text.lower():
             raise InvalidRequestError("messages hold private-use characters (U+F0000 and up); remove them")
-        arguments = {name: value for name, value in values.items() if name != "messages"}
-        self._check_arguments(arguments, self._template.variables())
-        rendered = self._template.render(
+        template = self._select(values)
+        arguments = {name: value for name, value in values.items() if name not in ("messages", "chat_template")}
+        for name in ("tools", "documents"):
+            if arguments.get(name) is None:
+                arguments.pop(name, None)
+        self._check_arguments(arguments, template.variables())
+        messages = _check_messages(values["messages"])
+        forms = template.forms(self._values)
+        messages = [forms.with_calls(index, message) for index, message in enumerate(messages)]
+        rendered = template.render(
             {
-                **self._tokenizer.named_tokens,
-                "add_generation_prompt": True,
+                **self._values,
                 **{name: _map_strings(value, self._mark) for name, value in arguments.items()},
-                "messages": [self._marked_message(message) for message in _check_messages(values["messages"])],
+                "messages": [forms.with_content(self._marked_message(message)) for message in messages],
             }
         )
         return self._tokenise(rendered)
 
     def close(self) -> None:
-        if self._template is not None:
-            self._template.close()
+        for template in self._templates.values():
+            template.close()
+
+    def _select(self, values: dict[str, Any]) -> ChatTemplate:
+        if not self._templates:
+            raise InvalidRequestError("this model has no chat template; render the prompt and send it as text_input")
+        names = ", ".join(sorted(self._templates))
+        name = values.get("chat_template")
+        if name is not None:
+            if not isinstance(name, str) or name not in self._templates:
+                raise InvalidRequestError(
+                    f"chat_template must name one of this model's own ({names}), got {name!r:.64}"
+                )
+            return self._templates[name]
+        if TOOL_USE in self._templates and values.get("tools") is not None:
+            return self._templates[TOOL_USE]
+        if DEFAULT not in self._templates:
+            raise InvalidRequestError(
+                f"this model has no default chat template, but {names}; name one as chat_template beside messages"
+            )
+        return self._templates[DEFAULT]
 
     def _check_arguments(self, arguments: dict[str, Any], variables: frozenset[str]) -> None:
         for name in arguments:
@@ -89,7 +117,13 @@ class Chat:
 
     def _marked_message(self, message: dict[str, Any]) -> dict[str, Any]:
         mark = self._mark_special if message["role"] == "assistant" else self._mark
-        return {mark(name): value if name == "role" else _map_strings(value, mark) for name, value in message.items()}
+        marked = {mark(name): _map_strings(value, mark) for name, value in message.items() if name not in _PLAIN}
+        content = message.get("content")
+        if isinstance(content, list):  # what tells parts apart must stay readable
+            content = [{"type": "text", "text": mark(part["text"])} for part in content]
+        elif isinstance(content, str):
+            content = mark(content)
+        return {**marked, "role": message["role"], **({"content": content} if "content" in message else {})}
 
     def _tokenise(self, rendered: str) -> list[int]:
         """`rendered` holds marks. Marks and what they stand for have one character each, so places stay the same."""
@@ -137,19 +171,19 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InvalidRequestError(f"message {index} needs a role such as user, assistant or system, in lower case")
     content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_text_part(index, part) for part in content)
-    if content is None and "tool_calls" not in message:
+    if content is None and not {"tool_calls", "function_call"} & message.keys():
         raise InvalidRequestError(f"message {index} has no content")
+    if isinstance(content, list):
+        return {**message, "content": [_text_part(index, part) for part in content]}
     if content is not None and not isinstance(content, str):
         raise InvalidRequestError(f"the content of message {index} must be a string or a list of text parts")
-    return {**message, "content": content}
+    return message
 
 
-def _text_part(index: int, part: Any) -> str:
+def _text_part(index: int, part: Any) -> dict[str, str]:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise InvalidRequestError(f'message {index} has a part that is not {{"type": "text", "text": "..."}}')
-    return str(part["text"])
+    return {"type": "text", "text": part["text"]}
 
 
 def _map_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

@@ -1,7 +1,7 @@
 """A checkpoint's chat template, rendered in a process of its own with a time limit.
 
 The limit is of the process's own time: on a machine that is busy with other things nothing is wrong with a template.
-One worker process a front end, started at the first use and again after it had to be killed. What messages mean, and
+One worker process a template, started at the first use and again after it had to be killed. What messages mean, and
 how the text becomes tokens, is `chat`'s business.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from cb_backend.errors import CbError, InvalidRequestError
 from cb_backend.front_end.interpreter import find_python
+from cb_backend.front_end.text.message_forms import MessageForms, find_forms
 from cb_backend.process_watch import process_cpu_seconds
 
 RENDER_TIMEOUT_S = 2.0  # of a core
@@ -43,6 +44,8 @@ class ChatTemplate:
         self._lock = threading.Lock()  # guards the worker
         self._worker: subprocess.Popen[bytes] | None = None
         self._variables: frozenset[str] = frozenset()
+        self._forms: MessageForms | None = None
+        self._forms_lock = threading.Lock()
 
     def variables(self) -> frozenset[str]:
         """Names that the template takes from outside. Raises as `render` does."""
@@ -61,6 +64,13 @@ class ChatTemplate:
         if "error" in answer:
             raise InvalidRequestError(f"the model's chat template failed on the messages: {_short(answer['error'])}")
         return str(answer["text"])
+
+    def forms(self, values: dict[str, Any]) -> MessageForms:
+        """What it wants messages to look like. `values`: of every request. Asked once; raises as `variables` does."""
+        with self._forms_lock:
+            if self._forms is None:
+                self._forms = find_forms(lambda more: self.render({**values, **more}))
+            return self._forms
 
     def close(self) -> None:
         """End the worker; a later call would start another one."""

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
 from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.text.template_files import read_chat_templates
 from cb_backend.token_pieces import DecoderKind, TokenPieces
-from cb_backend.tokenizer_files import NAMED_SPECIAL_TOKENS, load_tokenizer, token_text
+from cb_backend.tokenizer_files import load_tokenizer, named_tokens
 
 # A normalizer may shrink text before it is cut into tokens: canonical composition makes 3 bytes of 9 at most.
 _MAX_NORMALIZER_SHRINK = 4
@@ -30,7 +30,7 @@ class Tokenizer:
     bos_token: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # the tokenizer's own; the model may end on more
-    chat_template: str | None  # source text of the default template
+    chat_templates: dict[str, str]  # name -> source text; one without a name is called "default"
     named_tokens: dict[str, str]  # "bos_token", "eos_token", ... -> text, as templates know them
     control_tokens: dict[str, int]  # text -> id of tokens that no text may spell: special ones, and tags
     vocab_size: int  # highest token id + 1; the model's may be larger (padding)
@@ -43,16 +43,16 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(folder)
         self._backend, config = load_tokenizer(folder)
-        self.bos_token = token_text(config.get("bos_token"))
+        self.named_tokens = named_tokens(config)
+        self.bos_token = self.named_tokens.get("bos_token")
         self.bos_token_id = None if self.bos_token is None else self._backend.token_to_id(self.bos_token)
-        eos_token = token_text(config.get("eos_token"))
+        eos_token = self.named_tokens.get("eos_token")
         eos_token_id = None if eos_token is None else self._backend.token_to_id(eos_token)
         self.eos_token_ids = () if eos_token_id is None else (eos_token_id,)
-        self.chat_template = _chat_template(folder, config)
+        self.chat_templates = read_chat_templates(folder, config)
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_bytes = max((len(token.encode()) for token in vocab), default=1)
-        self.named_tokens = {name: text for name in NAMED_SPECIAL_TOKENS if (text := token_text(config.get(name)))}
         self.control_tokens = _control_tokens(self._backend)
         self._characters: BackendTokenizer | None = None
         self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
@@ -168,16 +168,3 @@ def _control_tokens(backend: BackendTokenizer) -> dict[str, int]:
     """Special tokens, and added ones in brackets (<tool_call>); other added tokens are text, runs of spaces say."""
     added = backend.get_added_tokens_decoder().items()
     return {token.content: i for i, token in added if token.special or _TAG.fullmatch(token.content)}
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default template: a file of its own goes before the configuration's entry."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    value = config.get("chat_template")
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-    if isinstance(value, dict):
-        value = value.get("default")
-    return value if isinstance(value, str) else None

@@ -1,0 +1,170 @@
+"""What a chat template wants messages to look like, found out by rendering small conversations with it.
+
+Templates differ in two things that clients cannot know. A message's content is a text for most and a list of parts
+for some, and who gets the wrong one shows nothing and says nothing. The arguments of a tool call are an object for
+most and JSON text for some. This module knows no tokenizer and no process: it is given something that renders.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cb_backend.errors import InvalidRequestError
+
+Message = dict[str, Any]
+MAX_PROBING_S = 10.0  # a template that hangs is asked no more, and taken for one that wants text
+_FIRST, _SECOND = "qprobea", "qprobeb"  # words that no template has
+_CALL_ID = "abcdefghi"  # some templates insist on nine characters
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class ContentForm(NamedTuple):
+    """Which forms of content a template shows."""
+
+    takes_text: bool = True
+    takes_parts: bool = False
+    takes_many_parts: bool = False  # not the first one only
+
+
+@dataclass(frozen=True)
+class MessageForms:
+    """The forms of one template. Roles that are not listed are written as the user's."""
+
+    contents: dict[str, ContentForm] = field(default_factory=dict)
+    takes_arguments_text: bool = False
+
+    def with_content(self, message: Message) -> Message:
+        """`message` with its content as the template wants it; where that takes both, as it was sent."""
+        content = message.get("content")
+        form = self.contents.get(message["role"]) or self.contents.get("user") or ContentForm()
+        if isinstance(content, list) and not (form.takes_parts and form.takes_many_parts):
+            content = "".join(part["text"] for part in content)
+        if not form.takes_text and form.takes_parts:
+            if content is None and "content" in message:
+                content = []
+            elif isinstance(content, str):
+                content = [_part(content)]
+        return {**message, "content": content} if "content" in message else message
+
+    def with_calls(self, index: int, message: Message) -> Message:
+        """Message number `index` with the arguments of its tool calls as the template wants them.
+
+        Raises `InvalidRequestError` for JSON text that holds no object.
+        """
+        changed = dict(message)
+        if isinstance(message.get("function_call"), dict):
+            changed["function_call"] = self._call(index, message["function_call"])
+        if isinstance(message.get("tool_calls"), list):
+            changed["tool_calls"] = [self._wrapped_call(index, call) for call in message["tool_calls"]]
+        return changed
+
+    def _wrapped_call(self, index: int, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._call(index, call["function"])}
+        return self._call(index, call)
+
+    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call.get("arguments")
+        if self.takes_arguments_text and isinstance(arguments, dict):
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        if not self.takes_arguments_text and isinstance(arguments, str):
+            return {**call, "arguments": _parsed(index, arguments)}
+        return call
+
+
+def _parsed(index: int, arguments: str) -> dict[str, Any]:
+    if not arguments.strip():
+        return {}
+    where = f"message {index} has a tool call whose arguments"
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{where} are not valid JSON ({error}); send an object, or its JSON text") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"{where} are {arguments[:60]!r}, which is no JSON object; send an object")
+    return values
+
+
+def find_forms(render: Callable[[dict[str, Any]], str]) -> MessageForms:
+    """The forms of the template that `render` renders. `render` takes values beside those of every request, and may
+    raise `InvalidRequestError`: a template that refuses a role is asked no more about it.
+    """
+    forms = _Probe(render, {}).forms()
+    if "user" not in forms.contents:  # nothing was shown: perhaps it cannot do without tools
+        forms = _Probe(render, {"tools": [_TOOL]}).forms()
+    return forms
+
+
+class _Probe:
+    def __init__(self, render: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> None:
+        self._render = render
+        self._values = values
+        self._deadline = time.monotonic() + MAX_PROBING_S
+
+    def forms(self) -> MessageForms:
+        user = self._content_form(lambda content: [_message("user", content)])
+        if user is None:
+            return MessageForms()
+        hello = _message("user", "hello" if user.takes_text else [_part("hello")])
+        conversations: dict[str, Callable[[Any], list[Message]]] = {
+            "system": lambda content: [_message("system", content), hello],
+            "assistant": lambda content: [hello, _message("assistant", content), hello],
+            "tool": lambda content: [hello, _calling({}), _answering(content)],
+        }
+        found = {role: self._content_form(conversation) for role, conversation in conversations.items()}
+        contents = {"user": user, **{role: form for role, form in found.items() if form is not None}}
+        return MessageForms(contents, self._takes_arguments_text(hello))
+
+    def _content_form(self, conversation: Callable[[Any], list[Message]]) -> ContentForm | None:
+        """None: the template shows it in no form."""
+        text = self._shown(conversation(_FIRST))
+        parts = self._shown(conversation([_part(_FIRST), _part(_SECOND)]))
+        # A list that is written as such was not read.
+        is_read = _FIRST in parts and not any(quote + _FIRST in parts for quote in "'\"")
+        form = ContentForm(_FIRST in text, is_read, is_read and _SECOND in parts)
+        return form if form.takes_text or form.takes_parts else None
+
+    def _takes_arguments_text(self, hello: Message) -> bool:
+        arguments = {_FIRST: _SECOND}
+        for end in ([_answering("ok")], []):
+            as_object = self._shown([hello, _calling(arguments), *end])
+            as_text = self._shown([hello, _calling(json.dumps(arguments)), *end])
+            is_object_read = _FIRST in as_object and f"'{_FIRST}'" not in as_object
+            if is_object_read or f'{{"{_FIRST}"' in as_text:
+                return not is_object_read
+        return False
+
+    def _shown(self, messages: list[Message]) -> str:
+        """What the template makes of them; nothing where it fails."""
+        if time.monotonic() > self._deadline:
+            return ""
+        try:
+            return self._render({**self._values, "messages": messages})
+        except InvalidRequestError:
+            return ""
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _message(role: str, content: Any) -> Message:
+    return {"role": role, "content": content}
+
+
+def _calling(arguments: Any) -> Message:
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _answering(content: Any) -> Message:
+    return {"role": "tool", "name": "f", "tool_call_id": _CALL_ID, "content": content}
