@@ -7,8 +7,9 @@ and are cheap to follow one token at a time:
 - FALLBACK: sentencepiece style. A token is a string of characters, or one byte of a character outside the
   vocabulary; a run of byte tokens is decoded as a whole.
 
-Anything else is WINDOW: only the library itself can say what a few neighbouring tokens read like. This module does
-not know requests or streams.
+The others only the library itself can read: WINDOW, where a few neighbouring tokens are enough to know what a token
+reads like, and WHOLE, where a step of the decoder looks at the joined text (a replacement after Fuse, say) and may
+change what stands there already. This module does not know requests or streams.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 from enum import Enum
 from typing import Any
 
+from tokenizers import Regex, decoders
 from tokenizers import Tokenizer as BackendTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -27,6 +29,7 @@ class DecoderKind(Enum):
     BYTES = "bytes"
     FALLBACK = "fallback"
     WINDOW = "window"
+    WHOLE = "whole"
 
 
 class TokenPieces:
@@ -57,9 +60,15 @@ class TokenPieces:
             if steps[-1]["type"] == "Strip":
                 self.num_leading_spaces_stripped = steps[-1]["start"]
         else:
-            self.kind = DecoderKind.WINDOW
+            self.kind = DecoderKind.WHOLE if _reads_joined_text(steps) else DecoderKind.WINDOW
         self.as_bytes = _BytesTable(self)
-        self.as_text = _TextTable(self, [step for step in steps if step["type"] == "Replace"])
+        replacements = [step for step in steps if step["type"] == "Replace"]
+        self.as_text = _TextTable(self, replacements if self.kind is DecoderKind.FALLBACK else [])
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether each token adds bytes of its own to a text, whatever stands around it."""
+        return self.kind in (DecoderKind.BYTES, DecoderKind.FALLBACK)
 
     def visible_token(self, token_id: int) -> str | None:
         """The vocabulary's entry, or None for ids outside the vocabulary and special tokens that are not shown."""
@@ -69,7 +78,7 @@ class TokenPieces:
         return token
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token adds inside a text; b"" for one without text. Not for WINDOW."""
+        """The UTF-8 bytes that a token adds inside a text; b"" for one without text. Only with `has_bytes`."""
         if self.kind is DecoderKind.BYTES:
             return self.as_bytes[token_id]
         piece = self.as_text[token_id]
@@ -95,14 +104,14 @@ class _BytesTable(dict[int, bytes]):
 class _TextTable(dict[int, "str | int | None"]):
     def __init__(self, pieces: TokenPieces, replacements: list[dict[str, Any]]) -> None:
         self._pieces = pieces
-        self._replacements = [(step["pattern"]["String"], step["content"]) for step in replacements]
+        self._replace = decoders.Sequence([_replacement(step) for step in replacements]) if replacements else None
 
     def __missing__(self, token_id: int) -> str | int | None:
         token = self._pieces.visible_token(token_id)
         if token is None:
             return None
-        for old, new in self._replacements:
-            token = token.replace(old, new)
+        if self._replace is not None:
+            token = str(self._replace.decode([token]))
         byte = _BYTE_TOKEN.fullmatch(token)
         piece = token if byte is None else int(byte[1], 16)
         self[int(token_id)] = piece
@@ -112,8 +121,11 @@ class _TextTable(dict[int, "str | int | None"]):
 def _decoder_steps(backend: BackendTokenizer) -> list[dict[str, Any]]:
     if backend.decoder is None:
         return []
-    state = json.loads(backend.decoder.__getstate__())
-    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+    return _flat(json.loads(backend.decoder.__getstate__()))
+
+
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    return [inner for each in step["decoders"] for inner in _flat(each)] if step["type"] == "Sequence" else [step]
 
 
 def _is_byte_level(steps: list[dict[str, Any]], backend: BackendTokenizer) -> bool:
@@ -134,11 +146,23 @@ def _is_byte_level(steps: list[dict[str, Any]], backend: BackendTokenizer) -> bo
     return not any(_BYTE_TOKEN.fullmatch(token) or any(text in token for text in patterns) for token in vocab)
 
 
+def _replacement(step: dict[str, Any]) -> decoders.Replace:
+    pattern = step["pattern"]
+    return decoders.Replace(pattern["String"] if "String" in pattern else Regex(pattern["Regex"]), step["content"])
+
+
+def _reads_joined_text(steps: list[dict[str, Any]]) -> bool:
+    """Whether a step sees more than one token at once: behind the one that joins all of them, or in a run of bytes."""
+    types = [step["type"] for step in steps]
+    joined = types.index("Fuse") if "Fuse" in types else len(types)
+    return not {"ByteFallback", "ByteLevel"}.isdisjoint(types) or any(name != "Fuse" for name in types[joined + 1 :])
+
+
 def _is_fallback(steps: list[dict[str, Any]]) -> bool:
-    """Whether the decoder is: string replacements, byte fallback, fuse, and perhaps a strip of leading spaces."""
+    """Whether the decoder is: replacements in each token, byte fallback, fuse, and perhaps a strip of leading spaces."""
     types = [step["type"] for step in steps]
     num_replacements = types.index("ByteFallback") if "ByteFallback" in types else len(types)
-    if any(step["type"] != "Replace" or "String" not in step["pattern"] for step in steps[:num_replacements]):
+    if any(step["type"] != "Replace" for step in steps[:num_replacements]):
         return False
     if types[num_replacements:] == ["ByteFallback", "Fuse"]:
         return True

@@ -153,7 +153,7 @@ def _new_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) 
     except ImportError:
         raise _library_error("is not installed") from None
     try:
-        table = TokenTable(folder)
+        table = TokenTable(folder, eos_token_ids)
     except ConfigError as error:
         raise InvalidRequestError(f"structured output needs the model's tokenizer: {error}") from None
     num_ids = max(vocab_size, len(table.tokens))

@@ -7,10 +7,11 @@ library's own reading of `tokenizer.json` does not know the latter's decoders. T
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from cb_backend.errors import ConfigError
-from cb_backend.token_pieces import DecoderKind, TokenPieces
+from cb_backend.token_pieces import TokenPieces
 from cb_backend.tokenizer_files import load_tokenizer
 
 
@@ -20,18 +21,22 @@ class TokenTable:
     eos_token_id = 0  # given to the library apart: a model may end on several
     bos_token_id = None
 
-    def __init__(self, folder: Path) -> None:
-        """Raises `ConfigError` when there is no tokenizer in `folder`, or one that has no bytes for its tokens."""
+    def __init__(self, folder: Path, eos_token_ids: Sequence[int] = ()) -> None:
+        """`eos_token_ids`: the model's, which end an answer and so are no text, special or not.
+
+        Raises `ConfigError` when there is no tokenizer in `folder`, or one that has no bytes for its tokens."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._backend, _ = load_tokenizer(folder)
         pieces = TokenPieces(self._backend)
-        if pieces.kind is DecoderKind.WINDOW:
+        if not pieces.has_bytes:
             raise ConfigError("its decoder is neither byte-level nor has byte fallback; serve another tokenizer")
         num_ids = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.tokens = [pieces.bytes_of(token_id) for token_id in range(num_ids)]
-        self.special_token_ids = sorted(pieces.special_ids)
-        special = frozenset(self.special_token_ids)
-        self._ids_of_bytes = {t: i for i, t in enumerate(self.tokens) if t and i not in special}
+        # Literal text of a grammar that spells such a token is characters: neither the trie nor the way back has it.
+        self._special = pieces.special_ids | {i for i in eos_token_ids if i < num_ids}
+        self.special_token_ids = sorted(self._special)
+        self._backend.encode_special_tokens = True
+        self._ids_of_bytes = {t: i for i, t in enumerate(self.tokens) if t and i not in self._special}
         self._longest_token = max(map(len, self._ids_of_bytes), default=1)
         for token_id in self.special_token_ids:
             self.tokens[token_id] = str(self._backend.id_to_token(token_id)).encode()
@@ -58,7 +63,10 @@ class TokenTable:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _spelled(self, ids: list[int]) -> bytes:
+    def _spelled(self, ids: list[int]) -> bytes | None:
+        """The text of these tokens; none where one of them is special."""
+        if not self._special.isdisjoint(ids):
+            return None
         return b"".join(self.tokens[token_id] for token_id in ids)
 
     def _longest(self, data: bytes) -> list[int]:

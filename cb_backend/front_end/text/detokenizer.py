@@ -1,7 +1,7 @@
 """Token ids to text while they arrive: each push returns the text that is complete, and no half character ever.
 
-Whatever the pushes, the joined text equals the decoding of all ids at once (`MAX_HELD_RUN_BYTES` tells the one
-exception). The library's own `DecodeStream` was measured against that (tokenizers 0.23) and is not used: it holds back
+Whatever the pushes, the joined text equals the decoding of all ids at once (`MAX_HELD_RUN_BYTES` and `_WholeStream`
+tell the exceptions). The library's own `DecodeStream` was measured against that (tokenizers 0.23) and is not used: it holds back
 a real U+FFFD until the next token, costs 460 us a token on a run of 3,000 bytes that are not UTF-8 (it decodes the run
 again for each), and raises "Invalid prefix encountered" when a byte-fallback tokenizer makes a run of bytes invalid
 after the fact. This module does not know stop strings.
@@ -10,6 +10,7 @@ after the fact. This module does not know stop strings.
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +24,9 @@ REPLACEMENT = "\ufffd"
 MAX_HELD_RUN_BYTES = 48
 _MAX_HELD_WINDOW_TOKENS = 4  # no character has more bytes
 _NUM_CONTEXT_TOKENS = 4
+# Of decoders that rewrite what stands there already: text is shown once so many later tokens have left it alone.
+_NUM_SETTLING_TOKENS = 4
+_MAX_WHOLE_TOKENS = 64  # decoded at each push; half of them go when there are more
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -54,6 +58,8 @@ class IncrementalDetokenizer:
             self._stream = _BytesStream(pieces)
         elif pieces.kind is DecoderKind.FALLBACK:
             self._stream = _FallbackStream(pieces, prompt_ids)
+        elif pieces.kind is DecoderKind.WHOLE:
+            self._stream = _WholeStream(pieces, prompt_ids)
         else:
             self._stream = _WindowStream(pieces, prompt_ids, spaces_between_added)
 
@@ -177,3 +183,61 @@ class _WindowStream:
         if self._held:
             self._context = (self._context + self._held)[-_NUM_CONTEXT_TOKENS:]
             self._held = []
+
+
+class _WholeStream:
+    """For decoders whose steps read the joined text: a later token may change what earlier ones read like.
+
+    A text comes out when the next few tokens have left it as it is; so all is equal to the decoding at once unless a
+    step reaches further back than these.
+    """
+
+    def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int]) -> None:
+        self._pieces = pieces
+        tail = [int(token_id) for token_id in prompt_ids[-_MAX_WHOLE_TOKENS // 2 :]]
+        self._ids = [token_id for token_id in tail if pieces.visible_token(token_id) is not None]
+        text = self._decoded(self._ids)
+        self._num_shown = len(text)  # characters of the decoding of `_ids`
+        self._texts = [text]  # after each of the last few tokens
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        parts: list[str] = []
+        for token_id in map(int, token_ids):
+            if self._pieces.visible_token(token_id) is None:
+                continue
+            self._ids.append(token_id)
+            self._texts.append(self._decoded(self._ids))
+            if len(self._texts) > _NUM_SETTLING_TOKENS:
+                settled = os.path.commonprefix(self._texts).rstrip(REPLACEMENT)
+                parts.append(settled[self._num_shown :])
+                self._num_shown = max(self._num_shown, len(settled))
+                del self._texts[0]
+            if len(self._ids) > _MAX_WHOLE_TOKENS:
+                self._forget()
+        return "".join(parts)
+
+    def flush(self) -> str:
+        text = self._texts[-1][self._num_shown :]
+        self._num_shown = len(self._texts[-1])
+        return text
+
+    def _forget(self) -> None:
+        """Let go of the older half where the newer one, by itself, reads as it did behind it."""
+        num_forgotten = _MAX_WHOLE_TOKENS // 2
+        num_texts = len(self._texts)
+        ids = self._ids[num_forgotten:]
+        texts = [self._decoded(ids[: len(ids) - behind]) for behind in reversed(range(num_texts))]
+        num_removed = len(self._texts[-1]) - len(texts[-1])
+        num_shown = self._num_shown - num_removed
+        tails = [text[self._num_shown :] for text in self._texts]
+        if num_shown >= 0 and [text[num_shown:] for text in texts] == tails:
+            self._ids, self._texts, self._num_shown = ids, texts, num_shown
+
+    def _decoded(self, ids: list[int]) -> str:
+        try:
+            return str(self._pieces.backend.decode(ids, skip_special_tokens=not self._pieces.shows_special))
+        except BaseException as error:
+            # NOTE: a last step that strips more than there is panics (tokenizers 0.23), and a panic is no Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            return ""
