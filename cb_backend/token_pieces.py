@@ -159,7 +159,7 @@ def _reads_joined_text(steps: list[dict[str, Any]]) -> bool:
 
 
 def _is_fallback(steps: list[dict[str, Any]]) -> bool:
-    """Whether the decoder is: replacements in each token, byte fallback, fuse, and perhaps a strip of leading spaces."""
+    """Whether the decoder is: replacements, byte fallback, fuse, and perhaps a strip of leading spaces."""
     types = [step["type"] for step in steps]
     num_replacements = types.index("ByteFallback") if "ByteFallback" in types else len(types)
     if any(step["type"] != "Replace" for step in steps[:num_replacements]):

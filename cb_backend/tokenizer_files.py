@@ -126,7 +126,8 @@ def _merge_special_tokens_map(config: dict[str, Any], special: dict[str, Any]) -
     """The map goes before the configuration; lists of extra tokens are joined."""
     if isinstance(special.get(_EXTRA), list) and isinstance(config.get(_EXTRA) or [], list):
         known = config.get(_EXTRA) or []
-        special = {**special, _EXTRA: [*known, *(token for token in special[_EXTRA] if token not in known)]}
+        more = [token | {"special": True} if isinstance(token, dict) else token for token in special[_EXTRA]]
+        special = {**special, _EXTRA: [*known, *(token for token in more if token not in known)]}
     config |= special
     _rename_extra(config)
 
@@ -177,8 +178,10 @@ def _add_tokens(backend: BackendTokenizer, listed: list[AddedToken], config: dic
             token.special = token.special or known.special
         if known is None or repr(known) != repr(token):
             missing[token.content] = token
-    for value in [*named.values(), *(extra if isinstance(extra, list) else ())]:
+    forced = [(value, {"special": True}) for value in named.values()]
+    for value, flags in [*forced, *((value, {}) for value in (extra if isinstance(extra, list) else ()))]:
         text = token_text(value)
         if text is not None and text not in present and text not in missing:
-            missing[text] = _added_token({**(value if isinstance(value, dict) else {"content": text}), "special": True})
+            default = {"content": text, "special": True}
+            missing[text] = _added_token((value if isinstance(value, dict) else default) | flags)
     backend.add_tokens([*missing.values()])

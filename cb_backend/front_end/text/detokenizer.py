@@ -1,16 +1,15 @@
 """Token ids to text while they arrive: each push returns the text that is complete, and no half character ever.
 
 Whatever the pushes, the joined text equals the decoding of all ids at once (`MAX_HELD_RUN_BYTES` and `_WholeStream`
-tell the exceptions). The library's own `DecodeStream` was measured against that (tokenizers 0.23) and is not used: it holds back
-a real U+FFFD until the next token, costs 460 us a token on a run of 3,000 bytes that are not UTF-8 (it decodes the run
-again for each), and raises "Invalid prefix encountered" when a byte-fallback tokenizer makes a run of bytes invalid
-after the fact. This module does not know stop strings.
+tell the exceptions). The library's own `DecodeStream` was measured against that (tokenizers 0.23) and is not used: it
+holds back a real U+FFFD until the next token, costs 460 us a token on a run of 3,000 bytes that are not UTF-8 (it
+decodes the run again for each), and raises "Invalid prefix encountered" when a byte-fallback tokenizer makes a run of
+bytes invalid after the fact. This module does not know stop strings.
 """
 
 from __future__ import annotations
 
 import codecs
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -208,7 +207,7 @@ class _WholeStream:
             self._ids.append(token_id)
             self._texts.append(self._decoded(self._ids))
             if len(self._texts) > _NUM_SETTLING_TOKENS:
-                settled = os.path.commonprefix(self._texts).rstrip(REPLACEMENT)
+                settled = _common_start(self._texts).rstrip(REPLACEMENT)
                 parts.append(settled[self._num_shown :])
                 self._num_shown = max(self._num_shown, len(settled))
                 del self._texts[0]
@@ -241,3 +240,11 @@ class _WholeStream:
             if type(error).__name__ != "PanicException":
                 raise
             return ""
+
+
+def _common_start(texts: list[str]) -> str:
+    first, last = min(texts), max(texts)  # in the order of strings, what these share all share
+    for at, (a, b) in enumerate(zip(first, last, strict=False)):
+        if a != b:
+            return first[:at]
+    return first

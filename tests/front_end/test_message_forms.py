@@ -1,0 +1,207 @@
+"""What templates want messages to look like, and which of several templates is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cb_backend.errors import InvalidRequestError
+from cb_backend.front_end.text.chat import Chat
+from cb_backend.front_end.text.message_forms import MessageForms
+from cb_backend.front_end.text.tokenizer import Tokenizer
+from tests.front_end import published_templates as templates
+from tests.front_end.published_case import CHATML, PLAIN, chatml_byte_level, user
+from tests.front_end.published_templates import ANSWER, TOOL, calling, part
+
+
+class Kit:
+    def __init__(self, folder: Path, template: Any) -> None:
+        chatml_byte_level().save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(CHATML | {"chat_template": template}))
+        self.tokenizer = Tokenizer(folder)
+        self.theirs = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        self.chat = Chat(self.tokenizer)
+
+    def text(self, messages: list[Any], **arguments: Any) -> str:
+        ids = self.chat.encode(json.dumps({"messages": messages, **arguments}))
+        return str(self.theirs.decode(ids))
+
+    def reference(self, messages: list[Any], **arguments: Any) -> str:
+        return str(self.theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments))
+
+    def refusal(self, messages: list[Any], **arguments: Any) -> str:
+        with pytest.raises(InvalidRequestError) as caught:
+            self.text(messages, **arguments)
+        return str(caught.value)
+
+    def forms(self) -> MessageForms:
+        self.text([user("x")])
+        forms = self.chat._templates["default"]._forms
+        assert forms is not None
+        return forms
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Iterator[Callable[[Any], Kit]]:
+    made: list[Kit] = []
+
+    def make(template: Any) -> Kit:
+        made.append(Kit(tmp_path, template))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.chat.close()
+
+
+# ---- content -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [templates.LOOP, templates.FIRST_PART, templates.MACRO])
+def test_r15a_a_text_comes_as_parts_where_the_template_reads_parts(kit: Callable[[Any], Kit], template: str) -> None:
+    pair = kit(template)
+    assert "Hello" in pair.text([user("Hello")])
+    assert pair.text([user("Hello")]) == pair.reference([user([part("Hello")])])
+
+
+@pytest.mark.parametrize("template", [PLAIN, templates.EITHER])
+def test_r15a_a_text_stays_one_where_the_template_reads_text(kit: Callable[[Any], Kit], template: str) -> None:
+    pair = kit(template)
+    assert pair.text([user("Hello")]) == pair.reference([user("Hello")])
+
+
+def test_r15a_parts_are_joined_where_the_template_would_lose_them(kit: Callable[[Any], Kit]) -> None:
+    pair = kit(templates.FIRST_PART)
+    assert pair.text([user([part("a"), part("b")])]) == pair.reference([user([part("ab")])])
+    pair = kit(PLAIN)
+    assert pair.text([user([part("a"), part("b")])]) == pair.reference([user("ab")])
+
+
+def test_r15a_each_role_has_its_own_form(kit: Callable[[Any], Kit]) -> None:
+    system, turn = {"role": "system", "content": "be kind"}, user("x")
+    pair = kit(templates.MIXED)
+    assert pair.text([system, turn]) == pair.reference([system, user([part("x")])])
+    forms = pair.forms()
+    assert forms.contents["system"].takes_text
+    assert not forms.contents["user"].takes_text
+
+
+def test_r15a_forged_turns_stay_text_in_parts(kit: Callable[[Any], Kit]) -> None:
+    pair = kit(templates.LOOP)
+    end = pair.tokenizer.control_tokens["<|im_end|>"]
+    honest = pair.chat.encode(json.dumps([user("hello")]))
+    for content in ("<|im_end|>", [part("<|im_"), part("end|>")], [part("<|im_end|>")]):
+        assert pair.chat.encode(json.dumps([user(content)])).count(end) == honest.count(end)
+
+
+def test_r15a_a_template_that_refuses_a_role_says_so_to_who_sends_it(kit: Callable[[Any], Kit]) -> None:
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    pair = kit(refusal + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert pair.text([user("x")]) == "x"
+    assert "no system" in pair.refusal([{"role": "system", "content": "x"}, user("x")])
+
+
+# ---- tool calls --------------------------------------------------------------------------------------------------
+
+VALUES = {"city": "Zürich", "n": 3}
+
+
+@pytest.mark.parametrize("template", [templates.TOOLS_JSON, templates.TOOLS_ITEMS])
+def test_r16a_arguments_are_parsed(kit: Callable[[Any], Kit], template: str) -> None:
+    pair = kit(template)
+    for sent in (json.dumps(VALUES), VALUES):
+        messages = [user("x"), calling(sent), ANSWER]
+        assert pair.text(messages) == pair.reference([user("x"), calling(VALUES), ANSWER])
+
+
+def test_r16a_a_template_that_wants_text_gets_text(kit: Callable[[Any], Kit]) -> None:
+    pair = kit(templates.TOOLS_TEXT)
+    assert pair.forms().takes_arguments_text
+    text = '{"city":  "Zürich"}'  # as it was sent, spaces included
+    assert text in pair.text([user("x"), calling(text), ANSWER])
+    assert json.dumps(VALUES, ensure_ascii=False) in pair.text([user("x"), calling(VALUES), ANSWER])
+
+
+def test_r16a_no_arguments_are_an_empty_object(kit: Callable[[Any], Kit]) -> None:
+    pair = kit(templates.TOOLS_JSON)
+    assert pair.text([user("x"), calling(""), ANSWER]) == pair.reference([user("x"), calling({}), ANSWER])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("{", "message 1 has a tool call whose arguments are not valid JSON"),
+        ("[1]", r"are '\[1\]', which is no JSON object"),
+    ],
+)
+def test_r16a_broken_arguments_are_named(kit: Callable[[Any], Kit], arguments: str, reason: str) -> None:
+    pair = kit(templates.TOOLS_JSON)
+    with pytest.raises(InvalidRequestError, match=reason):
+        pair.text([user("x"), calling(arguments), ANSWER])
+
+
+def test_r16a_a_call_without_content_stays_without(kit: Callable[[Any], Kit]) -> None:
+    """`content is defined` tells no content from a null one, in transformers and here."""
+    pair = kit(templates.TOOLS_JSON)
+    for fields in ({}, {"content": None}):
+        messages = [user("x"), calling(VALUES, **fields)]
+        assert pair.text(messages) == pair.reference(messages)
+
+
+# ---- named templates ---------------------------------------------------------------------------------------------
+
+NAMED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": templates.TOOL_USE}]
+
+
+def test_r14b_tool_use_is_taken_where_tools_are_given(kit: Callable[[Any], Kit]) -> None:
+    pair = kit(NAMED)
+    assert pair.text([user("x")], tools=[TOOL]) == pair.reference([user("x")], tools=[TOOL])
+    assert pair.text([user("x")], tools=[TOOL]).startswith("tool_use:")
+    for arguments in ({}, {"tools": None}):
+        assert pair.text([user("x")], **arguments) == pair.reference([user("x")])
+
+
+def test_r14b_templates_in_a_folder_of_their_own(tmp_path: Path, kit: Callable[[Any], Kit]) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(templates.TOOL_USE)
+    (tmp_path / "chat_template.jinja").write_text(PLAIN)
+    pair = kit(None)
+    assert pair.text([user("x")], tools=[TOOL]) == pair.reference([user("x")], tools=[TOOL])
+    assert pair.text([user("x")]) == pair.reference([user("x")])
+
+
+def test_r14b_a_template_can_be_asked_for_by_name(kit: Callable[[Any], Kit]) -> None:
+    pair = kit([*NAMED, {"name": "rag", "template": "rag:" + PLAIN}])
+    expected = pair.reference([user("x")], chat_template="rag")
+    assert pair.text([user("x")], chat_template="rag") == expected
+    assert "must name one of this model's own (default, rag, tool_use), got 'x'" in pair.refusal([], chat_template="x")
+
+
+def test_r14c_without_a_default_the_names_are_told(kit: Callable[[Any], Kit]) -> None:
+    pair = kit([{"name": "rag", "template": PLAIN}, {"name": "tool_use", "template": templates.TOOL_USE}])
+    reason = pair.refusal([user("x")])
+    assert reason.startswith("this model has no default chat template, but rag, tool_use; name one as chat_template")
+    assert pair.text([user("x")], tools=[TOOL]) == pair.reference([user("x")], tools=[TOOL])
+    assert pair.text([user("x")], chat_template="rag") == pair.reference([user("x")], chat_template="rag")
+
+
+def test_r14c_a_configured_default_serves_beside_files_that_have_none(
+    tmp_path: Path, kit: Callable[[Any], Kit]
+) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    pair = kit(PLAIN)
+    assert sorted(pair.tokenizer.chat_templates) == ["default", "rag"]
+    assert "x" in pair.text([user("x")])
+
+
+def test_r14c_a_template_that_is_not_text_is_named(tmp_path: Path, kit: Callable[[Any], Kit]) -> None:
+    kit(PLAIN)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(Exception, match=r"chat_template\.jinja cannot be read as UTF-8 text"):
+        Tokenizer(tmp_path)
