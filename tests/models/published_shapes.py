@@ -42,7 +42,7 @@ def all_checks() -> Iterator[tuple[str, str, Check]]:
         for shape in gguf.published_gguf():
             yield shape.name, shape.outcome, partial(difference, shape)
     if tokenizers := _optional("tests.front_end.published_tokenizers"):
-        for name, build, check in tokenizers.PUBLISHED_TOKENIZERS:
+        for name, build, check in tokenizers.published_tokenizers():
             yield f"tokenizer: {name}", "equal", partial(_failure, build, check)
 
 
