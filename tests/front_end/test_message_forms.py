@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.errors import ConfigError, InvalidRequestError
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.message_forms import MessageForms
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -203,5 +203,5 @@ def test_r14c_a_configured_default_serves_beside_files_that_have_none(
 def test_r14c_a_template_that_is_not_text_is_named(tmp_path: Path, kit: Callable[[Any], Kit]) -> None:
     kit(PLAIN)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(Exception, match=r"chat_template\.jinja cannot be read as UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read as UTF-8 text"):
         Tokenizer(tmp_path)
