@@ -153,7 +153,7 @@ def test_r20r_a_tokenizer_beside_the_file_and_the_template_of_the_file(tmp_path:
     folder = resolve_checkpoint(str(path))
     assert folder != without
     tokenizer = FrontEndTokenizer(resolve_tokenizer(None, folder))
-    assert tokenizer.chat_template == "template of the file"
+    assert tokenizer.chat_templates == {"default": "template of the file"}
     assert tokenizer.named_tokens["eos_token"] == "</s>"
     assert tokenizer.encode("ABC") == [BYTE_TOKENS.index("abc")]
     (path.parent / "tokenizer.json").unlink()
@@ -162,16 +162,16 @@ def test_r20r_a_tokenizer_beside_the_file_and_the_template_of_the_file(tmp_path:
 
 def test_r20r_a_template_beside_the_file_overrides_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, byte_level() | template())
-    assert FrontEndTokenizer(resolve_checkpoint(str(path))).chat_template == "template of the file"
+    assert FrontEndTokenizer(resolve_checkpoint(str(path))).chat_templates == {"default": "template of the file"}
     (path.parent / "chat_template.jinja").write_text("mended")
-    assert FrontEndTokenizer(resolve_checkpoint(str(path))).chat_template == "mended"
+    assert FrontEndTokenizer(resolve_checkpoint(str(path))).chat_templates == {"default": "mended"}
 
 
 def test_r20r_a_template_that_only_the_tokenizer_beside_has(tmp_path: Path) -> None:
     path = write(tmp_path, byte_level())
     (path.parent / "tokenizer.json").write_bytes((resolve_checkpoint(str(path)) / "tokenizer.json").read_bytes())
     (path.parent / "tokenizer_config.json").write_text('{"chat_template": "beside"}')
-    assert FrontEndTokenizer(resolve_checkpoint(str(path))).chat_template == "beside"
+    assert FrontEndTokenizer(resolve_checkpoint(str(path))).chat_templates == {"default": "beside"}
 
 
 def test_r20r_a_tokenizer_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
