@@ -22,7 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import about_card, time_graph, write_csv
-from roofline import HAS_QK_NORM, MODELS
+from published_models import config_values
+from roofline import MODELS
 
 from cb_backend.cli.benchmarks.machine import measure_card, model_shape
 from cb_backend.cli.benchmarks.roofline import CardLimits, decode_seconds
@@ -48,22 +49,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def read_shape(name: str) -> tuple[ModelSpec, Path]:
     """The model's config, and a folder that holds it; weights are dummies."""
-    shape = MODELS[name]
-    values = {
-        "model_type": "qwen3" if name in HAS_QK_NORM else "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": 16384,
-        "tie_word_embeddings": name != "llama-3.1-8b",
-        "torch_dtype": "bfloat16",
-    }
     folder = Path(tempfile.mkdtemp(prefix="cb_backend-"))
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(config_values(name)))
     return read_model_config(folder), folder
 
 

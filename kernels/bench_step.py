@@ -20,9 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roofline import HAS_QK_NORM, MODELS
+from published_models import spec_of
+from roofline import MODELS
 
-from cb_backend.cli.benchmarks.machine import conditions, measure_card
+from cb_backend.cli.benchmarks.machine import conditions, measure_card, model_shape
 from cb_backend.cli.benchmarks.roofline import decode_seconds
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
@@ -32,12 +33,9 @@ from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
-from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.quantization import module_formats
-from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import fill_dummy
 
 BLOCK_SIZE = 16
@@ -49,26 +47,7 @@ DTYPE = torch.bfloat16
 
 
 def make_model(name: str) -> DecoderForCausalLM:
-    shape = MODELS[name]
-    norm = NormSpec(eps=1e-6)
-    spec = ModelSpec(
-        model_type="llama",
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        attention=AttentionSpec(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            rotary_dim=shape.head_dim,
-            scale=shape.head_dim**-0.5,
-            qk_norm=norm if name in HAS_QK_NORM else None,
-        ),
-        norm=norm,
-        ropes=(RopeConfig(rope_type="default", theta=500000.0, max_position_embeddings=MAX_MODEL_LEN),),
-        layers=(LayerSpec(mlp=MLPSpec(intermediate_size=shape.intermediate_size)),) * shape.num_layers,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=name != "llama-3.1-8b",
-    )
+    spec = spec_of(name)
     make = LayerMaker(
         ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=NoGroup(), format_of=module_formats(None)
     )
@@ -188,7 +167,7 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(MODELS), help="and gemma3-4b, phi-4, olmo3-7b")
     parser.add_argument("--rows", default="1,64,256")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--ragged", action="store_true", help="contexts of 1/8 to 15/8 of --context")
@@ -211,7 +190,7 @@ def main() -> int:
                 shares = torch.linspace(1 / 8, 15 / 8, num_rows)[torch.randperm(num_rows)]
                 lengths = [max(1, int(arguments.context * share)) for share in shares.tolist()]
             runner = make_runner(model, lengths)
-            floor = decode_seconds(MODELS[name], card, num_rows, sum(lengths))
+            floor = decode_seconds(model_shape(model.spec, "bfloat16"), card, num_rows, sum(lengths))
             kind = "ragged" if arguments.ragged else "equal"
             start = f"{name:14} rows {num_rows:4} context {arguments.context} {kind}"
             if arguments.check:

@@ -1,0 +1,61 @@
+"""The models that whole steps are timed with, as their `config.json`s tell of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from roofline import HAS_QK_NORM, MODELS
+
+from cb_backend.models.config_reader import ConfigReader
+from cb_backend.models.registry import read_spec
+from cb_backend.models.spec import ModelSpec
+
+# Of families that other switches of the kernels are for than those of `roofline.MODELS`.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma3-4b": {
+        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131072, "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi-4": {
+        "model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10,
+        "max_position_embeddings": 16384, "rope_theta": 250000.0,
+    },
+    "olmo3-7b": {
+        "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 65536, "sliding_window": 4096,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    },
+}  # fmt: skip
+
+
+def config_values(name: str) -> dict[str, Any]:
+    """What the model's `config.json` holds. Raises `KeyError` for a name that is not known."""
+    if name in OTHERS:
+        return {**OTHERS[name], "dtype": "bfloat16"}
+    shape = MODELS[name]
+    return {
+        "model_type": "qwen3" if name in HAS_QK_NORM else "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 16384,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": name != "llama-3.1-8b",
+        "dtype": "bfloat16",
+    }
+
+
+def spec_of(name: str) -> ModelSpec:
+    return read_spec(ConfigReader(config_values(name), name))

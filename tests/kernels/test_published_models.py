@@ -1,0 +1,63 @@
+"""The models that steps are timed with: they are what their names say, and can be built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cb_backend.cli.benchmarks.machine import model_shape
+from cb_backend.cli.paths import checkout_path
+from cb_backend.layers.group import NoGroup
+from cb_backend.layers.layer_maker import LayerMaker
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.quantization import module_formats
+
+# billions of parameters, those of the input embedding left out where there are two
+SIZES = {
+    "qwen3-0.6b": 0.60, "llama-3.2-1b": 1.24, "llama-3.1-8b": 7.5, "gemma3-4b": 3.88, "phi-4": 14.1, "olmo3-7b": 6.9,
+}  # fmt: skip
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.syspath_prepend(str(checkout_path("kernels")))
+    import published_models
+    import roofline
+
+    return SimpleNamespace(published=published_models, names=[*roofline.MODELS, *published_models.OTHERS])
+
+
+def test_every_model_is_known_here(models: SimpleNamespace) -> None:
+    assert sorted(models.names) == sorted(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_models_are_as_large_as_their_names_say(name: str, models: SimpleNamespace) -> None:
+    spec = models.published.spec_of(name)
+    shape = model_shape(spec, "bfloat16")
+    assert (shape.layer_params + shape.head_params) / 1e9 == pytest.approx(SIZES[name], rel=0.02)
+    make = LayerMaker(
+        ops=resolve_ops("torch"),
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        group=NoGroup(),
+        format_of=module_formats(None),
+    )
+    model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=8)
+    built = sum(placement.target.numel() for placement in model.placements())
+    embedding = 0 if spec.tie_word_embeddings else shape.head_params
+    assert built == pytest.approx(shape.layer_params + shape.head_params + embedding, rel=0.001)
+
+
+def test_gemma_slides_in_five_of_six_layers(models: SimpleNamespace) -> None:
+    spec = models.published.spec_of("gemma3-4b")
+    assert spec.windows[:7] == (1024,) * 5 + (0, 1024)
+    assert [rope.factor for rope in spec.ropes] == [1.0, 8.0]
+
+
+def test_a_name_that_is_not_known_is_an_error(models: SimpleNamespace) -> None:
+    with pytest.raises(KeyError, match="gpt-9"):
+        models.published.spec_of("gpt-9")
