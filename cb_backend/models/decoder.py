@@ -31,15 +31,15 @@ class DecoderLayer:
         self.to_attention = make.junction(
             spec.norm,
             spec.hidden_size,
-            leaving=named(name, norms.before_attention),
-            joining=named(spec.layer_name(index - 1), norms.after_mlp) if index else None,
+            leaving=_named(name, norms.before_attention),
+            joining=_named(spec.layer_name(index - 1), norms.after_mlp) if index else None,
             scale=spec.residual_scale,
         )
         self.to_mlp = make.junction(
             spec.norm,
             spec.hidden_size,
-            leaving=named(name, norms.before_mlp),
-            joining=named(name, norms.after_attention),
+            leaving=_named(name, norms.before_mlp),
+            joining=_named(name, norms.after_attention),
             scale=spec.residual_scale,
         )
 
@@ -59,7 +59,7 @@ class DecoderLayer:
             yield from part.placements()
 
 
-def named(module: str, norm: str | None) -> str | None:
+def _named(module: str, norm: str | None) -> str | None:
     return None if norm is None else f"{module}.{norm}"
 
 
@@ -87,7 +87,7 @@ class DecoderForCausalLM:
             spec.norm,
             spec.hidden_size,
             leaving=f"{spec.names.prefix}norm",
-            joining=named(spec.layer_name(spec.num_layers - 1), spec.norms.after_mlp),
+            joining=_named(spec.layer_name(spec.num_layers - 1), spec.norms.after_mlp),
             scale=spec.residual_scale,
             divisor=spec.logits_divisor,
         )
