@@ -27,6 +27,7 @@ DTYPES = {
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 MAX_RUN_AHEAD = 4
 
+QUANTIZATIONS = ("fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
     "load_format": ("auto", "dummy"),
@@ -57,7 +58,8 @@ class EngineConfig:
     model: str  # local folder, GGUF file, or hub id
     tokenizer: str | None = None  # another folder or hub id for the tokenizer; None: the model's
     dtype: str = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
-    quantization: str | None = None  # fp8: the layers' matrices, quantised at start-up; None: as the checkpoint is
+    quantization: str | None = None  # fp8: the layers' matrices, quantised at start-up; None: as the checkpoint is.
+    # A method's name, as vLLM has it: that of the checkpoint, or it is refused
     max_model_len: int | None = None  # tokens of prompt + output; None: the checkpoint's
     load_format: str = "auto"  # auto | dummy (random weights, for benchmarks)
     seed: int = 0  # of dummy weights
@@ -109,8 +111,9 @@ class EngineConfig:
             _require(getattr(self, name) != "", f"{name} is empty; remove it to get the default")
         _require(self.dtype in DTYPES.values(), f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
         _require(
-            self.quantization in (None, "fp8"),
-            f"quantization is {self.quantization!r}; use 'fp8', or remove it to serve the checkpoint as it is",
+            self.quantization in (None, *QUANTIZATIONS),
+            f"quantization is {self.quantization!r}; use 'fp8' to quantise at start-up, or remove it: what a checkpoint"
+            " is quantised by is found in its config",
         )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

@@ -215,8 +215,9 @@ def _parameters(op: str, x: Tensor, weight: PackedWeight) -> dict[str, int] | No
 def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, parameters: dict[str, int]) -> None:
     num_rows, (out_size, in_size) = x.shape[0], weight.size
     num_blocks, words = weight.values.shape[1], weight.values.shape[3]
-    block_n = parameters["block_n"]
-    num_tiles, block_m = -(-out_size // block_n), min(MAX_BLOCK_M, max(16, next_power_of_2(num_rows)))
+    block_m = min(MAX_BLOCK_M, max(16, next_power_of_2(num_rows)))
+    block_n = tile_rows(parameters["block_n"], block_m, x.device)
+    num_tiles = -(-out_size // block_n)
     m_blocks = -(-num_rows // block_m)
     split_blocks = -(
         -num_blocks // (parameters.get("splits") or splits_for(num_tiles * m_blocks, num_blocks, num_rows, x.device))
@@ -240,6 +241,16 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, p
         BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"], **dependent_options(x.device),
     )  # fmt: skip
+
+
+def tile_rows(block_n: int, block_m: int, device: torch.device) -> int:
+    """Rows of the weight that a program takes.
+
+    NOTE: for Blackwell, Triton 3.6 compiles tiles of 128 x 128 whose first operand comes from registers to an empty
+    kernel (found by compiling for sm_100); half of that is right.
+    """
+    is_blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return min(block_n, 64) if is_blackwell and block_m >= 128 else block_n
 
 
 def splits_for(num_tiles: int, num_blocks: int, num_rows: int, device: torch.device) -> int:

@@ -10,6 +10,7 @@ where they lie, not the files they come from (`models`), nor products (`linear_p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,18 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits below
 FP4_SHIFT = 126
 MAX_FP4_SCALE_EXPONENT = 1  # 2 ** (126 + 1) is the largest power of two that bfloat16 holds
 MIN_GROUP = {"int4": 32, "int8": 64, "fp8": 128, "fp4": 16}
+
+
+class StoredWeight(NamedTuple):
+    """Not packed yet: element [n, k] is (values[n, k] - zero point) * scales[n, k // group] * global_scale."""
+
+    values: Tensor  # [out_size, in_size] uint8: int4 as value + 8, int8 as value + 128, fp8 and fp4 their bits
+    scales: Tensor  # [out_size, groups]
+    zeros: Tensor | None  # the same shape, uint8, stored like the values
+    kind: str  # of KINDS
+    group: int
+    global_scale: float = 1.0
+    order: Tensor | None = None  # [in_size]: column j of `values` is column order[j] of the weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class LayerMaker:
             parts={"gate_proj": size, "up_proj": size},
             has_bias=has_bias,
             split=Split.ROWS,
+            is_gated=spec.activation == "silu",
             stored_as="gate_up_proj" if spec.is_gate_up_fused else None,
         )
         down_proj = Projection(

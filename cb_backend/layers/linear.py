@@ -38,10 +38,14 @@ class Linear:
         self.group = group
         self.projection = projection
         out_size, in_size = projection.sizes(group.size)
-        self.weight = torch.empty(out_size, in_size, dtype=weight_dtype or dtype, device=device)  # [out_size, in_size]
+        self.weight = self._new_weight((out_size, in_size), weight_dtype or dtype, device)
         # Of partial sums one has the bias.
         has_bias = projection.has_bias and (projection.split is not Split.COLUMNS or group.rank == 0)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
+
+    def _new_weight(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[out_size, in_size]"""
+        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         """[num_tokens, in_size] -> [num_tokens, out_size]."""
@@ -64,12 +68,15 @@ class Linear:
 
     def placements(self) -> Iterator[Placement]:
         for part in self.projection.places(self.group.rank, self.group.size):
-            yield Placement(f"{part.name}.weight", self._weight_of(part), part.weight_shard, part.transform)
+            yield from self._placements_of(part)
             if self.bias is not None:
                 yield Placement(f"{part.name}.bias", self.bias[part.rows], part.bias_shard, part.transform)
 
-    def _weight_of(self, part: Part) -> Fillable:
+    def _placements_of(self, part: Part) -> Iterator[Placement]:
         """Where the part's weight goes."""
+        yield Placement(f"{part.name}.weight", self._weight_of(part), part.weight_shard, part.transform)
+
+    def _weight_of(self, part: Part) -> Fillable:
         return self.weight[part.rows]
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cb_backend.kernels.fp8 import Fp8Rows
+from cb_backend.kernels.packed import PackedWeight
 from cb_backend.kernels.slot_state import SlotState
 from cb_backend.kernels.step_rows import StepRows
 
@@ -54,6 +55,12 @@ class ModelOps(Protocol):
     def quantize_rows(self, x: Tensor) -> Fp8Rows: ...
     def linear_fp8(self, x: Fp8Rows, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor: ...
     def linear_silu_mul_fp8(self, x: Fp8Rows, weight: Tensor, weight_scales: Tensor) -> Tensor: ...
+
+    # And with weights of 4 and 8 bits
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
+    def linear_silu_mul_packed(self, x: Tensor, weight: PackedWeight) -> Tensor: ...
 
     def qkv_post(
         self,

@@ -44,6 +44,7 @@ class Projection:
     has_bias: bool = False
     split: Split = Split.NONE
     transforms: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of a part's rows, by its name
+    is_gated: bool = False  # its product is used as silu(first half) * second half, and not otherwise
     stored_as: str | None = None  # name of the one module that holds all parts in the checkpoint; None: they are apart
 
     def sizes(self, group_size: int) -> tuple[int, int]:

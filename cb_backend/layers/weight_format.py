@@ -9,10 +9,12 @@ from typing import Protocol
 import torch
 
 from cb_backend.errors import ConfigError
+from cb_backend.kernels.packed import KINDS
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.group import Group
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.packed_linear import PackedLinear, StoredReader
 from cb_backend.layers.projection import Projection
 
 
@@ -51,13 +53,42 @@ class Fp8Format:
         return Fp8Linear(projection, ops, group, dtype=dtype, device=device)
 
 
+class PackedFormat:
+    """Weights of 4 or 8 bits, as a checkpoint stores them."""
+
+    def __init__(self, reader: StoredReader) -> None:
+        self.name = reader.name
+        self._reader = reader
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """With its share of scales of 16 bits."""
+        share = 0.0 if self._reader.group == -1 else 2.0 / self._reader.group
+        return KINDS[self._reader.kind].bits / 8 + share
+
+    def new_linear(
+        self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
+    ) -> PackedLinear:
+        return PackedLinear(projection, ops, group, self._reader, dtype=dtype, device=device)
+
+
 class ModuleFormats:
     """The format of each module, by its name in the checkpoint (`model.layers.3.mlp.down_proj`)."""
 
-    def __init__(self, default: WeightFormat, exceptions: Sequence[tuple[str, WeightFormat]] = ()) -> None:
-        """exceptions: (regular expression, format); the first one that matches a whole name decides."""
+    def __init__(
+        self, default: WeightFormat, exceptions: Sequence[tuple[str, WeightFormat]] = (), ignored: str | None = None
+    ) -> None:
+        """exceptions: (regular expression, format); the first one that matches a whole name decides. ignored: regular
+        expression of the names of tensors that such checkpoints have and nobody needs.
+        """
+        self.ignored = ignored
         self._default = default
         self._exceptions = [(re.compile(pattern), its_format) for pattern, its_format in exceptions]
+
+    @property
+    def default(self) -> WeightFormat:
+        """Of modules that are no exception."""
+        return self._default
 
     def __call__(self, module: str) -> WeightFormat:
         return next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)

@@ -1,36 +1,63 @@
-"""What a checkpoint's `quantization_config` says, and whether it is something that can be served.
+"""What a checkpoint's `quantization_config` says: the format of every module, or why it cannot be served.
 
-Served is fp8 (e4m3) with one scale a matrix or one an output channel, as two conventions write it: `fp8` and
-`compressed-tensors`. Inputs are quantised dynamically, token by token, whatever the checkpoint proposes: scales it
-brings for them are not needed.
+fp8 with one scale a matrix or an output channel is multiplied in fp8, its inputs quantised token by token whatever the
+checkpoint proposes. Everything else keeps 16-bit inputs: weights of 4 and 8 bits, fp8 with a scale a block. What a
+configuration asks for and nobody here does is refused by its name and value.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from cb_backend.errors import ConfigError
-from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PlainFormat
+from cb_backend.kernels.packed import MIN_GROUP
+from cb_backend.layers.packed_linear import StoredReader
+from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat, WeightFormat
+from cb_backend.models.packed_formats import (
+    AwqReader,
+    Fp8BlockReader,
+    GptqReader,
+    IntQuantizedReader,
+    Nvfp4Reader,
+    PackQuantizedReader,
+)
 
 FP8 = "fp8"
-_SUPPORTED = "supported are float32, float16 and bfloat16 safetensors, fp8 with a scale a tensor or a channel, and GGUF"
-_KEPT = ("lm_head",)  # modules that may be left as they are: those that this backend does not quantise
+# What vLLM calls a method whose kernels it chooses by itself.
+SYNONYMS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "fp8": FP8}
+SUPPORTED = (
+    "supported are float32, float16 and bfloat16 safetensors; fp8 with a scale a tensor, channel or block; AWQ, GPTQ"
+    " and compressed-tensors of 4 and 8 bits; nvfp4; and GGUF"
+)
+_KEPT = ("lm_head",)  # modules that may be left as they are where all others are fp8
+# Scales that checkpoints bring for inputs, which are not quantised here, or by themselves.
+_INPUTS = r".*\.(input_scale|input_global_scale|input_zero_point)"
 
 
-def read_quantization(config: Any, where: str = "config.json") -> str | None:
-    """`fp8`, or None for a checkpoint that is not quantised. Raises `ConfigError` that names method and reason."""
+class Quantization(NamedTuple):
+    """How a checkpoint's matrices are stored."""
+
+    name: str  # fp8 | the method's name
+    formats: ModuleFormats | None  # None: all modules in fp8 with a scale a tensor or channel
+
+
+def read_quantization(config: Any, where: str = "config.json") -> Quantization | None:
+    """None for a checkpoint that is not quantised. Raises `ConfigError` that names method and reason."""
     if not config:
         return None
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: 'quantization_config' must be an object, found {config!r}")
-    method = config.get("quant_method", "unknown")
-    readers = {"fp8": _unsupported_in_fp8, "compressed-tensors": _unsupported_in_compressed_tensors}
-    if method not in readers:
-        raise ConfigError(f"the checkpoint is quantised ({method}); {_SUPPORTED}")
-    reason = readers[method](config)
-    if reason is not None:
-        raise ConfigError(f"the checkpoint is quantised ({method}) with {reason}; {_SUPPORTED}")
-    return FP8
+    method = config.get("quant_method", "modelopt" if "quant_algo" in config else "unknown")
+    reader = _METHODS.get(method)
+    try:
+        if reader is None:
+            raise _UnsupportedError("")
+        return reader(config)
+    except _UnsupportedError as error:
+        reason = f" with {error}" if str(error) else ""
+        raise ConfigError(f"the checkpoint is quantised ({method}){reason}; {SUPPORTED}") from None
 
 
 def module_formats(quantization: str | None) -> ModuleFormats:
@@ -38,32 +65,172 @@ def module_formats(quantization: str | None) -> ModuleFormats:
     return ModuleFormats(Fp8Format() if quantization == FP8 else PlainFormat())
 
 
-def _unsupported_in_fp8(config: dict[str, Any]) -> str | None:
-    if config.get("weight_block_size"):
-        return f"a scale a block of {config['weight_block_size']} weights"
+class _UnsupportedError(Exception):
+    """What of a configuration is not supported."""
+
+
+def _packed(
+    name: str, reader: StoredReader, kept: Sequence[str], others: Sequence[tuple[str, WeightFormat]] = ()
+) -> Quantization:
+    """All modules in one format, but for those that match one of `kept` and those that have another."""
+    exceptions = [*((pattern, PlainFormat()) for pattern in kept), *others]
+    return Quantization(name, ModuleFormats(PackedFormat(reader), exceptions, _INPUTS))
+
+
+def _names(config: dict[str, Any], *keys: str) -> list[str]:
+    """The first of these lists that is there. Raises `_UnsupportedError` for what is no list of names."""
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise _UnsupportedError(f"{key} {value!r}")
+        return value
+    return []
+
+
+def _bits(config: dict[str, Any], key: str, allowed: tuple[int, ...]) -> int:
+    bits = config.get(key)
+    if bits not in allowed:
+        raise _UnsupportedError(f"{key} {bits!r}")
+    return int(bits)
+
+
+def _group(config: dict[str, Any], bits: int, *keys: str) -> int:
+    group = next((config[key] for key in keys if config.get(key) is not None), -1)
+    if not isinstance(group, int) or group not in (-1, 32, 64, 128, 256, 512, 1024):
+        raise _UnsupportedError(f"{keys[0]} {group!r}")
+    if -1 < group < MIN_GROUP["int4" if bits == 4 else "int8"]:
+        raise _UnsupportedError(f"{bits} bits in groups of {group}")
+    return group
+
+
+def _read_fp8(config: dict[str, Any]) -> Quantization:
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        return f"numbers of the format {config['fmt']!r}"
-    return _kept_too_much(config.get("ignored_layers") or config.get("modules_to_not_convert") or [])
+        raise _UnsupportedError(f"numbers of the format {config['fmt']!r}")
+    kept = _names(config, "ignored_layers", "modules_to_not_convert")
+    block = config.get("weight_block_size")
+    if block:
+        if not isinstance(block, list) or len(block) != 2 or block[1] != 128:
+            raise _UnsupportedError(f"a scale a block of {block} weights")
+        return _packed("fp8_blocks", Fp8BlockReader((int(block[0]), int(block[1]))), [_exactly(name) for name in kept])
+    left_out = [name for name in kept if name not in _KEPT]
+    if left_out:
+        raise _UnsupportedError(f"{left_out[0]} left out")
+    return Quantization(FP8, None)
 
 
-def _unsupported_in_compressed_tensors(config: dict[str, Any]) -> str | None:
+def _read_awq(config: dict[str, Any]) -> Quantization:
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _UnsupportedError(f"version {version!r}")
+    if config.get("zero_point", True) is not True:
+        raise _UnsupportedError(f"zero_point {config['zero_point']!r}")
+    _bits(config, "bits", (4,))
+    kept = [f".*{re.escape(name)}.*" for name in _names(config, "modules_to_not_convert")]  # parts of names, in AWQ
+    group = _group(config, 4, "group_size", "q_group_size")
+    if group == -1:
+        raise _UnsupportedError("group_size -1")
+    return _packed("awq", AwqReader(group), kept)
+
+
+def _read_gptq(config: dict[str, Any]) -> Quantization:
+    form = config.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise _UnsupportedError(f"checkpoint_format {form!r}")
+    if config.get("lm_head"):
+        raise _UnsupportedError("a quantised lm_head")
+
+    def reader(settings: dict[str, Any]) -> GptqReader:
+        merged = {**config, **settings}
+        bits = _bits(merged, "bits", (4, 8))
+        return GptqReader(bits, _group(merged, bits, "group_size"), bool(merged.get("sym", True)), form == "gptq_v2")
+
+    kept, others = [], []
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise _UnsupportedError(f"dynamic {dynamic!r}")
+    for pattern, settings in dynamic.items():
+        wanted = f"{pattern.removeprefix('-:').removeprefix('+:')}.*"  # GPTQModel matches from a name's start on
+        if pattern.startswith("-:"):
+            kept.append(wanted)
+        else:
+            others.append((wanted, PackedFormat(reader(settings))))
+    return _packed("gptq", reader({}), [*kept, *map(_ending, _names(config, "modules_to_not_convert"))], others)
+
+
+def _read_compressed_tensors(config: dict[str, Any]) -> Quantization:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        return f"{len(groups) if isinstance(groups, dict) else 'no'} groups of layers"
+        raise _UnsupportedError(f"{len(groups) if isinstance(groups, dict) else 'no'} groups of layers")
     group = next(iter(groups.values()))
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
-        return "something else than all linear layers as its group"
-    if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-        return f"{weights.get('num_bits')}-bit {weights.get('type')} weights"
-    if weights.get("strategy") not in ("tensor", "channel"):
-        return f"a scale a {weights.get('strategy')}"
+        raise _UnsupportedError("something else than all linear layers as its group")
+    kept = _names(config, "ignore")
+    patterns = [name.removeprefix("re:") if name.startswith("re:") else _exactly(name) for name in kept]
+    form = group.get("format") or config.get("format")
+    kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    if (kind, bits) == ("float", 8):
+        return _compressed_fp8(group, weights, kept, patterns)
+    if (kind, bits, form) == ("float", 4, "nvfp4-pack-quantized"):
+        return _packed("compressed-tensors", Nvfp4Reader(is_modelopt=False), patterns)
+    if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
+        raise _UnsupportedError(f"{bits}-bit {kind} weights, a scale a {strategy}")
+    is_symmetric = bool(weights.get("symmetric", True))
+    if form == "int-quantized":
+        if bits != 8 or strategy != "channel" or not is_symmetric:
+            raise _UnsupportedError(f"{bits}-bit int-quantized weights, a scale a {strategy}, symmetric {is_symmetric}")
+        return _packed("compressed-tensors", IntQuantizedReader(), patterns)
+    if form != "pack-quantized":
+        raise _UnsupportedError(f"format {form!r}")
+    size = -1 if strategy == "channel" else _group(weights, int(bits), "group_size")
+    reader = PackQuantizedReader(int(bits), size, is_symmetric, weights.get("actorder") == "group")
+    return _packed("compressed-tensors", reader, patterns)
+
+
+def _compressed_fp8(
+    group: dict[str, Any], weights: dict[str, Any], kept: list[str], patterns: list[str]
+) -> Quantization:
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        block = weights.get("block_structure") or []
+        if not isinstance(block, list) or len(block) != 2 or block[1] != 128:
+            raise _UnsupportedError(f"a scale a block of {block}")
+        raise _UnsupportedError("a scale a block in this format")
+    if strategy not in ("tensor", "channel"):
+        raise _UnsupportedError(f"a scale a {strategy}")
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict) or (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
-        return "fp8 weights but other inputs"
-    return _kept_too_much(config.get("ignore") or [])
+        raise _UnsupportedError("fp8 weights but other inputs")
+    left_out = [name for name in kept if name not in _KEPT]
+    if left_out:
+        raise _UnsupportedError(f"{left_out[0]} left out")
+    return Quantization(FP8, None)
 
 
-def _kept_too_much(kept: Any) -> str | None:
-    names = [name for name in kept if name not in _KEPT] if isinstance(kept, list) else [repr(kept)]
-    return f"{names[0]} left out" if names else None
+def _read_modelopt(config: dict[str, Any]) -> Quantization:
+    algorithm = config.get("quant_algo")
+    kept = [re.escape(name).replace(r"\*", ".*") for name in _names(config, "ignore", "exclude_modules")]
+    if algorithm == "NVFP4":
+        return _packed("modelopt", Nvfp4Reader(is_modelopt=True), kept)
+    if algorithm == "FP8" and not [name for name in kept if name not in _KEPT]:
+        return Quantization(FP8, None)
+    raise _UnsupportedError(f"quant_algo {algorithm!r}")
+
+
+def _exactly(name: str) -> str:
+    return re.escape(name)
+
+
+def _ending(name: str) -> str:
+    return rf"(.*\.)?{re.escape(name)}(\..*)?"
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
+    "fp8": _read_fp8,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed_tensors,
+    "modelopt": _read_modelopt,
+}

@@ -84,7 +84,7 @@ def load_model(
         dtype=dtype,
         device=device,
         group=NoGroup(),
-        format_of=module_formats(quantization or spec.quantization),
+        format_of=spec.formats or module_formats(quantization or spec.quantization),
     )
 
     length = spec.max_context_len if max_model_len is None else max_model_len
@@ -106,7 +106,7 @@ def _open_weights(folder: Path, spec: ModelSpec, make: LayerMaker) -> tuple[Mode
     """(the specification with the files' names, the files that hold what the model needs, whether it has a head of its
     own). Raises `ConfigError`.
     """
-    source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8)
+    source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8, is_packed=spec.formats is not None)
     spec = _as_named(spec, source)
     source = source.under(spec.names)
     if spec.tie_word_embeddings:
@@ -116,7 +116,8 @@ def _open_weights(folder: Path, spec: ModelSpec, make: LayerMaker) -> tuple[Mode
     # Wrong sizes in a config are named before memory of such sizes is asked for.
     sizes = replace(make, device=torch.device("meta"))
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
-    weights.check_placements(list(outline.placements()), source, spec.ignored)
+    ignored = [pattern for pattern in (spec.ignored, make.format_of.ignored) if pattern is not None]
+    weights.check_placements(list(outline.placements()), source, "|".join(f"(?:{each})" for each in ignored) or None)
     return spec, source, has_own_head
 
 

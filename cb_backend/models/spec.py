@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, NormSpec
 from cb_backend.layers.rope_config import RopeConfig
+from cb_backend.layers.weight_format import ModuleFormats
 
 
 class Names(NamedTuple):
@@ -71,7 +72,8 @@ class ModelSpec:
     other_names: tuple[Names, ...] = ()  # that a checkpoint may have instead
     ignored: str | None = None  # regular expression: names of the checkpoint's tensors that are other parts than this
     dtype: str = "float32"  # of the checkpoint
-    quantization: str | None = None  # of the checkpoint's matrices: fp8 | None
+    quantization: str | None = None  # of the checkpoint's matrices: fp8, a method's name, or None
+    formats: ModuleFormats | None = None  # of modules, where they are not all plain, or all fp8
     eos_token_ids: tuple[int, ...] = ()
 
     @property

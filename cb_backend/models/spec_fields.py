@@ -25,6 +25,7 @@ _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 def read_basics(reader: ConfigReader, *, is_tied: bool = False) -> dict[str, Any]:
     """The `ModelSpec` fields that no family reads in its own way. is_tied: the head is the embedding's by default."""
     vocab_size = reader.positive("vocab_size")
+    quantization = read_quantization(reader.values.get("quantization_config"), reader.where)
     return {
         "model_type": reader.get("model_type", str),
         "vocab_size": vocab_size,
@@ -32,7 +33,8 @@ def read_basics(reader: ConfigReader, *, is_tied: bool = False) -> dict[str, Any
         "max_position_embeddings": reader.positive("max_position_embeddings"),
         "tie_word_embeddings": reader.get("tie_word_embeddings", bool, is_tied),
         "dtype": _read_dtype(reader),
-        "quantization": read_quantization(reader.values.get("quantization_config"), reader.where),
+        "quantization": None if quantization is None else quantization.name,
+        "formats": None if quantization is None else quantization.formats,
         "eos_token_ids": within_vocabulary(reader.token_ids("eos_token_id"), vocab_size, "eos_token_id"),
     }
 

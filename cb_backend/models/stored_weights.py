@@ -9,28 +9,15 @@ which modules have which format.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from cb_backend.errors import ConfigError
+from cb_backend.kernels.packed import StoredWeight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of eight
 E8M0_BIAS = 127
 FP8_BLOCK = 128
-
-
-class StoredWeight(NamedTuple):
-    """Element [n, k] is (values[n, k] - offset or zero point) * scales[n, k // group] * global_scale."""
-
-    values: Tensor  # [out_size, in_size] uint8: int4 as value + 8, int8 as value + 128, fp8 and fp4 their bits
-    scales: Tensor  # [out_size, groups]
-    zeros: Tensor | None  # the same shape, uint8, stored like the values
-    kind: str  # of kernels.packed.KINDS
-    group: int
-    global_scale: float = 1.0
-    order: Tensor | None = None  # [in_size]: column j of `values` is column order[j] of the weight
 
 
 def _nibbles(words: Tensor, bits: int) -> Tensor:

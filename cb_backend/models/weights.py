@@ -28,6 +28,7 @@ HEAD = "lm_head.weight"
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
+_PACKED = (*_FLOATS, _FP8, "I64", "I32", "I8", "U8")
 _DUMMY_STD = 0.02
 
 
@@ -62,9 +63,9 @@ class CheckpointFiles:
         return self.renamed({names.head: embedding})
 
 
-def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
-    """Read the headers of the folder's safetensors files; `is_fp8`: matrices may be. Raises `ConfigError` for a
-    missing or broken file, or a type that is not supported.
+def open_checkpoint(folder: Path, is_fp8: bool = False, is_packed: bool = False) -> CheckpointFiles:
+    """Read the headers of the folder's safetensors files; `is_fp8`: matrices may be; `is_packed`: they are stored in
+    types that their readers know. Raises `ConfigError` for a missing or broken file, or a type that is not supported.
     """
     files: dict[str, Path] = {}
     quantised = set()
@@ -77,7 +78,7 @@ def open_checkpoint(folder: Path, is_fp8: bool = False) -> CheckpointFiles:
                     part = reader.get_slice(name)
                     if part.get_dtype() == _FP8 and is_fp8:
                         quantised.add(name)
-                    elif part.get_dtype() not in _FLOATS:
+                    elif part.get_dtype() not in (_PACKED if is_packed else _FLOATS):
                         raise ConfigError(
                             f"{path.name}: tensor {name} is {part.get_dtype()}; supported are unquantised checkpoints, "
                             "and fp8 (e4m3) ones whose config.json says so"

@@ -172,7 +172,7 @@ def test_on_a_device_windows_hold_whole_steps(monkeypatch: pytest.MonkeyPatch) -
             calls.append("events")
             return [profiler_event("_linear_kernel", DeviceType.CUDA, 10, 14)]
 
-    def execute(plan: SimpleNamespace) -> None:
+    def execute(plan: SimpleNamespace, masks: object) -> None:
         calls.append(f"step {plan.num_rows}")
 
     for name in ("DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"):
@@ -181,7 +181,7 @@ def test_on_a_device_windows_hold_whole_steps(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     runner = ProfiledRunner(SimpleNamespace(execute=execute), [range(2), range(2, 3), range(4, 9)], True)
     for index in range(6):
-        runner.execute(SimpleNamespace(num_rows=index, num_decode_rows=index - (index == 1)))
+        runner.execute(SimpleNamespace(num_rows=index, num_decode_rows=index - (index == 1)), None)
     runner.stop()
     begins = ["wait", "new for CUDA", "start"]
     assert calls == [

@@ -133,7 +133,7 @@ CASES = {
     "linear_packed, int4, groups of 32": packed_product(8, "int4", 32, parameters={"block_n": 64}),
     "linear_packed, int4, gated": packed_product(8, "int4", 128, "linear_silu_mul_packed"),
     "linear_packed, int4, 64 rows": packed_product(64, "int4", 128, parameters=eight_warps(4)),
-    "linear_packed, int4, 128 rows": packed_product(128, "int4", 128, parameters=eight_warps(3)),
+    "linear_packed, int4, 128 rows": packed_product(128, "int4", 128, parameters={**eight_warps(3), "block_n": 64}),
     "linear_packed, int8, one group": packed_product(8, "int8", 1024),
     "linear_packed, fp8": packed_product(8, "fp8", 128, parameters={"block_n": 64, "prefetch": 16384}),
     "linear_packed, mxfp4": packed_product(8, "fp4", 32),

@@ -220,6 +220,15 @@ def test_many_rows(num_rows: int, dtype: torch.dtype, device: torch.device, monk
         close(product, gate / (1 + (-gate).exp()) * up, 3 * TOLERANCE[dtype])
 
 
+def test_blackwell_gets_no_tiles_that_compile_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for capability, rows in (((9, 0), 128), ((10, 0), 64), ((12, 0), 64)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert module.tile_rows(128, 128, gpu) == rows
+        assert module.tile_rows(128, 64, gpu) == 128
+    assert module.tile_rows(128, 128, torch.device("cpu")) == 128
+
+
 def test_what_cannot_be_packed_is_refused() -> None:
     stored, scales = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 2)
     with pytest.raises(ValueError, match="fp8 weights have no zero points"):

@@ -210,10 +210,10 @@ def edited(groups: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, r"quantised \(awq\); supported are float32"),
+        ({"quant_method": "bitsandbytes"}, r"quantised \(bitsandbytes\); supported are float32"),
         ({"bits": 4}, r"quantised \(unknown\)"),
         ("fp8", "must be an object, found 'fp8'"),
-        ({**DYNAMIC_FP8, "weight_block_size": [128, 128]}, r"\(fp8\) with a scale a block of \[128, 128\] weights"),
+        ({**DYNAMIC_FP8, "weight_block_size": [64, 64]}, r"\(fp8\) with a scale a block of \[64, 64\] weights"),
         ({**DYNAMIC_FP8, "fmt": "e5m2"}, r"numbers of the format 'e5m2'"),
         ({**DYNAMIC_FP8, "ignored_layers": ["lm_head", "model.layers.0.mlp"]}, r"model\.layers\.0\.mlp left out"),
         ({**COMPRESSED, "config_groups": {}}, "0 groups of layers"),

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cb_backend.errors import ConfigError
-from cb_backend.kernels.packed import dequantise_packed_torch, pack
+from cb_backend.kernels.packed import StoredWeight, dequantise_packed_torch, pack
 from cb_backend.models import stored_weights as module
-from cb_backend.models.stored_weights import StoredWeight
 from tests.models import quantised_writers as writers
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from cb_backend import __version__
 from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape
+from cb_backend.layers.weight_format import PackedFormat
 from cb_backend.models.spec import ModelSpec
 from cb_backend.process_watch import process_start_time
 
@@ -89,6 +90,8 @@ def model_shape(
     """The sizes that the roofline needs; layers and cache in `dtype` unless they are fp8."""
     is_fp8 = quantization == "fp8"
     size = 4.0 if dtype == "float32" else 2.0
+    packed = config.formats.default if config.formats is not None else None
+    weight_bytes = packed.bytes_per_weight if isinstance(packed, PackedFormat) else 1.0 if is_fp8 else size
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -97,7 +100,7 @@ def model_shape(
         head_dim=config.head_dim,
         intermediate_size=config.layers[0].mlp.intermediate_size,
         vocab_size=config.vocab_size,
-        weight_bytes=1.0 if is_fp8 else size,
+        weight_bytes=weight_bytes,
         head_bytes=size,
         layer_speed=FP8_SPEED if is_fp8 else 1.0,
         kv_element_bytes=1.0 if kv_cache_dtype == "fp8" else size,

@@ -23,6 +23,7 @@ from cb_backend.layers.ops import resolve_ops
 from cb_backend.messages import ModelInfo
 from cb_backend.models.checkpoint import has_tokenizer, resolve_checkpoint, resolve_tokenizer
 from cb_backend.models.generation_config import read_sampling_defaults
+from cb_backend.models.quantization import FP8, SYNONYMS
 from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.spec_fields import within_vocabulary
@@ -51,10 +52,18 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def resolve_quantization(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """fp8 if it is asked for or the checkpoint is. Raises `ConfigError` where the GPU or the dtype does not do."""
-    quantization = config.quantization or spec.quantization
-    if quantization is None:
-        return None
+    """The checkpoint's method, or fp8 where that is asked for. Raises `ConfigError` where the checkpoint has another
+    method, or the GPU or the dtype does not do.
+    """
+    wanted = config.quantization and SYNONYMS.get(config.quantization, config.quantization)
+    if wanted == FP8 and spec.quantization == "fp8_blocks":
+        wanted = spec.quantization
+    if wanted not in (None, spec.quantization) and (wanted != FP8 or spec.quantization is not None):
+        found = f"quantised ({spec.quantization})" if spec.quantization else "not quantised"
+        raise ConfigError(f"quantization is {config.quantization!r}, but the checkpoint is {found}; remove it")
+    quantization = wanted or spec.quantization
+    if quantization != FP8:
+        return quantization
     if not is_fp8_capable(device):
         raise ConfigError(f"quantization is {quantization!r}, which {fp8_needs(device)}. Use an unquantised checkpoint")
     if device.type == "cuda" and dtype != torch.bfloat16:

@@ -1,0 +1,241 @@
+"""A projection whose weight has 4 or 8 bits an element: what checkpoints store, packed once while it is loaded.
+
+A module of such a checkpoint has several tensors; when the last of them has come, a reader makes stored elements of
+them, and when the last part of a fused projection has, the whole is packed for the device. Inputs stay in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cb_backend.errors import ConfigError
+from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, pack
+from cb_backend.layers.group import Group
+from cb_backend.layers.linear import Linear
+from cb_backend.layers.norm import Junction
+from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.placement import Placement
+from cb_backend.layers.projection import Part, Projection
+from cb_backend.layers.step_metadata import StepMetadata
+
+_SPREAD = {"int4": 4.6, "int8": 74.0, "fp8": 1.0, "fp4": 2.9}  # standard deviation of random elements
+
+
+class StoredReader(Protocol):
+    """How a checkpoint stores a projection's weight."""
+
+    @property
+    def name(self) -> str:
+        """Of the format, for messages; the same for what may be fused."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Of `kernels.packed.KINDS`."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Elements that share a scale; -1: all of a row."""
+        ...
+
+    def tensors(self, out_size: int, in_size: int) -> Mapping[str, tuple[int, ...]]:
+        """The module's tensors and their shapes, by the last part of their names."""
+        ...
+
+    def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
+        """Raises `ConfigError` for tensors that contradict each other."""
+        ...
+
+
+@dataclass
+class _Module:
+    """One of the checkpoint's modules: what has come of it so far."""
+
+    rows: slice
+    transform: Callable[[Tensor], Tensor] | None
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of the projection that are one product."""
+
+    weight: PackedWeight
+    rows: slice
+    order: Tensor | None  # int64 [in_size]: of the inputs; None: as they come
+
+
+class PackedLinear(Linear):
+    """`Linear` with packed weights: one piece, or several where the parts' scales or orders do not go together."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        ops: ModelOps,
+        group: Group,
+        reader: StoredReader,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if group.size > 1:
+            raise ConfigError(f"{reader.name} weights are supported on one device only")
+        self.reader = reader
+        self.device = device
+        self.dtype = dtype
+        self.pieces: list[Piece] = []
+        self._stored: dict[int, StoredWeight] = {}  # first row of a module -> what it stores, until all have come
+        super().__init__(projection, ops, group, dtype=dtype, device=device)
+        self._modules = self._find_modules()
+
+    def _new_weight(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.size = size
+        return torch.empty(0, dtype=dtype, device=device)  # the pieces hold it
+
+    def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
+        products = [self._product(x, piece) for piece in self.pieces]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+    def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        normed, total = junction.add(x, residual)
+        return self(normed, step), total
+
+    def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        normed, total = junction.add(x, residual)
+        first = self.pieces[0]
+        if first.weight.is_gated:
+            return self.ops.linear_silu_mul_packed(_ordered(normed, first.order), first.weight), total
+        return self.ops.silu_mul(self(normed, step)), total
+
+    def _product(self, x: Tensor, piece: Piece) -> Tensor:
+        bias = None if self.bias is None else self.bias[piece.rows]
+        return self.ops.linear_packed(_ordered(x, piece.order), piece.weight, bias)
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+
+    def _find_modules(self) -> dict[str, _Module]:
+        parts = list(self.projection.places(self.group.rank, self.group.size))
+        if self.projection.stored_as is not None:  # one module has the rows of all parts, in their order
+            if any(part.transform is not None for part in parts):
+                raise ConfigError(f"{parts[0].name}: {self.reader.name} weights of this family are not supported")
+            parts = [parts[0]._replace(rows=slice(0, self.size[0]))]
+        in_size = self.size[1]
+        return {
+            part.name: _Module(
+                part.rows, part.transform, self.reader.tensors(part.rows.stop - part.rows.start, in_size)
+            )
+            for part in parts
+        }
+
+    def _placements_of(self, part: Part) -> Iterator[Placement]:
+        module = self._modules[part.name]
+        if part.rows.start != module.rows.start:
+            return  # of a module that another part has listed
+        for suffix, shape in module.shapes.items():
+            yield Placement(f"{part.name}.{suffix}", _StoredTensor(self, module, suffix, shape))
+
+    def take(self, module: _Module, suffix: str, tensor: Tensor) -> None:
+        """A tensor of the checkpoint. Raises `ValueError` or `ConfigError` for what cannot be used."""
+        module.tensors[suffix] = tensor
+        if len(module.tensors) < len(module.shapes):
+            return
+        stored = self.reader.read(module.tensors)
+        module.tensors = {}
+        if not bool(stored.scales.float().isfinite().all()):
+            raise ValueError("belongs to a matrix with a scale that is not finite")
+        if module.transform is not None:
+            turn = module.transform
+            zeros = None if stored.zeros is None else turn(stored.zeros)
+            stored = stored._replace(values=turn(stored.values), scales=turn(stored.scales), zeros=zeros)
+        self._add(module, stored)
+
+    def fill_random(self, module: _Module, std: float, generator: torch.Generator | None) -> None:
+        """Elements and scales as of a matrix of normal numbers, nearly."""
+        kind, out_size, in_size = self.reader.kind, module.rows.stop - module.rows.start, self.size[1]
+        group = in_size if self.reader.group == -1 else min(self.reader.group, in_size)
+        size = (out_size, in_size)
+        if kind == "fp8":
+            numbers = torch.randn(size, generator=generator, device=self.device)
+            values = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            most = 2 ** KINDS[kind].bits
+            values = torch.randint(0, most, size, generator=generator, device=self.device, dtype=torch.uint8)
+        scale = std / _SPREAD[kind]
+        scale = 2.0 ** round(torch.tensor(scale).log2().item()) if kind == "fp4" else scale
+        dtype = torch.float32 if kind == "fp8" else self.dtype
+        scales = torch.full((out_size, -(-in_size // group)), scale, dtype=dtype, device=self.device)
+        self._add(module, StoredWeight(values, scales, None, kind, group))
+
+    def _add(self, module: _Module, stored: StoredWeight) -> None:
+        self._stored[module.rows.start] = stored
+        if len(self._stored) == len(self._modules):
+            parts = [self._stored[start] for start in sorted(self._stored)]
+            self._stored = {}
+            self.pieces = self._packed(parts)
+
+    def _packed(self, parts: list[StoredWeight]) -> list[Piece]:
+        if all(_go_together(parts[0], part) for part in parts[1:]):
+            parts = [_joined(parts)]
+        is_gated = self.projection.is_gated and len(parts) == 1 and self.bias is None
+        pieces, start = [], 0
+        for part in parts:
+            weight = pack(
+                part.values, part.scales, part.kind, part.group, part.zeros,
+                global_scale=part.global_scale, is_gated=is_gated,
+            )  # fmt: skip
+            pieces.append(Piece(weight, slice(start, start + part.values.shape[0]), part.order))
+            start += part.values.shape[0]
+        return pieces
+
+
+class _StoredTensor:
+    """Where one tensor of a module goes."""
+
+    def __init__(self, linear: PackedLinear, module: _Module, suffix: str, shape: tuple[int, ...]) -> None:
+        self.shape = torch.Size(shape)
+        self.device = linear.device
+        self._linear, self._module, self._suffix = linear, module, suffix
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def copy_(self, source: Tensor) -> None:
+        self._linear.take(self._module, self._suffix, source.to(self.device))
+
+    def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
+        """All of the module at its first tensor."""
+        if self._suffix == next(iter(self._module.shapes)):
+            self._linear.fill_random(self._module, std, generator)
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.index_select(1, order)
+
+
+def _go_together(first: StoredWeight, other: StoredWeight) -> bool:
+    """Whether two matrices of the same inputs can be one: their scales have the same places and units."""
+    same_order = (first.order is None) == (other.order is None) and (
+        first.order is None or other.order is None or torch.equal(first.order, other.order)
+    )
+    return (
+        same_order
+        and (first.kind, first.group, first.global_scale) == (other.kind, other.group, other.global_scale)
+        and (first.zeros is None) == (other.zeros is None)
+        and first.scales.dtype == other.scales.dtype
+    )
+
+
+def _joined(parts: list[StoredWeight]) -> StoredWeight:
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return parts[0]._replace(
+        values=torch.cat([part.values for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )

@@ -1,0 +1,48 @@
+"""Tiny checkpoints whose projections are quantised by the tests' own writers, and the same weights written out.
+
+The second is what a quantised model must equal: an unquantised checkpoint of exactly the numbers that the first one's
+integers and scales stand for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.quantised_writers import Written
+
+PROJECTION = re.compile(r"(.*\.(?:q|k|v|o|gate|up|down|qkv|gate_up)_proj)\.weight")
+Writer = Callable[[int, int, int], Written]  # out_size, in_size, seed
+
+
+def write_pair(
+    plain: Path,
+    quantised: Path,
+    config: dict[str, Any],
+    writer: Writer,
+    is_kept: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Turn the checkpoint in `plain` into its quantised form in `quantised`; `plain` gets the numbers of that.
+
+    is_kept: modules that stay as they are, by their names.
+    """
+    tensors = load_file(plain / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for seed, name in enumerate(sorted(tensors)):
+        match = PROJECTION.fullmatch(name)
+        if match is None or is_kept(match[1]):
+            stored[name] = tensors[name]
+            continue
+        written, weight = writer(*tensors[name].shape, seed)
+        tensors[name] = weight.to(torch.float32).contiguous()
+        stored |= {f"{match[1]}.{suffix}": tensor.contiguous() for suffix, tensor in written.items()}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((plain / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**values, "quantization_config": config}))
