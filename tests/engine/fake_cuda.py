@@ -174,6 +174,8 @@ class FakeCuda(TorchFunctionMode):
             return self._transfer(target, source, is_late)
         source = args[0]
         wanted = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str | torch.device)]
+        if wanted and torch.device(wanted[0]).type == "meta":  # no memory at all
+            return func(*args, **kwargs)
         is_device = torch.device(wanted[0]).type == "cuda" if wanted else is_on_device(source)
         args = (source, *(CPU if isinstance(value, str | torch.device) else value for value in args[1:]))
         kwargs = {key: CPU if key == "device" else value for key, value in kwargs.items()}
