@@ -16,10 +16,12 @@ import http.client
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
-from cb_backend.serving.server_arguments import client_host, is_on
+from cb_backend.serving.server_arguments import access_headers, client_host, is_on
 
 # How long before the limit the last requests are ended. The server then takes the front ends down one after the
 # other (it sleeps 1 s for each), and an exit that is not complete at the limit was seen to end in a crash.
@@ -28,6 +30,7 @@ MARGIN_PER_FRONT_END_S = 1.5
 MAX_MARGIN_SHARE = 0.4
 NUM_SIGNS = 2  # looks in a row that must agree
 PROBE_TIMEOUT_S = 2.0
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 # Whether the model is ready; False: being stopped (or not started yet); None when it cannot be told now.
 Probe = Callable[[], bool | None]
@@ -79,16 +82,28 @@ def readiness_probe(arguments: dict[str, str], model_name: str, model_version: s
     """How to ask the server with this command line: over HTTP, else gRPC; None if it has neither without TLS."""
     if is_on(arguments, "allow-http"):
         host, port = client_host(arguments, "http"), int(arguments.get("http-port", 8000))
-        return lambda: ask_over_http(host, port, model_name, model_version)
+        keys = (access_headers(arguments, "http", "health"), access_headers(arguments, "http", "model-repository"))
+        return lambda: ask_over_http(host, port, model_name, model_version, *keys)
     if is_on(arguments, "allow-grpc") and not is_on(arguments, "grpc-use-ssl", "false"):
-        url = f"{client_host(arguments, 'grpc')}:{arguments.get('grpc-port', '8001')}"
-        return _grpc_probe(url, model_name, model_version)
+        host = client_host(arguments, "grpc")
+        url = f"{f'[{host}]' if ':' in host else host}:{arguments.get('grpc-port', '8001')}"
+        keys = (access_headers(arguments, "grpc", "health"), access_headers(arguments, "grpc", "model-repository"))
+        return _grpc_probe(url, model_name, model_version, *keys)
     logger.warning("the server has no HTTP port, and no gRPC port without TLS: its stopping will not be noticed")
     return None
 
 
-def ask_over_http(host: str, port: int, model_name: str, model_version: str) -> bool | None:
+def ask_over_http(
+    host: str,
+    port: int,
+    model_name: str,
+    model_version: str,
+    health_headers: Mapping[str, str] = _NO_HEADERS,
+    index_headers: Mapping[str, str] = _NO_HEADERS,
+) -> bool | None:
     """True: ready; False: stopping or unloading; None: not clear, or loaded but not well.
+
+    The headers open a server's restricted health and repository interfaces (see `access_headers`).
 
     Requests on connections of their own: the server waits for open connections when it stops.
 
@@ -97,13 +112,13 @@ def ask_over_http(host: str, port: int, model_name: str, model_version: str) -> 
     """
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
-        path = f"/v2/models/{model_name}/versions/{model_version}/ready"
-        connection.request("GET", path, headers={"Connection": "close"})
+        path = f"/v2/models/{quote(model_name)}/versions/{model_version}/ready"
+        connection.request("GET", path, headers={"Connection": "close", **health_headers})
         is_ready = {200: True, 400: False, 404: False, 503: False}.get(connection.getresponse().status)
         if is_ready is not False:
             return is_ready
         connection.close()
-        connection.request("POST", "/v2/repository/index", b"{}", headers={"Connection": "close"})
+        connection.request("POST", "/v2/repository/index", b"{}", headers={"Connection": "close", **index_headers})
         answer = connection.getresponse()
         is_loaded = answer.status == 200 and is_listed_ready(json.load(answer), model_name, model_version)
         return None if is_loaded else False
@@ -123,7 +138,9 @@ def is_listed_ready(index: Any, model_name: str, model_version: str) -> bool:
     )
 
 
-def _grpc_probe(url: str, model_name: str, model_version: str) -> Probe:
+def _grpc_probe(
+    url: str, model_name: str, model_version: str, health_headers: dict[str, str], index_headers: dict[str, str]
+) -> Probe:
     # Imported here: most servers have an HTTP port, and this costs memory in every front end.
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
@@ -132,9 +149,9 @@ def _grpc_probe(url: str, model_name: str, model_version: str) -> Probe:
 
     def ask() -> bool | None:
         try:
-            if client.is_model_ready(model_name, model_version, client_timeout=PROBE_TIMEOUT_S):
+            if client.is_model_ready(model_name, model_version, health_headers, PROBE_TIMEOUT_S):
                 return True
-            index = client.get_model_repository_index(as_json=True, client_timeout=PROBE_TIMEOUT_S)
+            index = client.get_model_repository_index(index_headers, as_json=True, client_timeout=PROBE_TIMEOUT_S)
             return None if is_listed_ready(index.get("models"), model_name, model_version) else False
         except InferenceServerException as error:
             # A stopping server answers UNAVAILABLE, and so does a port on which nobody listens any more.

@@ -8,6 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 DEFAULT_EXIT_TIMEOUT_S = 30.0
+# Each use adds something, so all count; `parse` gives their values as lines of one text.
+_RESTRICTIONS = {"http": "http-restricted-api", "grpc": "grpc-restricted-protocol"}
+_HEADER_PREFIX = {"http": "", "grpc": "triton-grpc-protocol-"}
 
 
 def parse(words: list[str]) -> dict[str, str]:
@@ -16,7 +19,9 @@ def parse(words: list[str]) -> dict[str, str]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):
             name, is_joined, value = word[2:].partition("=")
-            arguments[name] = value if is_joined else following
+            value = value if is_joined else following
+            is_one_more = name in _RESTRICTIONS.values() and name in arguments
+            arguments[name] = f"{arguments[name]}\n{value}" if is_one_more else value
     return arguments
 
 
@@ -45,4 +50,25 @@ def client_host(arguments: dict[str, str], protocol: str) -> str:
     address = arguments.get(f"{protocol}-address")
     if address is None and protocol == "metrics":
         return client_host(arguments, "http")
-    return "127.0.0.1" if address in (None, "0.0.0.0", "::", "") else address
+    host = (address or "").removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def listen_address(host: str, protocol: str) -> str:
+    """`host` as the server wants to be told it: an IPv6 address is written in one way for HTTP and metrics, in another
+    for gRPC, and means something else, without a word, in any other (24.10)."""
+    if ":" not in host:
+        return host
+    return f"[{host}]" if protocol == "grpc" else f"ipv6:{host}"
+
+
+def access_headers(arguments: dict[str, str], protocol: str, api: str) -> dict[str, str]:
+    """What to send along to an `api` ("health", "model-repository") of the `http` or `grpc` port that the server keeps
+    to those who know a key. Names of gRPC are in lower case, as gRPC has them."""
+    headers = {}
+    for restriction in arguments.get(_RESTRICTIONS[protocol], "").splitlines():
+        apis, _, key = restriction.partition(":")
+        name, _, value = key.partition("=")
+        if api in apis.split(","):
+            headers[_HEADER_PREFIX[protocol] + (name.lower() if protocol == "grpc" else name)] = value
+    return headers

@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from cb_backend.serving.server_arguments import client_host, exit_timeout_s, is_on, of_process, parse
+from cb_backend.serving.server_arguments import (
+    access_headers,
+    client_host,
+    exit_timeout_s,
+    is_on,
+    listen_address,
+    of_process,
+    parse,
+)
 from tests.waiting import eventually
 
 
@@ -42,3 +50,23 @@ def test_metrics_are_where_http_is_unless_told_otherwise() -> None:
     assert client_host({"http-address": "10.0.0.7"}, "metrics") == "10.0.0.7"
     assert client_host({"http-address": "10.0.0.7", "metrics-address": "0.0.0.0"}, "metrics") == "127.0.0.1"
     assert client_host({"http-address": "10.0.0.7"}, "grpc") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["::1", "fe80::7", "10.0.0.7"])
+def test_r50j_what_a_server_is_told_is_where_it_is_asked(host: str) -> None:
+    for protocol in ("http", "grpc", "metrics"):
+        told = {f"{protocol}-address": listen_address(host, protocol)}
+        assert client_host(told, protocol) == host
+    assert client_host({"http-address": listen_address("::", "http")}, "http") == "::1"
+    assert client_host({"grpc-address": "[::]"}, "grpc") == "::1"
+
+
+def test_r50i_keys_of_restricted_interfaces() -> None:
+    words = ["--http-restricted-api=health,metadata:Key=a=b", "--http-restricted-api", "model-repository:admin=c"]
+    arguments = parse([*words, "--grpc-restricted-protocol=inference,health:Key=d"])
+    assert access_headers(arguments, "http", "health") == {"Key": "a=b"}
+    assert access_headers(arguments, "http", "model-repository") == {"admin": "c"}
+    assert access_headers(arguments, "http", "inference") == {}
+    assert access_headers(arguments, "grpc", "health") == {"triton-grpc-protocol-key": "d"}
+    assert access_headers(arguments, "grpc", "model-repository") == {}
+    assert access_headers({}, "http", "health") == {}
