@@ -14,6 +14,7 @@ from typing import Any
 
 from cb_backend.errors import ConfigError
 from cb_backend.json_files import read_json_object
+from cb_backend.native_paths import native_path
 from cb_backend.scheduling_params import MAX_PRIORITY
 
 DTYPES = {
@@ -198,7 +199,7 @@ def engine_folder(version: Path) -> Path:
         raise ConfigError("model.json sets 'engine_of', so the engine arguments are that model's; remove the others")
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
         raise ConfigError(f"'engine_of' in model.json is {name!r}; name a model of the same repository")
-    neighbour = version.parent.parent / name
+    neighbour = version.parent.parent / native_path(name)
     versions = sorted((int(p.name) for p in neighbour.glob("*") if p.name.isdigit()), reverse=True)
     if not versions or neighbour == version.parent or "engine_of" in _text(neighbour / str(versions[0]) / "model.json"):
         raise ConfigError(f"'engine_of' in model.json is {name!r}, which is no model with an engine in this repository")

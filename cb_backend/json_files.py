@@ -12,6 +12,7 @@ from typing import Any
 
 from cb_backend.errors import ConfigError
 from cb_backend.git_lfs import refuse_lfs_pointer
+from cb_backend.native_paths import shown_path
 
 
 def read_json_object(path: Path, *, refuses_twins: bool = False) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def read_json_object(path: Path, *, refuses_twins: bool = False) -> dict[str, An
         refuse_lfs_pointer(path)
         values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_twins)
     except OSError as error:
-        raise ConfigError(f"{path.name} cannot be read ({error.strerror}: {path})") from None
+        raise ConfigError(f"{path.name} cannot be read ({error.strerror}: {shown_path(path)})") from None
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ConfigError(

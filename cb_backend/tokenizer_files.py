@@ -88,7 +88,7 @@ def _load_backend(path: Path) -> BackendTokenizer:
         )
     refuse_lfs_pointer(path)
     try:
-        backend = BackendTokenizer.from_file(str(path))
+        backend = BackendTokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"tokenizer.json cannot be read by tokenizers: {error}") from None
     # Files saved from training carry both; a request must neither be cut nor padded silently.

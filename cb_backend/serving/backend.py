@@ -15,7 +15,6 @@ import queue
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.wire.token_choice import check_token_choice
 from cb_backend.messages import AddRequest, token_ids_to_bytes
+from cb_backend.native_paths import native_path, shown_path
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
@@ -68,10 +68,10 @@ class TritonPythonModel:
         num_senders = sender_threads(model_config)
         slow_reader_timeout = slow_reader_timeout_s(model_config)
         name, version = args["model_name"], args["model_version"]
-        folder = Path(args["model_repository"]) / version
+        folder = native_path(args["model_repository"]) / version
         engine = engine_folder(folder)
         config = load_engine_config(engine / "model.json")
-        engine_model = (engine.parent.name, engine.name) if engine != folder else None
+        engine_model = (shown_path(engine.parent.name), engine.name) if engine != folder else None
         server_pid = os.getppid()
         start_server_watch(server_pid)
         self._supervisor = EngineSupervisor(config, server_pid, name, version, engine_model=engine_model)

@@ -10,6 +10,7 @@ from pathlib import Path
 import cb_backend
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError
+from cb_backend.native_paths import native_path
 
 ENGINE_MODULE = "cb_backend.engine.engine_process"
 
@@ -18,7 +19,7 @@ def launch_engine(
     python: str, config: EngineConfig, config_json: str, index: int, socket_path: str, server_pid: int
 ) -> subprocess.Popen[bytes]:
     """Start engine `index` of `config.data_parallel_size`. Raises `ConfigError` if that cannot be."""
-    command = [python, "-m", ENGINE_MODULE, "--socket", socket_path, "--server-pid", str(server_pid)]
+    command = [str(native_path(python)), "-m", ENGINE_MODULE, "--socket", socket_path, "--server-pid", str(server_pid)]
     environment = {**engine_environment(), **share_environment(config, index)}
     try:
         return subprocess.Popen(

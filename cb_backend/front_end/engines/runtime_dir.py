@@ -45,7 +45,8 @@ def runtime_base() -> Path:
     roots = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
     for root in filter(None, roots):
         base = Path(root) / f"cb_backend-{os.getuid()}"
-        if len(str(base)) > MAX_SOCKET_PATH - 50 or not os.access(root, os.W_OK):
+        # Server, engine and commands may each have another encoding of file names.
+        if not str(base).isascii() or len(str(base)) > MAX_SOCKET_PATH - 50 or not os.access(root, os.W_OK):
             continue
         base.mkdir(mode=0o700, exist_ok=True)
         info = base.lstat()
@@ -119,7 +120,7 @@ class RuntimeDir:
     def _write(self, name: str, text: str) -> None:
         """Write a file that others may read or write meanwhile: they see it whole or not at all."""
         temporary = self.path / f"{name}.{self.front_end_id}"
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.path / name)
 
     def _join(self) -> int:
@@ -163,7 +164,7 @@ def read_engines(folder: Path) -> list[EngineLife]:
 def read_model(folder: Path) -> str:
     """What people call the model copy of a runtime folder; empty where that is not known."""
     try:
-        return (folder / "model").read_text()
+        return (folder / "model").read_text(encoding="utf-8")
     except OSError:
         return ""
 

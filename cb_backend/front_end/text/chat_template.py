@@ -20,6 +20,7 @@ from typing import Any
 from cb_backend.errors import CbError, InvalidRequestError
 from cb_backend.front_end.interpreter import find_python
 from cb_backend.front_end.text.message_forms import MessageForms, find_forms
+from cb_backend.native_paths import native_path
 from cb_backend.process_watch import process_cpu_seconds
 
 RENDER_TIMEOUT_S = 2.0  # of a core
@@ -80,7 +81,7 @@ class ChatTemplate:
     def _start(self) -> None:
         if self._worker is not None and self._worker.poll() is None:
             return
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(native_path(path)) for path in sys.path if path)}
         self._worker = subprocess.Popen(
             [find_python(), str(_WORKER), str(2 * START_TIMEOUT_S)],
             stdin=subprocess.PIPE,

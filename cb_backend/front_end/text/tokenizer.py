@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.text.template_files import read_chat_templates
+from cb_backend.native_paths import native_path
 from cb_backend.token_pieces import DecoderKind, TokenPieces
 from cb_backend.tokenizer_files import load_tokenizer, named_tokens
 
@@ -41,7 +42,7 @@ class Tokenizer:
         """Read the tokenizer in `folder`. Raises `ConfigError` when it is missing or cannot be read."""
         # One text is encoded at a time: the library's pool of threads would idle, once per front end.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        folder = Path(folder)
+        folder = native_path(folder)
         self._backend, config = load_tokenizer(folder)
         self.named_tokens = named_tokens(config)
         self.bos_token = self.named_tokens.get("bos_token")
