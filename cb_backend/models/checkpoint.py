@@ -36,6 +36,20 @@ def cache_dir() -> Path:
     return Path(os.environ.get("CB_BACKEND_CACHE") or Path.home() / ".cache" / "cb_backend").expanduser()
 
 
+def writable_cache(*parts: str) -> Path:
+    """A folder of the cache, made if it is not there. Raises `ConfigError` if nothing can be written there."""
+    folder = cache_dir().joinpath(*parts)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell of a read-only file system
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder {folder} cannot be written ({error.strerror}); set CB_BACKEND_CACHE to a folder that can"
+        ) from None
+    return folder
+
+
 def check_checkpoint_name(model: str) -> None:
     """Raise `ConfigError` for what can be nothing at all: a path where nothing is. Reads and fetches nothing."""
     if not Path(model).expanduser().exists() and (is_gguf_name(model) or not _HUB_ID.fullmatch(model)):
@@ -146,7 +160,7 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Fill `folder` by `build`, whole or not at all; two processes that race both succeed."""
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    writable_cache(folder.parent.name)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         build(partial)

@@ -19,6 +19,7 @@ from cb_backend.cli.demo_model import extract_gguf
 from cb_backend.cli.demo_view import Stream
 from cb_backend.cli.paths import CliError, checkout_path, load_client
 from cb_backend.cli.server import server_process
+from cb_backend.cli.server.addresses import http_status
 from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
 from cb_backend.cli.server.processes import ProcessId, descendants
@@ -28,7 +29,6 @@ from cb_backend.cli.server.server_process import (
     ServerProcess,
     check_ports,
     free_ports,
-    http_status,
 )
 from cb_backend.silence import SilenceClock
 from tests.waiting import WAIT_S, eventually

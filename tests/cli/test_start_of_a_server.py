@@ -9,6 +9,8 @@ import pytest
 
 from cb_backend.cli import demo, serve
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server import start_up
+from cb_backend.cli.server.processes import ProcessId
 
 
 class SlowServer:
@@ -21,11 +23,20 @@ class SlowServer:
         if self.num_looks < 3:
             raise TimeoutError
 
+    def dead_children(self) -> list[ProcessId]:
+        return []
+
+    def says_it_listens(self) -> bool:
+        return False
+
     def last_lines(self, count: int) -> list[str]:
         return ["loading weights: 25%"]
 
 
-def test_the_demo_tells_that_it_still_waits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_tells_that_it_still_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_up, "PROGRESS_EVERY_S", 0.0)
     server = SlowServer()
     demo._wait_ready(server)  # type: ignore[arg-type]
     assert server.num_looks == 3

@@ -18,7 +18,7 @@ import promql_parser
 import pytest
 import yaml
 
-from cb_backend.cli.server.server_process import http_status
+from cb_backend.cli.server.addresses import http_status
 from tests.deploy.files import BASE, DOCKER, deployment, documents, server_flags
 from tests.server.conftest import RunningServer, running_server
 from tests.server.tiny_checkpoint import write_tiny_checkpoint

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.addresses import http_status
 from cb_backend.cli.server.processes import descendants
-from cb_backend.cli.server.server_process import free_ports, http_status
+from cb_backend.cli.server.server_process import free_ports
 from tests.server.conftest import RunningServer, marked_processes, running_server
 from tests.server.raw_stream import RawStream
 from tests.server.test_streams import LONG

@@ -27,7 +27,8 @@ from pathlib import Path
 
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.backend_folder import BACKEND_NAME, PEER_NAME, install_backend
-from cb_backend.models.checkpoint import cache_dir
+from cb_backend.cli.server.model_repository import odd_characters
+from cb_backend.models.checkpoint import writable_cache
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
 WHEEL_MIN_GLIBC = (2, 35)
@@ -107,7 +108,13 @@ def _from_wheel(package: Path) -> ServerInstallation:
         library_dirs.append(find_libpython())
     environment = _environment(library_dirs)
     check_stub_python(environment)
-    folder = link_wheel(root, stub, cache_dir() / "server" / f"pytriton-{PYTHON_VERSION}")
+    cache = writable_cache("server")
+    if odd := odd_characters(str(cache)):
+        raise CliError(
+            f"the server cannot start Python models from {cache}, whose name holds {odd}; set CB_BACKEND_CACHE to a "
+            "folder whose path is of letters, digits, '_', '-' and '.'"
+        )
+    folder = link_wheel(root, stub, cache / f"pytriton-{PYTHON_VERSION}")
     return ServerInstallation(folder / "bin" / "tritonserver", folder / "backends", environment, "nvidia-pytriton")
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from cb_backend.cli.paths import CliError
 from cb_backend.config import engine_folder, load_engine_config
 from cb_backend.errors import ConfigError
 from cb_backend.json_files import read_json_object
 from cb_backend.models.checkpoint import check_checkpoint_name
+
+_SHELL_CHARACTERS = frozenset(" \t\n\r'\"\\$`&;|<>()*?[]{}!#~")
 
 
 def check_model_repository(repository: Path, our_backends: Collection[str] = ()) -> list[str]:
@@ -34,8 +38,32 @@ def check_model_repository(repository: Path, our_backends: Collection[str] = ())
             raise CliError(f"model {model.name!r} has no version folder; it needs {model / '1'}")
         for version in versions:
             if is_ours(version, our_backends):
+                _check_name(model)
                 _check_engine_arguments(model.name, version)
     return [model.name for model in models]
+
+
+def odd_characters(name: str) -> str:
+    """Those of a path or name that the server cannot start a Python model with: its command line goes through a shell
+    (24.10), and the Python behind it takes file names for ASCII."""
+    return " ".join(repr(char) for char in sorted(set(name)) if char in _SHELL_CHARACTERS or not char.isascii())
+
+
+def plain_path(repository: Path, folder: Path) -> Path:
+    """A path to `repository` that the server can start Python models with: itself, or a link to it in `folder`."""
+    if not odd_characters(str(repository.absolute())):
+        return repository
+    link = folder / "model_repository"
+    link.symlink_to(repository.absolute(), target_is_directory=True)
+    return link
+
+
+def _check_name(model: Path) -> None:
+    if odd := odd_characters(model.name):
+        raise CliError(
+            f"the server cannot start a Python model whose name holds {odd}; rename {model} to letters, digits, '_', "
+            "'-' and '.' (text outside ASCII is fine in the path of the checkpoint)"
+        )
 
 
 def is_ours(version: Path, our_backends: Collection[str] = ()) -> bool:
@@ -65,19 +93,27 @@ def served_checkpoints(repository: Path, our_backends: Collection[str] = ()) -> 
     return {load_engine_config(engine_folder(version) / "model.json").model for version in versions}
 
 
-def copy_with_model(model_folder: Path, checkpoint: str, target: Path, front_ends: int | None = None) -> Path:
-    """A repository in `target` that holds a copy of one model folder serving another checkpoint.
+def copy_with_model(
+    model_folder: Path,
+    checkpoint: str | None,
+    target: Path,
+    front_ends: int | None = None,
+    engine_arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """A repository in `target` that holds a copy of one model folder serving another checkpoint; None: the same one.
 
-    Every other engine argument of `1/model.json` is kept. `front_ends` replaces the instance count. Raises `CliError`
-    for arguments that cannot be served.
+    Every other engine argument of `1/model.json` that `engine_arguments` does not name is kept. `front_ends` replaces
+    the instance count. Raises `CliError` for arguments that cannot be served.
     """
     _check_engine_arguments(model_folder.name, model_folder / "1", checkpoint)
     copy = target / model_folder.name
     shutil.copytree(model_folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
     arguments_file = copy / "1" / "model.json"
     arguments = read_json_object(arguments_file)
-    local = Path(checkpoint).expanduser()
-    arguments["model"] = str(local.resolve()) if local.exists() else checkpoint
+    if checkpoint is not None:
+        local = Path(checkpoint).expanduser()
+        arguments["model"] = str(local.resolve()) if local.exists() else checkpoint
+    arguments.update(engine_arguments)
     arguments_file.write_text(json.dumps(arguments, indent=2) + "\n")
     if front_ends is not None:
         set_instance_count(copy / "config.pbtxt", front_ends)

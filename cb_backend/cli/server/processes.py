@@ -55,6 +55,11 @@ def session_members(leader: int) -> list[ProcessId]:
     return [process for process, stat in _all_processes() if stat.session == leader and process.pid != leader]
 
 
+def dead_children(pid: int) -> list[ProcessId]:
+    """Direct children of `pid` that have ended and that it has not waited for."""
+    return [process for process, stat in _all_processes() if stat.parent == pid and stat.state == "Z"]
+
+
 def _all_processes() -> Iterator[tuple[ProcessId, _Stat]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

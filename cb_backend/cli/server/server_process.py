@@ -6,8 +6,6 @@ Knows processes, ports and the server's log format; it does not know models or w
 from __future__ import annotations
 
 import ctypes
-import http.client
-import math
 import os
 import random
 import signal
@@ -21,17 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.addresses import http_status
 from cb_backend.cli.server.local_server import ServerInstallation
-from cb_backend.cli.server.processes import ProcessId, descendants, session_members
+from cb_backend.cli.server.processes import ProcessId, dead_children, descendants, session_members
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
 from cb_backend.serving import server_arguments
-from cb_backend.serving.server_arguments import client_host, is_on
+from cb_backend.serving.server_arguments import access_headers, client_host, is_on, listen_address
 from cb_backend.silence import SilenceClock
 
 READY_POLL_S = 0.1
-PROGRESS_EVERY_S = 10.0
 KILL_GRACE_S = 5.0  # for what the server leaves behind, after it has ended
 LAST_LINES_S = 2.0  # for its output to be read to the end
+LISTENING = "Started HTTPService at "  # in the server's log
 _PR_SET_PDEATHSIG = 1
 _FIRST_PORT = 10_000  # of those that free ports are taken from
 _LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -89,7 +88,8 @@ class ServerProcess:
         return is_on(self._arguments, "allow-metrics")
 
     def _address(self, protocol: str) -> str:
-        return f"{client_host(self._arguments, protocol)}:{self._arguments[f'{protocol}-port']}"
+        host = client_host(self._arguments, protocol)
+        return f"{f'[{host}]' if ':' in host else host}:{self._arguments[f'{protocol}-port']}"
 
     def start(self) -> None:
         """Start the server. Raises `CliError` if a port is taken, or if nobody could ask whether it is ready. Call it
@@ -118,9 +118,9 @@ class ServerProcess:
             str(self._installation.binary),
             f"--model-repository={options.model_repository}",
             f"--backend-directory={self._installation.backend_dir}",
-            f"--http-address={options.host}",
+            f"--http-address={listen_address(options.host, 'http')}",
             f"--http-port={options.http_port}",
-            f"--grpc-address={options.host}",
+            f"--grpc-address={listen_address(options.host, 'grpc')}",
             f"--grpc-port={options.grpc_port}",
             f"--metrics-port={options.metrics_port}",
             f"--exit-timeout-secs={options.exit_timeout_secs}",
@@ -130,9 +130,22 @@ class ServerProcess:
     def is_ready(self) -> bool:
         """Whether every model is loaded and every port answers. The server opens them one after the other: gRPC, HTTP,
         metrics; so one that says over HTTP that it is ready may still refuse who comes for the metrics."""
-        return http_status(self.http_address, "/v2/health/ready") == 200 and (
-            not self.has_metrics or http_status(self.metrics_address, "/metrics") == 200
-        )
+        return self._health() == 200 and (not self.has_metrics or http_status(self.metrics_address, "/metrics") == 200)
+
+    def is_answering(self) -> bool:
+        """Whether anybody answers at the HTTP port, whatever the answer."""
+        return self._health() is not None
+
+    def says_it_listens(self) -> bool:
+        """Whether the server has written that its HTTP port is open."""
+        return any(LISTENING in line for line in list(self.lines))
+
+    def dead_children(self) -> list[ProcessId]:
+        """What the server has started itself, and has not noticed the end of."""
+        return dead_children(self.pid)
+
+    def _health(self) -> int | None:
+        return http_status(self.http_address, "/v2/health/ready", access_headers(self._arguments, "http", "health"))
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until the server `is_ready`. Raises `CliError` with the reason if the server ends first, `TimeoutError`
@@ -216,25 +229,6 @@ class ServerProcess:
         return [line for line in lines if is_worth_showing(line)][-count:]
 
 
-def wait_ready_aloud(
-    server: ServerProcess,
-    say: Callable[[str], None],
-    timeout: float = math.inf,
-    is_given_up: Callable[[], bool] = lambda: False,
-) -> None:
-    """`wait_ready`, saying now and then that it still waits. Returns also when it is given up; raises `CliError` with
-    the server's last line when `timeout` seconds are over."""
-    started = time.monotonic()
-    while not is_given_up():
-        try:
-            return server.wait_ready(PROGRESS_EVERY_S)
-        except TimeoutError:
-            waited = time.monotonic() - started
-        if waited > timeout:
-            raise CliError(f"the server was not ready after {waited:.0f} s; its last line: {server.last_lines(1)}")
-        say(f"still loading after {waited:.0f} s")
-
-
 def check_ports(options: ServerOptions) -> None:
     """Raises `CliError` that names the port and the flag if one of the three ports is taken."""
     ports = {"--http-port": options.http_port, "--grpc-port": options.grpc_port, "--metrics-port": options.metrics_port}
@@ -245,7 +239,7 @@ def check_ports(options: ServerOptions) -> None:
     for flag, port in ports.items():
         if not 1 <= port <= 65535:
             raise CliError(f"port {port} cannot be used; {flag} must be between 1 and 65535")
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((options.host, port))
@@ -278,15 +272,3 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-def http_status(address: str, path: str, timeout: float = 5.0) -> int | None:
-    """Status of a GET, None if nobody answers."""
-    connection = http.client.HTTPConnection(address, timeout=timeout)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
