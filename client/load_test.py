@@ -30,7 +30,7 @@ from load_generator.options import Load
 from load_generator.progress import show_progress
 from load_generator.prompts import Vocabulary, calibrate, vocabulary_of_tokenizer
 from load_generator.records import Status, write_history
-from load_generator.wire import count_input_tokens
+from load_generator.wire import count_input_tokens, why_no_model
 
 from cb_backend.process_watch import machine_cpu_seconds
 from cb_backend.traffic.traces import TraceError
@@ -74,6 +74,8 @@ def _compare(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, argv: list[str] | None) -> int:
     options.check(args)
     loads, source = options.loads(args), options.lengths(args)
+    if reason := why_no_model(args.url, args.model):
+        raise StartError(f"{args.url} does not serve {args.model!r} ({reason}); give --model")
     vocabulary, warnings = _vocabulary(args)
     if args.history:
         args.history.write_text("", encoding="utf-8")

@@ -7,23 +7,29 @@ reader's eyes. On a terminal the streams are drawn side by side; elsewhere plain
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from cb_backend.cli.demo_model import ensure_demo_model
+from cb_backend.cli.demo_model import DEMO_MODEL, ensure_demo_model
 from cb_backend.cli.demo_view import LineView, LiveView, Stream, View, print_table
 from cb_backend.cli.paths import CliError, checkout_path, load_client
 from cb_backend.cli.server.local_server import find_server
-from cb_backend.cli.server.model_repository import check_model_repository
+from cb_backend.cli.server.model_repository import check_model_repository, served_checkpoints
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
 from cb_backend.cli.server.start_up import wait_ready_aloud
 
 START_TIMEOUT_S = 600.0
 STREAM_TIMEOUT_S = 60.0
 STAGGER_S = 0.4
+INTERRUPTED_GRACE_S = 5.0  # for a server whose requests nobody waits for
 ONLY_LLM = ("--model-control-mode=explicit", "--load-model=llm")  # its neighbours would double the start's time
 SHOWN_LINES = 20  # of the server's log, after a failure
 
@@ -50,11 +56,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with _prompt_interrupts():
+        return _run(args)
+
+
+@contextlib.contextmanager
+def _prompt_interrupts() -> Iterator[None]:
+    """Ctrl-C is answered at once, before anything that takes its time is ended."""
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"\nstopping\n")  # a handler must not wait for a lock that the interrupted print holds
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     client_module = load_client()
     repository = args.model_repository or checkout_path("model_repository")
     check_model_repository(repository)
-    ensure_demo_model(_say)
+    if DEMO_MODEL in served_checkpoints(repository):
+        ensure_demo_model(_say)
     http_port, grpc_port, metrics_port = free_ports(3)
     options = ServerOptions(
         repository,
@@ -74,6 +101,9 @@ def run(args: argparse.Namespace) -> int:
         client = client_module.Client(server.grpc_address, "llm", timeout=STREAM_TIMEOUT_S)
         view: View = LiveView() if sys.stdout.isatty() and not args.plain else LineView()
         streams = stream_all(client, view)
+    except KeyboardInterrupt:
+        _end_early(server)
+        raise
     finally:
         exit_code = server.stop()
     try:
@@ -86,6 +116,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _end_early(server: ServerProcess) -> None:
+    """Nobody waits for answers any more; a second Ctrl-C waits for nothing."""
+    try:
+        server.stop(INTERRUPTED_GRACE_S, is_draining=False)
+    except KeyboardInterrupt:
+        server.kill()
+
+
 def _wait_ready(server: ServerProcess) -> None:
     wait_ready_aloud(server, _say, START_TIMEOUT_S)
 
@@ -94,17 +132,22 @@ def stream_all(client: Any, view: View) -> list[Stream]:
     """Start one stream after another and return when all have ended. A stream's failure is in its `error`."""
     begun = time.perf_counter()
     streams = [Stream(i + 1, prompt, max_tokens) for i, (prompt, max_tokens) in enumerate(PROMPTS)]
-    threads = [threading.Thread(target=_follow, args=(client, each, view, begun), daemon=True) for each in streams]
-    with view:
-        for thread in threads:
-            thread.start()
-            time.sleep(STAGGER_S)
-        for thread in threads:
-            thread.join()
+    is_over = threading.Event()
+    arguments = [(client, stream, view, begun, is_over) for stream in streams]
+    threads = [threading.Thread(target=_follow, args=each, daemon=True) for each in arguments]
+    try:
+        with view:
+            for thread in threads:
+                thread.start()
+                time.sleep(STAGGER_S)
+            for thread in threads:
+                thread.join()
+    finally:
+        is_over.set()  # after an interrupt: streams that still run are cancelled
     return streams
 
 
-def _follow(client: Any, stream: Stream, view: View, begun: float) -> None:
+def _follow(client: Any, stream: Stream, view: View, begun: float, is_over: threading.Event) -> None:
     """Run one stream and tell the view what happens. Never raises: the reason of a failure goes into `stream.error`."""
     stream.started_at = time.perf_counter()
     view.joins(stream, stream.started_at - begun)
@@ -113,6 +156,8 @@ def _follow(client: Any, stream: Stream, view: View, begun: float) -> None:
         for response in responses:
             stream.add(response)
             view.text(stream, response.received_at - begun, response.text)
+            if is_over.is_set():
+                return responses.close()  # which cancels it
     except Exception as error:  # any failure of one stream is a failure of the demo, with this text
         stream.error = str(error) or type(error).__name__
     view.leaves(stream, time.perf_counter() - begun)

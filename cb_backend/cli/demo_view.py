@@ -89,12 +89,14 @@ class LineView:
         self._pending: dict[int, str] = {}
         self._printed_at: dict[int, float] = {}
         self._running: set[int] = set()
+        self._is_open = True
 
     def __enter__(self) -> LineView:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        return
+        with self._lock:
+            self._is_open = False  # streams that go on after an interrupt are nothing to look at
 
     def joins(self, stream: Stream, at: float) -> None:
         with self._lock:
@@ -121,9 +123,9 @@ class LineView:
             end = stream.error or f"{stream.finish_reason} after {stream.num_output_tokens} tokens"
             self._print(at, stream, f"leaves  ({len(self._running)} running) {end}")
 
-    @staticmethod
-    def _print(at: float, stream: Stream, text: str) -> None:
-        print(f"[{at:6.2f}s] #{stream.number} {text}", flush=True)
+    def _print(self, at: float, stream: Stream, text: str) -> None:
+        if self._is_open:
+            print(f"[{at:6.2f}s] #{stream.number} {text}", flush=True)
 
 
 class LiveView:

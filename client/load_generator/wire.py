@@ -16,7 +16,7 @@ from itertools import cycle
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from .records import RequestRecord, Status
 
@@ -214,6 +214,28 @@ def count_input_tokens(url: str, options: WireOptions, prompt: str, timeout_s: f
             if num_tokens is not None:
                 return num_tokens
     raise ValueError("the server does not return num_input_tokens")
+
+
+def why_no_model(url: str, model: str, timeout_s: float = 60.0) -> str | None:
+    """The server's reason for not serving `model`, with what it serves instead; None if it serves it, or cannot be
+    asked: what is unclear here shows in the first request.
+    """
+    with grpc.insecure_channel(url) as channel:
+        server = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            server.ModelMetadata(service_pb2.ModelMetadataRequest(name=model), timeout=timeout_s)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                return None
+            reason = str(error.details())
+        else:
+            return None
+        try:
+            index = server.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=timeout_s)
+        except grpc.RpcError:
+            return reason
+        names = sorted({entry.name for entry in index.models})
+        return f"{reason}; it serves {', '.join(names) or 'no model'}"
 
 
 def _once(request: bytes) -> Iterator[bytes]:

@@ -453,3 +453,12 @@ def test_options_that_are_no_json_are_one_line(capsys: pytest.CaptureFixture[str
 def test_no_server_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_test.main(["--url", "127.0.0.1:1", "--rate", "1"]) == 2
     assert "no server takes requests at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_h12_a_server_that_cannot_say_what_it_serves_is_measured(
+    server: tuple[ScriptedServer, str], tmp_path: Path
+) -> None:
+    """The scripted one knows requests alone."""
+    code, _, history, _ = run_main(tmp_path, server[1], "--rate", "50", "--num-requests", "3", "--model", "any")
+    assert code == 0
+    assert len(history) == 3

@@ -178,11 +178,14 @@ class ServerProcess:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
-    def stop(self, grace: float = 10.0) -> int:
-        """Drain, end, and make sure that nothing is left. Returns the exit code (negative: the signal)."""
+    def stop(self, grace: float = 10.0, is_draining: bool = True) -> int:
+        """Drain, end, and make sure that nothing is left. Returns the exit code (negative: the signal).
+
+        `is_draining` False: requests that run are not waited for, so the server has `grace` seconds in all.
+        """
         family = self._family()
         self.terminate()
-        if self.wait(self.options.exit_timeout_secs + grace) is None:
+        if self.wait((self.options.exit_timeout_secs if is_draining else 0) + grace) is None:
             self.kill()
         self._end_leftovers(family)
         self._join_reader()
