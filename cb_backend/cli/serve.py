@@ -23,6 +23,7 @@ from cb_backend.cli.paths import CliError, checkout_path
 from cb_backend.cli.server.addresses import numeric_host
 from cb_backend.cli.server.backend_folder import our_backends
 from cb_backend.cli.server.engine_options import add_engine_options, engine_options, flag_of
+from cb_backend.cli.server.known_faults import Configuration, known_faults, own_python_models
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import (
     check_model_repository,
@@ -120,6 +121,8 @@ def _serve(args: argparse.Namespace, repository: Path, folder: Path) -> int:
     server.start()
     stopper.install()
     _say(f"starting {installation.origin} with {', '.join(models)}")
+    for line in known_faults(installation.version, Configuration(server.arguments, own_python_models(repository))):
+        _say(line)
     try:
         if _wait_ready(server, stopper):
             _say(_ready_text(server, models))

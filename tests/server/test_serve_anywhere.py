@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +107,15 @@ def test_r50j_the_address_is_told_as_it_can_be_used(served: Served) -> None:
     said = served.log.read_text()
     assert f"HTTP    http://{served.host}:{served.http_port}\n" in said
     assert f"gRPC    {served.grpc_url}\n" in said
+
+
+def test_known_faults_are_those_of_the_server_that_runs(served: Served) -> None:
+    with urllib.request.urlopen(f"http://{served.host}:{served.http_port}/v2", timeout=WAIT_S) as answer:
+        version = json.load(answer)["version"]
+    told = re.findall(r"^known fault of this server \((\S+);.*$", served.log.read_text(), re.MULTILINE)
+    if (2, 51) != tuple(map(int, version.split(".")[:2])):
+        pytest.skip(f"what server {version} has is not known here")
+    assert told == ["2.51", "2.51"], "its metrics are no matter: no model can be loaded again"
 
 
 def test_r50i_a_stop_is_noticed_through_a_restricted_door(served: Served) -> None:

@@ -32,7 +32,10 @@ from cb_backend.models.checkpoint import writable_cache
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
 WHEEL_MIN_GLIBC = (2, 35)
+WHEEL_SERVERS = {"0.7.0": (2, 51)}  # version of the wheel -> of the server in it
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+Version = tuple[int, int]  # of the server: 2.51 is release 24.10
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class ServerInstallation:
     backend_dir: Path
     environment: dict[str, str]  # the whole environment of the server process
     origin: str  # for messages: where it was found
+    version: Version | None = None  # None: not known
 
 
 def find_server() -> ServerInstallation:
@@ -80,7 +84,16 @@ def _from_installation(binary: Path) -> ServerInstallation:
         )
     environment = _environment([])
     check_stub_python(environment)
-    return ServerInstallation(binary, backend_dir, environment, str(binary))
+    return ServerInstallation(binary, backend_dir, environment, str(binary), read_version(binary.parent.parent))
+
+
+def read_version(root: Path) -> Version | None:
+    """Of the server that is installed in `root`, from its file TRITON_VERSION; None where that does not say it."""
+    try:
+        major, minor = (root / "TRITON_VERSION").read_text().split(".")[:2]
+        return int(major), int(minor)
+    except (OSError, ValueError):
+        return None
 
 
 def stub_python_version(stub: Path) -> str | None:
@@ -115,7 +128,9 @@ def _from_wheel(package: Path) -> ServerInstallation:
             "folder whose path is of letters, digits, '_', '-' and '.'"
         )
     folder = link_wheel(root, stub, cache / f"pytriton-{PYTHON_VERSION}")
-    return ServerInstallation(folder / "bin" / "tritonserver", folder / "backends", environment, "nvidia-pytriton")
+    version = WHEEL_SERVERS.get(importlib.metadata.version("nvidia-pytriton"))
+    binary = folder / "bin" / "tritonserver"
+    return ServerInstallation(binary, folder / "backends", environment, "nvidia-pytriton", version)
 
 
 def check_glibc(version: str | None) -> None:

@@ -61,7 +61,7 @@ class ServerProcess:
         self.options = options
         self.lines: deque[str] = deque(maxlen=4000)  # the newest output, for reasons and tests
         self._installation = installation
-        self._arguments = server_arguments.parse(self.command())
+        self.arguments = server_arguments.parse(self.command())  # by name, without dashes
         self._on_line = on_line
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -85,16 +85,16 @@ class ServerProcess:
 
     @property
     def has_metrics(self) -> bool:
-        return is_on(self._arguments, "allow-metrics")
+        return is_on(self.arguments, "allow-metrics")
 
     def _address(self, protocol: str) -> str:
-        host = client_host(self._arguments, protocol)
-        return f"{f'[{host}]' if ':' in host else host}:{self._arguments[f'{protocol}-port']}"
+        host = client_host(self.arguments, protocol)
+        return f"{f'[{host}]' if ':' in host else host}:{self.arguments[f'{protocol}-port']}"
 
     def start(self) -> None:
         """Start the server. Raises `CliError` if a port is taken, or if nobody could ask whether it is ready. Call it
         from a thread that outlives the server: the server is told to end when that thread ends."""
-        if not is_on(self._arguments, "allow-http"):
+        if not is_on(self.arguments, "allow-http"):
             raise CliError("the server is asked over HTTP whether it is ready; leave --allow-http on")
         check_ports(self.options)
         self._process = subprocess.Popen(
@@ -145,7 +145,7 @@ class ServerProcess:
         return dead_children(self.pid)
 
     def _health(self) -> int | None:
-        return http_status(self.http_address, "/v2/health/ready", access_headers(self._arguments, "http", "health"))
+        return http_status(self.http_address, "/v2/health/ready", access_headers(self.arguments, "http", "health"))
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until the server `is_ready`. Raises `CliError` with the reason if the server ends first, `TimeoutError`
