@@ -66,6 +66,7 @@ class QuantizedRows:
         self.scales = scales  # [rows] float32
         self.shape = values.shape
         self.device = values.device
+        self.nbytes = values.nbytes + scales.nbytes
         self._dtype = dtype  # what random weights are drawn in
 
     def numel(self) -> int:

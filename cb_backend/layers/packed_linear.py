@@ -203,6 +203,18 @@ class _StoredTensor:
         self.device = linear.device
         self._linear, self._module, self._suffix = linear, module, suffix
 
+    @property
+    def nbytes(self) -> int:
+        """All of the module's elements at its first tensor."""
+        if not self._is_first:
+            return 0
+        bits, rows = KINDS[self._linear.reader.kind].bits, self._module.rows
+        return (rows.stop - rows.start) * self._linear.size[1] * bits // 8
+
+    @property
+    def _is_first(self) -> bool:
+        return self._suffix == next(iter(self._module.shapes))
+
     def numel(self) -> int:
         return self.shape.numel()
 
@@ -211,7 +223,7 @@ class _StoredTensor:
 
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
         """All of the module at its first tensor."""
-        if self._suffix == next(iter(self._module.shapes)):
+        if self._is_first:
             self._linear.fill_random(self._module, std, generator)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from cb_backend.errors import ConfigError
 from cb_backend.models.gguf.cache_key import conversion_key
 from cb_backend.models.gguf.source import find_models, is_gguf, is_gguf_name, listed
 from cb_backend.tokenizer_files import why_no_tokenizer
+
+logger = logging.getLogger("cb_backend.models")
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -146,14 +149,31 @@ def _from_hub(name: str, patterns: list[str]) -> Path:
     if cached.is_dir():
         return cached
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # a log is no place for them
+    logger.info("fetching %s from the hub (kept in HF_HOME, by default ~/.cache/huggingface)", name)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS))
     except Exception as error:  # no network, no such name, no access: the hub's many classes
         raise ConfigError(
             f"{name!r} is not a local folder and could not be fetched from the hub ({type(error).__name__}: "
-            f"{_first_line(error)}); check the name and the network, or give the folder of a local copy"
+            f"{_first_line(error)}); {_hub_remedy(error)}"
         ) from None
+
+
+def _hub_remedy(error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if isinstance(error, GatedRepoError) or status in (401, 403):
+        return (
+            "it may be gated or private: accept its terms on its page, and start the server with HF_TOKEN set to a "
+            "token that may read it"
+        )
+    if isinstance(error, OSError) and not isinstance(error, HfHubHTTPError) and error.errno is not None:
+        return "set HF_HOME to a folder with room that can be written, or give the folder of a local copy"
+    return "check the name and the network (HF_TOKEN for what is private), or give the folder of a local copy"
 
 
 def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:

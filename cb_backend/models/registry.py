@@ -66,6 +66,7 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    measured: Callable[[int], None] | None = None,
     progress: Callable[[float], None] | None = None,
     has_kv_scales: bool = False,
     quantization: str | None = None,
@@ -73,8 +74,9 @@ def load_model(
 ) -> DecoderForCausalLM:
     """Build the model and fill it from the folder's safetensors, or with random numbers (`load_format` dummy).
 
-    `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. `has_kv_scales`: the cache
-    is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it brings none).
+    `measured` is called with the bytes that the weights will take on the device, before memory is asked for; it may
+    raise. `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. `has_kv_scales`: the
+    cache is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it brings none).
     `quantization` fp8: the layers' matrices are quantised while they are loaded, if they are not in the file.
     `max_model_len`: the longest context that will come; None: the longest the checkpoint is meant for.
     Raises `ConfigError` that names file and tensor.
@@ -92,7 +94,9 @@ def load_model(
         model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=length)
         weights.fill_dummy(model.placements(), seed)
         return model
-    spec, source, has_own_head = _open_weights(folder, spec, make)
+    spec, source, has_own_head, num_bytes = _open_weights(folder, spec, make)
+    if measured is not None:
+        measured(num_bytes)
     model = DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
     weights.fill_from_checkpoint(list(model.placements()), source, progress)
     if spec.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
@@ -102,9 +106,11 @@ def load_model(
     return model
 
 
-def _open_weights(folder: Path, spec: ModelSpec, make: LayerMaker) -> tuple[ModelSpec, weights.CheckpointFiles, bool]:
+def _open_weights(
+    folder: Path, spec: ModelSpec, make: LayerMaker
+) -> tuple[ModelSpec, weights.CheckpointFiles, bool, int]:
     """(the specification with the files' names, the files that hold what the model needs, whether it has a head of its
-    own). Raises `ConfigError`.
+    own, bytes of its weights on the device). Raises `ConfigError`.
     """
     source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8, is_packed=spec.formats is not None)
     spec = _as_named(spec, source)
@@ -117,8 +123,9 @@ def _open_weights(folder: Path, spec: ModelSpec, make: LayerMaker) -> tuple[Mode
     sizes = replace(make, device=torch.device("meta"))
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
     ignored = [pattern for pattern in (spec.ignored, make.format_of.ignored) if pattern is not None]
-    weights.check_placements(list(outline.placements()), source, "|".join(f"(?:{each})" for each in ignored) or None)
-    return spec, source, has_own_head
+    placements = list(outline.placements())
+    weights.check_placements(placements, source, "|".join(f"(?:{each})" for each in ignored) or None)
+    return spec, source, has_own_head, sum(placement.target.nbytes for placement in placements)
 
 
 def _as_named(spec: ModelSpec, source: weights.CheckpointFiles) -> ModelSpec:

@@ -13,6 +13,7 @@ import torch
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
+from cb_backend.engine.runner.load_progress import LoadProgress
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
@@ -113,6 +114,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     wants_defaults = config.generation_config == "auto"
     sampling_defaults = read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {}
     ops = resolve_ops(resolve_attention_backend(config.attention_backend, device))
+    progress = LoadProgress(config.model, device, log)
     model = load_model(
         folder,
         spec,
@@ -121,7 +123,8 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         device=device,
         load_format=config.load_format,
         seed=config.seed,
-        progress=_log_progress,
+        measured=progress.begin,
+        progress=progress.at,
         has_kv_scales=kv_dtype != dtype,
         quantization=quantization,
         max_model_len=max_model_len,
@@ -182,8 +185,3 @@ def read_tokenizer_eos_ids(tokenizer_dir: Path, vocab_size: int) -> tuple[int, .
     eos_token = token_text(settings.get("eos_token"))
     eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
     return () if eos_token_id is None else within_vocabulary([eos_token_id], vocab_size, "the tokenizer's eos_token")
-
-
-def _log_progress(fraction: float) -> None:
-    if fraction in (0.25, 0.5, 0.75, 1.0):
-        log(f"loading weights: {fraction:.0%}")
