@@ -16,6 +16,7 @@ from cb_backend.json_files import read_json_object
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.placement import Fillable
 from cb_backend.models import families, weights
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.decoder import DecoderForCausalLM
@@ -76,7 +77,8 @@ def load_model(
 
     `measured` is called with the bytes that the weights will take on the device, before memory is asked for; it may
     raise. `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. `has_kv_scales`: the
-    cache is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it brings none).
+    cache is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it has
+    none).
     `quantization` fp8: the layers' matrices are quantised while they are loaded, if they are not in the file.
     `max_model_len`: the longest context that will come; None: the longest the checkpoint is meant for.
     Raises `ConfigError` that names file and tensor.
