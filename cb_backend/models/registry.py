@@ -16,7 +16,6 @@ from cb_backend.json_files import read_json_object
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.placement import Fillable
 from cb_backend.models import families, weights
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.decoder import DecoderForCausalLM
