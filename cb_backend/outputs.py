@@ -32,6 +32,10 @@ class Want(IntEnum):
     HIDDEN = 2  # its hidden state
 
 
+# NOTE: plain numbers for what happens in every step: looking a member up in its enum costs ten times as much.
+NOTHING_WANTED, TOKENS_WANTED = int(Want.NOTHING), int(Want.TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class JoinedRow:
     """A request that takes a slot in this step, new or back from preemption. Filled by the scheduler."""
@@ -101,6 +105,9 @@ class RowStatus(IntEnum):
     NOT_FINITE = 1  # its own logits are not finite: no token
     RULED_OUT = 2  # its rules left no token
     ENDED = 3  # a step launched before gave its request's last token: nothing was computed
+
+
+ROW_OK = int(RowStatus.OK)
 
 
 @dataclass(frozen=True, slots=True)

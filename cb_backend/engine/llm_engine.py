@@ -218,7 +218,8 @@ class LLMEngine:
         log.waiting()
         try:
             reach("engine.result")
-            result = step.result() if step.fed is None else self._guided.read(step.fed, step.result())
+            # Nobody else asks for the result of a step without guides.
+            result = step.pending.result() if step.fed is None else self._guided.read(step.fed, step.result())
         except Exception as error:
             if step.fed is not None:
                 self._guided.lost(step.fed)

@@ -42,6 +42,8 @@ class StepShape(NamedTuple):
     num_decode: int
     num_prefill: int = 0  # prompt tokens
     num_prompts: int = 0  # requests they belong to
+    num_drafts: int = 0  # guessed tokens of each decode row, beside its own
+    has_adapters: bool = False  # rows may go through adapters
 
     @property
     def num_rows(self) -> int:

@@ -1,8 +1,8 @@
 """Host time of an engine step without a device: `python -m tests.engine.bench_host`. Prints, asserts nothing.
 
 The real loop of the engine process, scheduler, slot runner and socket to its front ends, on a CPU; only the captured
-graphs and the kernel that joins slots are left out: launching them does nothing here. So what is measured is the host's
-part of a step, but for what the driver takes for a launch, a copy and an event.
+graphs and the kernels that join slots and book tokens are left out: launching them does nothing here. So what is
+measured is the host's part of a step, but for what the driver takes for a launch, a copy and an event.
 
     python -m tests.engine.bench_host --rows 256 --front-ends 4
     python -m tests.engine.bench_host --against /path/to/another/checkout     # by turns with this one, 50 steps each
@@ -73,7 +73,10 @@ def make_engine(folder: Path, num_rows: int) -> LLMEngine:
     config = engine_config_from_dict(arguments)
     engine = create_engine(config)
     plain: Any = engine.runner
-    ops = dataclasses.replace(plain.ops, join_slots=lambda *_: None)
+    # Slots that nobody joins on the device have no tokens: a step launched kernel by kernel would find them ended.
+    ops = dataclasses.replace(
+        plain.ops, join_slots=lambda *_: None, commit_tokens=lambda *arguments: arguments[-1].zero_()
+    )
     runner = SlotRunner(plain.model, ops, plain.storage, num_rows, engine.info.max_model_len)
     for shape in step_shapes(num_rows, config.max_num_batched_tokens):
         runner.graphs.add(shape, NoGraph(), runner.new_buffers(shape))

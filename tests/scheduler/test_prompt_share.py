@@ -183,12 +183,45 @@ def test_other_salts_do_not_wait() -> None:
 # ---- max_itl_ms -------------------------------------------------------------------------------------------------
 
 
+def observe(model: StepTimeModel, num_tokens: int, num_pairs: float, has_prefill: bool, seconds: float) -> None:
+    model.observe(np.array([num_tokens]), np.array([num_pairs]), np.array([has_prefill]), np.array([seconds]))
+
+
+def test_many_steps_at_once_teach_what_they_teach_one_by_one() -> None:
+    rng = np.random.default_rng(2)
+    columns = rng.uniform(1, 2000, 300), rng.uniform(0, 4e6, 300), rng.random(300) < 0.4, rng.uniform(1e-3, 2e-3, 300)
+    one_by_one, at_once = StepTimeModel(), StepTimeModel()
+    for step in zip(*(column.tolist() for column in columns), strict=True):
+        one_by_one.relative_error = 0.2
+        one_by_one.num_prefill_samples = 0  # nothing counts as out of the ordinary
+        observe(one_by_one, *step)
+    at_once.observe(*columns)
+    assert at_once.coefficients() == pytest.approx(one_by_one.coefficients(), rel=1e-6)
+    assert at_once.num_prefill_samples == np.count_nonzero(columns[2])
+
+
+@pytest.mark.parametrize("limit_ms", [None, 20.0])
+@pytest.mark.parametrize("num_steps", [5, 255, 256, 257, 700])
+def test_step_times_are_learned_with_and_without_a_limit(limit_ms: float | None, num_steps: int) -> None:
+    """What learns of every step: the time of a step is asked for by more than the limit."""
+    rng, pace, now = np.random.default_rng(3), Pace(limit_ms), 0.0
+    for step_id in range(1, num_steps + 1):
+        first = rng.integers(0, 2000, 5).astype(np.int32)
+        num_tokens = np.array([1, 1, 1, 1, rng.integers(16, 400)], np.int32)
+        pace.launched(StepPlan(step_id, first, first, num_tokens, num_tokens > 0, 4), now)
+        now += 4e-3 + 2e-5 * int(num_tokens.sum()) + 3e-9 * float((num_tokens * (first + num_tokens / 2)).sum())
+        pace.completed(step_id, now)
+    assert pace.has_limit == (limit_ms is not None)
+    assert pace.model.num_prefill_samples == num_steps
+    assert pace.model.seconds(300, 1e5) == pytest.approx(4e-3 + 2e-5 * 300 + 3e-9 * 1e5, rel=0.05)
+
+
 def test_the_fit_finds_the_coefficients() -> None:
     rng, model = np.random.default_rng(1), StepTimeModel()
     for _ in range(400):
         num_tokens, num_pairs, has_prefill = rng.integers(1, 2000), rng.integers(0, 4_000_000), rng.random() < 0.3
         seconds = 4e-3 + 2e-5 * num_tokens + 3e-9 * num_pairs
-        model.observe(int(num_tokens), float(num_pairs), bool(has_prefill), seconds * rng.normal(1, 0.02))
+        observe(model, int(num_tokens), float(num_pairs), bool(has_prefill), seconds * rng.normal(1, 0.02))
     assert model.coefficients() == pytest.approx((4e-3, 2e-5, 3e-9), rel=0.1)
     assert model.relative_error < 0.05
 
@@ -196,9 +229,9 @@ def test_the_fit_finds_the_coefficients() -> None:
 def test_what_is_known_of_prompts_does_not_fade_while_only_streams_run() -> None:
     model = StepTimeModel()
     for num_tokens in (100, 200, 400, 800):
-        model.observe(num_tokens, 0.0, True, 5e-3 + 1e-5 * num_tokens)
+        observe(model, num_tokens, 0.0, True, 5e-3 + 1e-5 * num_tokens)
     for _ in range(5000):
-        model.observe(64, 0.0, False, 5e-3 + 1e-5 * 64)
+        observe(model, 64, 0.0, False, 5e-3 + 1e-5 * 64)
     assert model.seconds(1000, 0.0) == pytest.approx(15e-3, rel=0.05)
 
 
@@ -238,7 +271,8 @@ def test_prompts_go_on_even_where_the_limit_leaves_no_room() -> None:
     pace = Pace(max_itl_ms=1)
     ones = np.ones(4, np.int32)
     for step_id in range(1, 30):
-        pace.launched(step_id, ones * 100, np.array([1, 1, 1, 64], np.int32), 3, now=step_id * 1.0)
+        num_tokens = np.array([1, 1, 1, 64], np.int32)
+        pace.launched(StepPlan(step_id, ones, ones * 100, num_tokens, ones > 0, 3), now=step_id * 1.0)
         pace.completed(step_id, now=step_id + 0.1)
     assert pace.most_prefill_tokens(3, 300.0, 0) == MIN_PREFILL_TOKENS
 

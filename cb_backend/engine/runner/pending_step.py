@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.logprobs import PendingLogprobs
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs
-from cb_backend.outputs import NO_TOKEN, Attachment, Failure, RowStatus, StepPlan, StepResult, Want
+from cb_backend.outputs import NO_TOKEN, ROW_OK, TOKENS_WANTED, Attachment, Failure, RowStatus, StepPlan, StepResult
 
 
 class PendingStep(msgspec.Struct, frozen=True, eq=False):
@@ -30,7 +30,7 @@ class PendingStep(msgspec.Struct, frozen=True, eq=False):
         token_ids, status, num_new = self._rows()
         attached: tuple[Attachment, ...] = ()
         if np.count_nonzero(status):
-            is_failed = status != RowStatus.OK
+            is_failed = status != ROW_OK
             token_ids[is_failed] = NO_TOKEN
             num_new = np.where(is_failed, np.uint8(0), num_new)
             (ruled_out,) = (status == RowStatus.RULED_OUT).nonzero()
@@ -50,6 +50,6 @@ class PendingStep(msgspec.Struct, frozen=True, eq=False):
             return values[0, :num_decode, None].copy(), values[1, :num_decode].astype(np.uint8), plan.wants
         prompts = slice(self.first_prompt, self.first_prompt + plan.num_rows - num_decode)
         tokens, status = np.concatenate((values[:, :num_decode], values[:, prompts]), axis=1)
-        is_sampled = plan.wants == Want.TOKENS
+        is_sampled = plan.wants == TOKENS_WANTED
         token_ids = np.where(is_sampled, tokens, np.int32(NO_TOKEN))[:, None]
-        return token_ids, np.where(is_sampled, status, RowStatus.OK).astype(np.uint8), is_sampled.view(np.uint8)
+        return token_ids, np.where(is_sampled, status, ROW_OK).astype(np.uint8), is_sampled.view(np.uint8)

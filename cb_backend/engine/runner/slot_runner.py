@@ -31,7 +31,7 @@ from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import MaskSource, StepPlan, Want
+from cb_backend.outputs import TOKENS_WANTED, MaskSource, StepPlan
 
 
 class SlotRunner:
@@ -138,7 +138,7 @@ class SlotRunner:
         is_asking = self._is_asking[plan.slots]
         if not np.count_nonzero(is_asking):
             return None
-        rows = np.flatnonzero(is_asking & (plan.wants == Want.TOKENS))
+        rows = np.flatnonzero(is_asking & (plan.wants == TOKENS_WANTED))
         if not len(rows):
             return None
         if logits is None:

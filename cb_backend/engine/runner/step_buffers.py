@@ -19,7 +19,7 @@ from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.row_sampling import neutral_rows
 from cb_backend.kernels.step_rows import StepRows
-from cb_backend.outputs import StepPlan, Want
+from cb_backend.outputs import TOKENS_WANTED, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _fill_prompts(
     views["prompt_seq_lens"][:num_prompts] = computed + counts
     views["prompt_seq_lens"][num_prompts:] = 0
     samplers = slice(bucket, bucket + num_prompts)
-    views["slots"][samplers] = np.where(plan.wants[prompts] == Want.TOKENS, slots, padding_slot)
+    views["slots"][samplers] = np.where(plan.wants[prompts] == TOKENS_WANTED, slots, padding_slot)
     views["sample_index"][:bucket] = np.arange(bucket)
     views["sample_index"][samplers] = bucket + ends - 1
     views["sample_index"][bucket + num_prompts :] = 0

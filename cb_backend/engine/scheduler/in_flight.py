@@ -1,13 +1,15 @@
-"""Steps that have been launched and not come back yet, and the blocks that must wait for them.
+"""Steps that have been launched and not come back yet, and what must wait for them: one fence for everything.
 
-With run-ahead a request may end or be preempted while a launched step still writes its blocks. Such blocks are kept
-until the last step that touches them has come back. This module does not know why blocks are freed.
+With run-ahead a request may end or be preempted while a launched step still writes its blocks, or reads what else it
+holds. Such things are kept until the last step that touches them has come back. This module does not know why they are
+given back, nor to whom.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,14 +30,21 @@ class LaunchedStep(msgspec.Struct, frozen=True, eq=False):
     may_end: bool  # False: no row reaches its length limit with this step's token
 
 
-class InFlightSteps:
-    """Launched steps in order, and deferred frees."""
+class _Deferred(NamedTuple):
+    """Something to give back once a launched step is back."""
 
-    def __init__(self, max_steps: int, free_blocks: Callable[[list[int]], None]) -> None:
+    step_id: int
+    give_back: Callable[[], None]
+    block_ids: list[int]  # that become free by it
+
+
+class InFlightSteps:
+    """Launched steps in order, and what waits for them."""
+
+    def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
-        self._free_blocks = free_blocks
         self._steps: deque[LaunchedStep] = deque()
-        self._deferred: list[tuple[int, list[int]]] = []  # (free once this step is back, blocks)
+        self._deferred: list[_Deferred] = []
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -46,7 +55,7 @@ class InFlightSteps:
 
     @property
     def deferred_blocks(self) -> list[list[int]]:
-        return [block_ids for _, block_ids in self._deferred]
+        return [deferred.block_ids for deferred in self._deferred]
 
     def launch(self, step: LaunchedStep) -> None:
         self._steps.append(step)
@@ -63,26 +72,31 @@ class InFlightSteps:
     def oldest_id(self) -> int | None:
         return self._steps[0].step_id if self._steps else None
 
-    def free_when_safe(self, block_ids: list[int], slot: int, epoch: int) -> None:
-        """Free blocks of the request that had `slot` in `epoch`: now, or after the last launched step with it."""
+    def free_when_safe(
+        self, slot: int, epoch: int, give_back: Callable[[], None], block_ids: Sequence[int] = ()
+    ) -> None:
+        """Give back what the request that had `slot` in `epoch` has held: now, or after the last launched step with it.
+
+        `block_ids`: the blocks among it, which are counted as coming.
+        """
         for step in reversed(self._steps):
             (rows,) = (step.rows.slots == slot).nonzero()
             if len(rows) and step.rows.epochs[rows[0]] == epoch:
-                self._deferred.append((step.step_id, block_ids))
+                self._deferred.append(_Deferred(step.step_id, give_back, list(block_ids)))
                 return
-        self._free_blocks(block_ids)
+        give_back()
 
     def release(self) -> None:
-        """Free what no launched step touches any more. Call after a step was taken."""
+        """Give back what no launched step touches any more. Call after a step was taken."""
         if not self._deferred:
             return
         oldest = self._steps[0].step_id if self._steps else None
         waiting = []
-        for step_id, block_ids in self._deferred:
-            if oldest is not None and oldest <= step_id:
-                waiting.append((step_id, block_ids))
+        for deferred in self._deferred:
+            if oldest is not None and oldest <= deferred.step_id:
+                waiting.append(deferred)
             else:
-                self._free_blocks(block_ids)
+                deferred.give_back()
         self._deferred = waiting
 
     def num_blocks_coming(self, ref_cnt: Callable[[int], int], ending: Iterable[list[int]]) -> int:

@@ -131,7 +131,7 @@ class Preemption:
     def _ending_and_others(self) -> tuple[list[int], list[int]]:
         """Running slots in order: those whose last token has been sampled already, and the rest."""
         table = self._table
-        is_ending = table.num_computed_tokens[table.order] >= table.max_computed_tokens[table.order]
+        is_ending = table.num_sure_tokens(table.order) >= table.max_computed_tokens[table.order]
         return table.order[is_ending].tolist(), table.order[~is_ending].tolist()
 
     def _num_free_or_coming(self, leaving: list[int]) -> int:

@@ -21,7 +21,7 @@ from cb_backend.engine.scheduler.slot_table import SlotTable
 from cb_backend.engine.scheduler.step_plan import PlanBuilder
 from cb_backend.engine.scheduler.step_time import Pace
 from cb_backend.engine.step_shapes import FullSteps
-from cb_backend.outputs import Want
+from cb_backend.outputs import NOTHING_WANTED, TOKENS_WANTED
 
 SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
 _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
@@ -30,7 +30,7 @@ _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
 class PrefillPlanner:
     """Plans chunks of prompts whose requests have slots."""
 
-    def __init__(self, table: SlotTable, config: EngineConfig, pace: Pace | None) -> None:
+    def __init__(self, table: SlotTable, config: EngineConfig, pace: Pace) -> None:
         self._table = table
         self._is_chunking = config.enable_chunked_prefill
         self._pace = pace
@@ -51,7 +51,7 @@ class PrefillPlanner:
         """
         if self._is_chunking:
             plan.budget = min(plan.budget, self._full_steps.most_prompt_tokens(plan.num_decode_rows))
-        if self._pace is None or plan.decode is None or not plan.num_decode_rows:
+        if not self._pace.has_limit or plan.decode is None or not plan.num_decode_rows:
             return
         position = int(self._table.num_computed_tokens[slots[0]]) if slots else 0
         num_pairs = float(np.sum(plan.decode.computed, dtype=np.float64))
@@ -59,7 +59,7 @@ class PrefillPlanner:
 
     def is_better_without_streams(self, num_waiting: int, num_waiting_tokens: int) -> bool:
         """Whether the next step is to be one of prompts alone. `num_waiting_tokens` are those of the queue."""
-        if not self._is_hybrid or self._pace is None:
+        if not self._is_hybrid or not self._pace.has_limit:
             return False
         table, order = self._table, self._table.order
         computed = table.num_computed_tokens[order]
@@ -109,7 +109,7 @@ class PrefillPlanner:
         num_left = self.num_left(slot)
         num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
         computed = int(self._table.num_computed_tokens[slot])
-        plan.add_prefill(slot, computed, num_scheduled, Want.TOKENS if num_scheduled == num_left else Want.NOTHING)
+        plan.add_prefill(slot, computed, num_scheduled, TOKENS_WANTED if num_scheduled == num_left else NOTHING_WANTED)
 
     def num_left(self, slot: int) -> int:
         return int(self._table.num_prefill_tokens[slot] - self._table.num_computed_tokens[slot])

@@ -49,7 +49,7 @@ class Scheduler:
         self._table = SlotTable(num_slots, min(max_model_len, self._num_cache_tokens), kv.block_size)
         # Where the config leaves the depth to the engine, the engine keeps to its own.
         run_ahead = MAX_RUN_AHEAD if config.run_ahead is None else config.run_ahead
-        self._in_flight = InFlightSteps(1 + run_ahead, kv.free_blocks)
+        self._in_flight = InFlightSteps(1 + run_ahead)
         self._counters = StepCounters()
         self._share = FairShare()
         self._results = StepResults(self._table, kv, self._in_flight, self._counters, self._share)
@@ -63,7 +63,7 @@ class Scheduler:
         self._preemption = Preemption(
             self._table, kv, self._in_flight, self._results, self._queue, self._counters, self._swap
         )
-        self._pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms)
+        self._pace = Pace(config.max_itl_ms)
         self._prefill = PrefillPlanner(self._table, config, self._pace)
         policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv, config)
         if is_static:
@@ -210,15 +210,13 @@ class Scheduler:
         plan.swap_out = self._swap.launch(self._step_id)
         output, step = launch(self._step_id, plan, self._table)
         self._in_flight.launch(step)
-        if self._pace is not None:
-            self._pace.launched(step.step_id, output.first, output.num_tokens, output.num_decode_rows, self._now)
+        self._pace.launched(output, self._now)
         return output
 
     def update_from_output(self, output: StepResult) -> EngineOutput:
         """Take in the result of the oldest launched step. Raises `ValueError` for any other step."""
-        if self._pace is not None:
-            self._pace.completed(output.step_id, self._now)
         result = self._results.complete(output)
+        self._pace.completed(output.step_id, self._now)
         self._swap.came_back(output.step_id)
         return result
 

@@ -7,6 +7,10 @@ queue: it holds the figures and answers what a batch of sampled tokens means for
 NOTE: how many tokens a request has is not stored. A request past its prefill has `num_computed_tokens + 1` tokens,
 the last of them perhaps sampled by a step whose result has not been read yet; before that it has
 `num_prefill_tokens`. Only `num_known_tokens` values are in `token_ids`.
+
+NOTE: `num_computed_tokens` is an upper bound: of a launched step's guesses the device may find `num_unsure` wrong. What
+must be had in any case (blocks, places in a plan) is asked for the upper bound; whether a request has anything left to
+do, and whether it is about to end, is a question for `num_sure_tokens`. Progress in a prompt is always exact.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class SlotTable:
         self.priority = counts()
         self.num_prompt_tokens = counts()
         self.num_prefill_tokens = counts()  # tokens known at the join: prompt, and output from before a preemption
-        self.num_computed_tokens = counts()  # launched steps included
+        self.num_computed_tokens = counts()  # launched steps included: the most that it can be
+        self.num_unsure = counts()  # of these, how many may turn out not to be
         self.num_known_tokens = counts()  # values in token_ids: without what launched steps have sampled
         self.num_block_tokens = counts()  # tokens that the block table has room for
         self.max_total_tokens = counts()
@@ -95,6 +100,7 @@ class SlotTable:
         self.priority[slot] = request.scheduling.priority
         self.num_prefill_tokens[slot] = num_tokens
         self.num_computed_tokens[slot] = num_computed_tokens
+        self.num_unsure[slot] = 0
         self.num_known_tokens[slot] = num_tokens
         self.num_block_tokens[slot] = len(request.block_table) * self.block_size
         self.max_total_tokens[slot] = request.max_total_tokens
@@ -138,6 +144,10 @@ class SlotTable:
         assert None not in found
         return cast("list[Request]", found)
 
+    def num_sure_tokens(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """The fewest tokens that can be computed once the launched steps are back: [num_slots asked]."""
+        return self.num_computed_tokens[slots] - self.num_unsure[slots]
+
     def rows(self, slots: NDArray[np.intp]) -> Rows:
         return Rows(slots, self.epoch[slots], self.request_ids[slots], self.stop_ids[slots])
 
@@ -179,6 +189,8 @@ class SlotTable:
         assert self.num_guided == num_guided, "the count of guided requests is off"
         for slot, request in zip(order, requests, strict=True):
             computed, known = self.num_computed_tokens.item(slot), self.num_known_tokens.item(slot)
+            unsure = self.num_unsure.item(slot)
+            assert 0 <= unsure <= max(0, computed + 1 - known), f"slot {slot}: what is known is called unsure"
             prefill = self.num_prefill_tokens.item(slot)
             assert request.slot == slot, f"slot {slot} holds a request that thinks it is in {request.slot}"
             assert request.num_prompt_tokens <= prefill <= known <= request.max_total_tokens, f"slot {slot}: lengths"

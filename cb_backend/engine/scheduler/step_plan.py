@@ -14,7 +14,7 @@ from cb_backend.engine.scheduler.in_flight import LaunchedStep
 from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_BLOCKS, NO_COPIES, Copies, JoinedRow, StepPlan, Want
+from cb_backend.outputs import NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
 from cb_backend.request import Request
 
 
@@ -31,10 +31,10 @@ class DecodeBatch:
 
     def __init__(self, table: SlotTable) -> None:
         order = table.order
-        computed = table.num_computed_tokens[order]
+        computed, sure = table.num_computed_tokens[order], table.num_sure_tokens(order)
         # At max_computed_tokens the request's last token has been sampled; its end comes with a launched result.
-        num_left = table.max_computed_tokens[order] - computed
-        is_decode = (computed >= table.num_prefill_tokens[order]) & (num_left > 0)
+        num_left = table.max_computed_tokens[order] - sure
+        is_decode = (sure >= table.num_prefill_tokens[order]) & (num_left > 0)
         is_whole = bool(is_decode.all())  # every running request is in it
         self.slots = order if is_whole else order[is_decode]
         self.computed = computed if is_whole else computed[is_decode]  # before this step
@@ -73,7 +73,7 @@ class DecodeBatch:
         """(rows, slots as int32, one token each, tokens wanted of each): the same arrays in every step."""
         if self._constants is None:
             n = len(self.slots)
-            ones, wants = _frozen(np.ones(n, np.int32)), _frozen(np.full(n, Want.TOKENS, np.uint8))
+            ones, wants = _frozen(np.ones(n, np.int32)), _frozen(np.full(n, TOKENS_WANTED, np.uint8))
             self._constants = self._table.rows(self.slots), _frozen(self.slots.astype(np.int32)), ones, wants
         return self._constants
 
@@ -90,7 +90,7 @@ class PlanBuilder:
 
     budget: int  # tokens that may still be scheduled
     decode: DecodeBatch | None = None
-    prefill: list[tuple[int, int, int, Want]] = field(default_factory=list)  # slot, computed, scheduled, wants
+    prefill: list[tuple[int, int, int, int]] = field(default_factory=list)  # slot, computed, scheduled, wants
     joined: list[JoinedRow] = field(default_factory=list)
     new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # [n, 3], see StepPlan
     swap_out: tuple[tuple[int, int], ...] = ()  # (device block, host block)
@@ -112,7 +112,7 @@ class PlanBuilder:
     def copies(self) -> Copies:
         return Copies(self.swap_out, tuple(self.swap_in)) if self.swap_out or self.swap_in else NO_COPIES
 
-    def add_prefill(self, slot: int, num_computed: int, num_scheduled: int, wants: Want) -> None:
+    def add_prefill(self, slot: int, num_computed: int, num_scheduled: int, wants: int) -> None:
         self.prefill.append((slot, num_computed, num_scheduled, wants))
         self.budget = max(0, self.budget - num_scheduled)
 

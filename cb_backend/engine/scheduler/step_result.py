@@ -7,6 +7,7 @@ not know budgets, queues or plans to come.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from cb_backend.engine.scheduler.output_lengths import OutputLengths
 from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
 from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_TOKEN, Attachment, EngineOutput, Failure, RowStatus, StepResult
+from cb_backend.outputs import NO_TOKEN, ROW_OK, Attachment, EngineOutput, Failure, StepResult
 from cb_backend.request import FinishReason, Request, RequestStatus
 
 _OUTPUT_LEARNING_RATE = 0.05
@@ -90,7 +91,8 @@ class StepResults:
         if status.is_finished:
             request.guide = None  # whoever still remembers the request
         del self.running[request.request_id]
-        self._in_flight.free_when_safe(self._kv.detach(request), slot, epoch)
+        block_ids = self._kv.detach(request)
+        self._in_flight.free_when_safe(slot, epoch, partial(self._kv.free_blocks, block_ids), block_ids)
         if status.is_finished:
             self.settle(request, has_started=True)
         return request
@@ -106,7 +108,7 @@ class StepResults:
             raise ValueError(f"step {step.step_id} had {num_rows} rows, its result has {len(output.token_ids)}")
         failed = None
         if np.count_nonzero(output.status):
-            failed = self._fail_rows(step, output.status != RowStatus.OK, output.attached)
+            failed = self._fail_rows(step, output.status != ROW_OK, output.attached)
         attached = self._attached_to_tell(rows, output.attached) if output.attached else ()
         num_computed, token_ids = step.num_computed_after, output.token_ids[:, 0]
         has_prefill = step.num_decode_rows < num_rows

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.engine.scheduler.non_negative import non_negative_solution
+from cb_backend.outputs import StepPlan
 
 MIN_PREFILL_TOKENS = 16  # a step's prompt tokens even where the limit leaves no room: prompts must go on
 _FORGETTING = 0.99
@@ -22,7 +24,10 @@ _NUM_TRIALS = 4  # steps with prompts before the fit is asked
 _FIRST_TRIAL_TOKENS = 64
 _MOST_GROWTH = 2  # times the most tokens seen so far: the fit is not trusted far outside what it has seen
 _MOST_OUTLIER = 3.0  # times the expected seconds: more (a pause of the host) counts as so much
+_LEARNED_AT_ONCE = 256  # steps
 _SCALE = np.array([1.0, 1e-3, 1e-6])  # of the features, so that the normal equations are well conditioned
+
+Floats = NDArray[np.float64]
 
 
 class StepTimeModel:
@@ -36,18 +41,25 @@ class StepTimeModel:
         self.num_prefill_samples = 0
         self.relative_error = 0.2  # moving average
 
-    def observe(self, num_tokens: int, num_pairs: float, has_prefill: bool, seconds: float) -> None:
-        """One step took `seconds`."""
+    def observe(self, num_tokens: Floats, num_pairs: Floats, has_prefill: NDArray[np.bool_], seconds: Floats) -> None:
+        """Some steps, oldest first, took so long. Arrays [num_steps].
+
+        What is out of the ordinary is judged by what was known before the first of them.
+        """
         if self.num_prefill_samples >= _NUM_TRIALS:
-            expected = self.seconds(num_tokens, num_pairs)
-            if expected > 0:
-                seconds = min(seconds, _MOST_OUTLIER * expected)
-                self.relative_error += 0.02 * (abs(seconds - expected) / expected - self.relative_error)
-        features = np.array([1.0, num_tokens, num_pairs]) * _SCALE
-        kind = int(has_prefill)
-        self._matrices[kind] = _FORGETTING * self._matrices[kind] + np.outer(features, features)
-        self._sides[kind] = _FORGETTING * self._sides[kind] + features * seconds
-        self.num_prefill_samples += has_prefill
+            a, b, c = self.coefficients()
+            expected = a + b * num_tokens + c * num_pairs
+            is_known = expected > 0
+            seconds = np.where(is_known, np.minimum(seconds, _MOST_OUTLIER * expected), seconds)
+            for error in (np.abs(seconds - expected)[is_known] / expected[is_known]).tolist():
+                self.relative_error += 0.02 * (error - self.relative_error)
+        features = np.stack([np.ones(len(seconds)), num_tokens, num_pairs], axis=1) * _SCALE  # [num_steps, 3]
+        for kind, is_own in enumerate((~has_prefill, has_prefill)):
+            own, weights = features[is_own], _FORGETTING ** np.arange(np.count_nonzero(is_own) - 1, -1, -1)
+            kept = _FORGETTING ** len(own)
+            self._matrices[kind] = kept * self._matrices[kind] + (own.T * weights) @ own
+            self._sides[kind] = kept * self._sides[kind] + own.T @ (weights * seconds[is_own])
+        self.num_prefill_samples += int(np.count_nonzero(has_prefill))
         self._coefficients = None
 
     def coefficients(self) -> tuple[float, float, float]:
@@ -63,47 +75,71 @@ class StepTimeModel:
 
 
 class Pace:
-    """Keeps steps that carry running streams below a time limit, by the number of prompt tokens in them."""
+    """Learns how long steps take, and keeps those that carry running streams below a time limit, if there is one, by
+    the number of prompt tokens in them.
 
-    def __init__(self, max_itl_ms: float) -> None:
-        self._limit_s = max_itl_ms / 1000
+    Where nobody asks after every step, many are learned from at once: that costs a step a tenth.
+    """
+
+    def __init__(self, max_itl_ms: float | None) -> None:
+        self._limit_s = math.inf if max_itl_ms is None else max_itl_ms / 1000
         self._most_seen = _FIRST_TRIAL_TOKENS // _MOST_GROWTH
-        self._launched: deque[tuple[int, int, float, bool, float]] = deque()  # id, tokens, pairs, has prompts, time
+        self._launched: deque[tuple[StepPlan, float]] = deque()  # and when
+        self._unlearned: list[tuple[StepPlan, float]] = []  # and the seconds that it took
         self._last_end = -math.inf
-        self.model = StepTimeModel()
+        self._model = StepTimeModel()
 
-    def launched(
-        self,
-        step_id: int,
-        num_computed: NDArray[np.int32],
-        num_scheduled: NDArray[np.int32],
-        num_decode: int,
-        now: float,
-    ) -> None:
-        """A step has been planned. Arrays [num_rows], as in its plan."""
-        has_prefill = num_decode < len(num_scheduled)
-        num_tokens = int(num_scheduled.sum())
-        num_pairs = float(np.dot(num_scheduled, num_computed + num_scheduled / 2))
-        self._launched.append((step_id, num_tokens, num_pairs, has_prefill, now))
+    @property
+    def has_limit(self) -> bool:
+        return self._limit_s < math.inf
+
+    @property
+    def model(self) -> StepTimeModel:
+        """What is known by now."""
+        if self._unlearned:
+            self._learn()
+        return self._model
+
+    def launched(self, plan: StepPlan, now: float) -> None:
+        """A step has been planned."""
+        self._launched.append((plan, now))
 
     def completed(self, step_id: int, now: float) -> None:
         """The step's result has come: it took the time since its launch, or since the end of the one before."""
-        while self._launched and self._launched[0][0] <= step_id:
-            launched_id, num_tokens, num_pairs, has_prefill, began = self._launched.popleft()
-            seconds = now - max(began, self._last_end)
-            if launched_id == step_id and seconds > 0:
-                self.model.observe(num_tokens, num_pairs, has_prefill, seconds)
-                if has_prefill:
-                    self._most_seen = max(self._most_seen, num_tokens)
+        plan, begin = self._launched.popleft()
+        while plan.step_id < step_id:  # which did not come back
+            plan, begin = self._launched.popleft()
+        seconds = now - (begin if begin > self._last_end else self._last_end)
         self._last_end = now
+        if seconds > 0:
+            self._unlearned.append((plan, seconds))
+            if len(self._unlearned) >= _LEARNED_AT_ONCE:
+                self._learn()
+
+    def _learn(self) -> None:
+        plans, seconds = zip(*self._unlearned, strict=True)
+        self._unlearned = []
+        firsts, counts = [*map(attrgetter("first"), plans)], [*map(attrgetter("num_tokens"), plans)]
+        num_rows = np.array([*map(len, firsts)])
+        starts = np.cumsum(num_rows) - num_rows
+        num_tokens = np.concatenate(counts)
+        pairs = num_tokens * (np.concatenate(firsts) + num_tokens / 2)
+        tokens_of_step = np.add.reduceat(num_tokens, starts, dtype=np.float64)
+        has_prefill = np.array([*map(attrgetter("num_decode_rows"), plans)]) < num_rows
+        self._model.observe(tokens_of_step, np.add.reduceat(pairs, starts), has_prefill, np.array(seconds))
+        self._most_seen = max(self._most_seen, int(tokens_of_step[has_prefill].max(initial=0)))
 
     def most_prefill_tokens(self, num_decode: int, num_decode_pairs: float, position: int) -> int:
-        """Prompt tokens that may be computed beside `num_decode` running rows; the first has that position."""
+        """Prompt tokens that may be computed beside `num_decode` running rows; the first has that position.
+
+        Only where there is a limit.
+        """
+        model = self.model
         most = max(MIN_PREFILL_TOKENS, _MOST_GROWTH * self._most_seen)
-        if self.model.num_prefill_samples < _NUM_TRIALS:
+        if model.num_prefill_samples < _NUM_TRIALS:
             return min(most, _FIRST_TRIAL_TOKENS)
-        a, b, c = self.model.coefficients()
-        limit_s = self._limit_s / (1 + 2 * min(self.model.relative_error, 0.5))
+        a, b, c = model.coefficients()
+        limit_s = self._limit_s / (1 + 2 * min(model.relative_error, 0.5))
         left_s = limit_s - a - b * num_decode - c * num_decode_pairs
         if left_s <= 0:
             return MIN_PREFILL_TOKENS
