@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.engine.grammar.grammar_wait import COMPILE_TIMEOUT_S
-from cb_backend.engine.grammar.guide import OUT_OF_STEP
 from cb_backend.errors import InvalidRequestError
 from cb_backend.structured_output import StructuredOutput
 
@@ -61,15 +60,14 @@ class _Guide:
     eos_token_id = 0
 
     def __init__(self) -> None:
-        self.failure: str | None = None
+        self.failure = None
         self._token_ids: list[int] = []
 
     def follow(self, output_token_ids: list[int]) -> None:
         self._token_ids = list(output_token_ids)
 
-    def expect(self, num_output_tokens: int) -> None:
-        if len(self._token_ids) != num_output_tokens:
-            self.failure = OUT_OF_STEP
+    def is_after(self, num_output_tokens: int) -> bool:
+        return len(self._token_ids) == num_output_tokens
 
     def consume(self, token_id: int) -> None:
         self._token_ids.append(token_id)

@@ -67,10 +67,9 @@ class Guide:
         for token_id in output_token_ids[num_common:]:
             self.consume(int(token_id))
 
-    def expect(self, num_output_tokens: int) -> None:
-        """A mask is wanted for the token after so many: it must be where the guide is."""
-        if self.failure is None and len(self._token_ids) != num_output_tokens:
-            self.failure = OUT_OF_STEP
+    def is_after(self, num_output_tokens: int) -> bool:
+        """Whether the next mask is for the token after so many."""
+        return self.failure is not None or len(self._token_ids) == num_output_tokens
 
     def consume(self, token_id: int) -> None:
         """Take in the next output token."""

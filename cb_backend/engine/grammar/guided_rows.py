@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.engine.grammar.guide import Guide
+from cb_backend.engine.grammar.guide import OUT_OF_STEP, Guide
 from cb_backend.engine.grammar.mask_threads import MaskThreads
 from cb_backend.outputs import NO_TOKEN, Failure, JoinedRow, RowStatus, StepPlan, StepResult, TokenMasks
 
@@ -30,13 +30,14 @@ class LaunchedStep(Protocol):
 class FedStep:
     """The rows of one launched step that have guides: what they sample is fed to these, once."""
 
-    def __init__(self, step: LaunchedStep, rows: list[int], guides: list[Guide]) -> None:
-        """`rows` of the plan, and the guide of each."""
+    def __init__(self, step: LaunchedStep, rows: list[int], guides: list[Guide], lost_rows: list[int]) -> None:
+        """`rows` of the plan, and the guide of each; `lost_rows`: those whose guides are elsewhere."""
         self.guides = guides
         self._step = step
         self._rows = rows
         # Row -> what to tell the client: of masks that could not be had, and, once fed, of tokens that must not be.
-        self._failures = {row: guide.failure for row, guide in zip(rows, guides, strict=True) if guide.failure}
+        self._failures = dict.fromkeys(lost_rows, OUT_OF_STEP)
+        self._failures |= {row: guide.failure for row, guide in zip(rows, guides, strict=True) if guide.failure}
 
     def feed(self) -> None:
         """Waits for the step."""
@@ -65,6 +66,7 @@ class GuidedRows:
     def __init__(self) -> None:
         self.is_asked = False  # masks were asked for, and the step they are for has not been launched yet
         self._asked: dict[int, Guide] = {}  # by slot: for that step
+        self._lost: list[int] = []  # slots whose guides are not where that step's rows are
         self._guides: dict[int, tuple[weakref.ref[Guide], int]] = {}  # by slot, with the prompt's length
         self._unread: list[FedStep] = []  # launched, their tokens not fed yet; oldest first
         self._threads = MaskThreads()
@@ -86,14 +88,19 @@ class GuidedRows:
         for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
             reference, num_prompt_tokens = self._guides.get(slot, (None, 0))
             guide = None if reference is None else reference()
-            if guide is not None:
-                guide.expect(position - num_prompt_tokens)
+            if guide is None:
+                continue
+            self.is_asked = True
+            # NOTE: after a stop token, or a row that failed, steps that were launched before that was known ask in
+            # vain. Nobody looks at those rows; the guide may be wanted again, if its request is preempted meanwhile.
+            if guide.is_after(position - num_prompt_tokens):
                 self._asked[slot] = guide
                 rows.append(row)
                 guides.append(guide)
+            else:
+                self._lost.append(slot)
         if not guides:
             return None
-        self.is_asked = True
         bits = np.zeros((len(guides), guides[0].num_mask_words), np.int32)
         self._threads.fill(guides, bits)
         forced = [guide.eos_token_id if guide.is_complete else NO_TOKEN for guide in guides]
@@ -103,14 +110,16 @@ class GuidedRows:
         """The step that masks were asked for is on its way."""
         slots = step.plan.slots
         rows = np.isin(slots, list(self._asked)).nonzero()[0]
-        fed = FedStep(step, rows.tolist(), [self._asked[slot] for slot in slots[rows].tolist()])
+        lost_rows = np.isin(slots, self._lost).nonzero()[0]
+        guides = [self._asked[slot] for slot in slots[rows].tolist()]
+        fed = FedStep(step, rows.tolist(), guides, lost_rows.tolist())
         self._unread.append(fed)
         self.not_launched()
         return fed
 
     def not_launched(self) -> None:
         """The step that masks were asked for could not be launched."""
-        self.is_asked, self._asked = False, {}
+        self.is_asked, self._asked, self._lost = False, {}, []
 
     def read(self, step: FedStep, result: StepResult) -> StepResult:
         """A step's result is there: feed its guides if it has not been done; rows that must not go on have failed."""
