@@ -113,8 +113,7 @@ class EngineConfig:
         _require(self.dtype in DTYPES.values(), f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
         _require(
             self.quantization in (None, *QUANTIZATIONS),
-            f"quantization is {self.quantization!r}; use 'fp8' to quantise at start-up, or remove it: what a checkpoint"
-            " is quantised by is found in its config",
+            f"quantization is {self.quantization!r}; use 'fp8', or remove it to serve the checkpoint as it is",
         )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

@@ -135,7 +135,7 @@ def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Ite
             for prefetch in PREFETCHES if num_rows <= 16 else PREFETCHES[:1]:
                 yield {
                     "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, "splits": splits,
-                    "prefetch": prefetch,
+                    **({"prefetch": prefetch} if prefetch else {}),
                 }  # fmt: skip
 
     if num_rows > MAX_BLOCK_M:

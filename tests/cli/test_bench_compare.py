@@ -205,7 +205,7 @@ def test_one_failing_arm_does_not_stop_the_other(script: ModuleType, tmp_path: P
     assert script.Comparison(script.parse_arguments(flags)).run() == 1
     text = (tmp_path / "out" / "compare.txt").read_text()
     assert text in capsys.readouterr().out
-    assert "problem: tiny-ours-0: exit code 2: cb-backend: error: unrecognized arguments: --no-such-flag" in text
+    assert "problem: tiny-ours-0: exit code 2: cb-backend bench: error: unrecognized arguments: --no-such-flag" in text
     assert "vLLM 9.9" in text
     lines = script.read_lines(tmp_path / "out" / "compare.jsonl")
     assert [(line["arm"], line["workload"]) for line in lines] == [("tiny-vllm-0", "startup"), ("tiny-vllm-0", "W1")]

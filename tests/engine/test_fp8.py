@@ -100,10 +100,17 @@ def test_other_cache_types_are_refused(value: object) -> None:
         engine_config_from_dict({"model": "m", "kv_cache_dtype": value})
 
 
-@pytest.mark.parametrize("value", ["awq", "fp8_e5m2", "", "gptq"])
+@pytest.mark.parametrize("value", ["bitsandbytes", "fp8_e5m2", "", "gptq_marlin_24"])
 def test_other_quantisation_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=f"quantization is '{value}'; use 'fp8', or remove it"):
         engine_config_from_dict({"model": "m", "quantization": value})
+
+
+@pytest.mark.parametrize("value", ["awq", "gptq_marlin", "compressed-tensors", "modelopt"])
+def test_a_method_that_the_checkpoint_does_not_have_is_refused(value: str, folder: str) -> None:
+    settings = engine_config_from_dict({"model": folder, "quantization": value})
+    with pytest.raises(ConfigError, match=f"quantization is '{value}', but the checkpoint is not quantised; remove it"):
+        resolve_quantization(settings, read_model_config(Path(folder)), torch.float32, torch.device("cpu"))
 
 
 def test_products_of_a_gpu_are_bfloat16(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
