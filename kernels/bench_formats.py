@@ -36,21 +36,34 @@ from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.registry import load_model, read_model_config
 from cb_backend.models.spec import ModelSpec
 
-# name: (quantization, kv_cache_dtype), as in model.json
+# name: (quantization, kv_cache_dtype), as in model.json; and what the checkpoint's config says of its weights
 FORMATS = {
     "bf16": (None, "auto"),
     "fp8 weights": ("fp8", "auto"),
     "fp8 cache": (None, "fp8"),
     "fp8 both": ("fp8", "fp8"),
+    "w4a16": (None, "auto"),
+    "fp8 blocks": (None, "auto"),
+    "nvfp4": (None, "auto"),
 }
+_W4 = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 128}
+STORED: dict[str, dict[str, Any]] = {
+    "w4a16": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _W4}},
+    },
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+}  # fmt: skip
 BLOCK_SIZE = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def read_shape(name: str) -> tuple[ModelSpec, Path]:
-    """The model's config, and a folder that holds it; weights are dummies."""
+def read_shape(name: str, label: str = "bf16") -> tuple[ModelSpec, Path]:
+    """The model's config in a format, and a folder that holds it; weights are dummies."""
     folder = Path(tempfile.mkdtemp(prefix="cb_backend-"))
-    (folder / "config.json").write_text(json.dumps(config_values(name)))
+    stored = {"quantization_config": STORED[label]} if label in STORED else {}
+    (folder / "config.json").write_text(json.dumps({**config_values(name), **stored}))
     return read_model_config(folder), folder
 
 
@@ -91,11 +104,11 @@ def step_seconds(model: DecoderForCausalLM, storage: KVCacheStorage, num_rows: i
 
 
 def measure(name: str, formats: list[str], rows: list[int], context: int, card: CardLimits) -> Iterator[dict[str, Any]]:
-    config, folder = read_shape(name)
     ops = resolve_ops("triton" if DEVICE.type == "cuda" else "torch")
     num_blocks = max(rows) * -(-context // BLOCK_SIZE) + 1
     for label in formats:
         quantization, kv_cache_dtype = FORMATS[label]
+        config, folder = read_shape(name, label)
         model = load_model(
             folder, config, ops=ops, dtype=torch.bfloat16, device=DEVICE, load_format="dummy", quantization=quantization
         )
