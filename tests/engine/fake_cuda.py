@@ -177,6 +177,8 @@ class FakeCuda(TorchFunctionMode):
         if wanted and torch.device(wanted[0]).type == "meta":  # no memory at all
             return func(*args, **kwargs)
         is_device = torch.device(wanted[0]).type == "cuda" if wanted else is_on_device(source)
+        if not is_device and wanted and torch.device(wanted[0]).type != "cpu":  # meta: neither memory
+            return func(*args, **kwargs)
         args = (source, *(CPU if isinstance(value, str | torch.device) else value for value in args[1:]))
         kwargs = {key: CPU if key == "device" else value for key, value in kwargs.items()}
         value = func(*args, **kwargs)
