@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from cb_backend.errors import InvalidRequestError
+from cb_backend.outputs import Failure, RowStatus, StepResult
 from cb_backend.request import FinishReason, RequestStatus
 from tests.fakes.engine import FakeEngine
 
@@ -224,3 +226,22 @@ def test_preempted_output_is_kept_and_never_sent_again() -> None:
     assert sent > 0
     engine.run()
     assert engine.tokens[2] == list(range(10, 20))
+
+
+@pytest.mark.parametrize("status", [RowStatus.NOT_FINITE, RowStatus.RULED_OUT, RowStatus.ENDED])
+def test_a_row_without_a_token_ends_whatever_its_status_says(status: RowStatus) -> None:
+    """Also one that the runner calls ended and the scheduler does not: it must not wait for tokens for ever."""
+    engine = FakeEngine(run_ahead=1)
+    engine.add(1, 5)
+    engine.add(2, 5)
+    engine.launch()
+    tokens, flags = np.array([[-1], [10]], np.int32), np.array([status, RowStatus.OK], np.uint8)
+    failure = Failure(np.array([0]), "why")
+    result = StepResult(1, tokens, np.array([0, 1], np.uint8), flags, (failure,))
+    output = engine.scheduler.update_from_output(result)
+    assert output.request_ids.tolist() == [1, 2]
+    assert output.finish_reasons.tolist() == [FinishReason.ERROR, FinishReason.NONE]
+    assert [(part.owners.tolist(), part.text) for part in output.attached if isinstance(part, Failure)] == [
+        ([1], "why")
+    ]
+    engine.scheduler.check_integrity()
