@@ -14,7 +14,7 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.axis import TimeAxis
 from cb_backend.cli.timelines.panels import peaks_of
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
-from cb_backend.cli.timelines.svg import draw, page
+from cb_backend.cli.timelines.svg import draw, page, sheet
 from cb_backend.front_end.engines.engine_observer import ask_for_steps, model_of
 
 TELL_EVERY_S = 2.0
@@ -24,8 +24,9 @@ HELP = "draw who was in the batch, token by token: of a running engine, a saved 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="live, demo, or a file that --save has written")
     parser.add_argument(
-        "--out", type=output_file, default=Path("timeline.html"), metavar="FILE", help="default: %(default)s"
-    )
+        "--out", type=output_file, default=Path("timeline.html"), metavar="FILE",
+        help="a page, or a plain picture where the name ends in .svg; default: %(default)s",
+    )  # fmt: skip
     parser.add_argument("--save", type=output_file, metavar="FILE.jsonl", help="keep the steps as JSON lines")
     parser.add_argument(
         "--steps", type=positive_int, default=1000, metavar="N", help="newest steps to draw (%(default)s)"
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     is_by_time = (args.axis or ("steps" if args.source == "demo" else "time")) == "time"
     span = max(TimeAxis(log.steps, is_by_time).length for log in logs)
     peaks = peaks_of(logs)
-    args.out.write_text(page(title, [draw(log, is_by_time, span, peaks) for log in logs], note))
+    pictures = [draw(log, is_by_time, span, peaks) for log in logs]
+    args.out.write_text(sheet(pictures) if args.out.suffix == ".svg" else page(title, pictures, note))
     print(f"{args.out}: {', '.join(f'{len(log.steps)} steps' for log in logs)}. {note}".rstrip())
     return 0
 

@@ -5,6 +5,7 @@ One self-contained piece of SVG, legible from 8 slots to several hundred. It doe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -238,6 +239,16 @@ def _ticks(axis: TimeAxis, top: float, bottom: float, is_by_time: bool) -> list[
             f'<text x="{x:.1f}" y="{top + 18:.1f}" text-anchor="{anchor}" fill="#444" font-size="11">{text}</text>'
         )
     return parts
+
+
+def sheet(pictures: Sequence[str]) -> str:
+    """The pictures one below the other as one `<svg>` on white paper: a file that a page can show as an image."""
+    heights = [int(found[1]) for found in (re.search(r'height="(\d+)"', picture) for picture in pictures) if found]
+    tops = [sum(heights[:i]) for i in range(len(pictures))]
+    placed = (picture.replace("<svg ", f'<svg y="{top}" ', 1) for picture, top in zip(pictures, tops, strict=True))
+    size = f'viewBox="0 0 {WIDTH} {sum(heights)}" width="{WIDTH}" height="{sum(heights)}"'
+    paper = '<rect width="100%" height="100%" fill="#fff"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{paper}\n' + "\n".join(placed) + "\n</svg>\n"
 
 
 def page(title: str, pictures: list[str], note: str = "") -> str:
