@@ -93,9 +93,9 @@ class EngineConfig:
     block_size: int = 16  # tokens a block
     kv_cache_dtype: str = "auto"  # auto: the model's dtype | fp8 (e4m3): half of bfloat16's bytes, twice the blocks
     kv_cache_memory_bytes: int | None = None  # None: gpu_memory_utilization of a GPU, or 1 GiB on a CPU
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, work space and cache
     num_gpu_blocks_override: int | None = None  # number of blocks, whatever the memory says
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = True  # blocks of a prefix that is cached are shared, not computed again
     swap_space: float = 0.0  # GiB of host memory for the blocks of preempted requests; 0: they are computed again
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs
