@@ -31,7 +31,13 @@ def formats() -> str:
         chosen = {(row["rows"], row["format"]): row for row in rows if card_of(row["gpu"]) == card}
         counts = sorted({count for count, _ in chosen}, key=int)
         cells = [
-            [count, *(f"{chosen[count, name]['ms']} ({percent(chosen[count, name]['share_of_limit'])})" for name in FORMATS)]
+            [
+                count,
+                *(
+                    f"{chosen[count, name]['ms']} ({percent(chosen[count, name]['share_of_limit'])})"
+                    for name in FORMATS
+                ),
+            ]
             for count in counts
         ]
         parts.append(table([f"Llama-3.1-8B, one {card}, rows of 1,024 tokens", *FORMATS], cells))
@@ -53,7 +59,10 @@ def accuracy() -> str:
         f"{one['model']}, against itself in float32", "largest error of a logit", "mean error", "relative", "KL, nats",
         "same most likely token", f"tokens before an answer differs (of {one['tokens']})",
     ]  # fmt: skip
-    return table(head, cells) + f"\n\n- {one['device']}, {one['prompts']} greedy answers, torch {one['torch']}, commit {one['commit']}"
+    return (
+        table(head, cells)
+        + f"\n\n- {one['device']}, {one['prompts']} greedy answers, torch {one['torch']}, commit {one['commit']}"
+    )
 
 
 def time_by_kind() -> str:
@@ -62,7 +71,9 @@ def time_by_kind() -> str:
     for block in kernel_time_blocks():
         rows = [row for row in block.rows if row[4] != "0.0%"]
         head = [f"{block.model[0].upper()}{block.model[1:]}", "a step", "us a step", "us each", "share"]
-        parts.append(table(head, rows) + f"\n\n- {source(block.card, block.about.rsplit(', commit', 1)[0], block.commit)}")
+        parts.append(
+            table(head, rows) + f"\n\n- {source(block.card, block.about.rsplit(', commit', 1)[0], block.commit)}"
+        )
     return "\n\n".join(parts)
 
 
@@ -90,7 +101,9 @@ def _products(name: str) -> str:
     for shape in dict.fromkeys(row["shape"] for row in rows):
         found = {row["m"]: row for row in rows if row["shape"] == shape}
         cells.append([shape, *(_best(found[m], PRODUCTS[name]) if m in found else "" for m in SHOWN_ROWS)])
-    text = "Times of all ways, us (" + " / ".join(column.removesuffix("_us") for column in PRODUCTS[name]) + " / limit):"
+    text = (
+        "Times of all ways, us (" + " / ".join(column.removesuffix("_us") for column in PRODUCTS[name]) + " / limit):"
+    )
     return f"### {name.removesuffix('.csv')}\n\n{text}\n\n" + table(head, cells) + "\n\n" + _sources(rows)
 
 

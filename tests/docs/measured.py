@@ -1,12 +1,11 @@
 """`docs/measured.md` and the README's table of figures, out of `kernels/results`: no number of them is written by hand.
 
-    python -m tests.docs.measured        # writes both; the suite holds them equal
+python -m tests.docs.measured        # writes both; the suite holds them equal
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.docs.kernel_figures import accuracy, formats, kernels, time_by_kind
@@ -29,9 +28,27 @@ INTRO = """# Measured
 
 <!-- Written by `python -m tests.docs.measured` out of `kernels/results`; do not edit. -->
 
-The newest figure of each measurement; raw lines, older ones and other cases are in [`kernels/results/`](../kernels/results). Weights are
-random and in bfloat16 unless a table says otherwise. "Limit" is what memory bandwidth and arithmetic of the card, both measured in the
-run, allow."""
+The newest figure of each measurement; raw lines, older ones and other cases are in
+[`kernels/results/`](../kernels/results). Weights are random and in bfloat16 unless a table says otherwise. "Limit" is
+what memory bandwidth and arithmetic of the card, both measured in the run, allow."""
+SECTIONS = {  # title: what stands above its tables
+    "Beside vLLM": "In process, `kernels/compare_vllm.py`: of each row the newest run that had both. Ours with "
+    "`max_num_batched_tokens` 8192, vLLM with its defaults.",
+    "Served": "Through `tritonserver`, clients on the same machine, 512 tokens in and 256 out: "
+    "`kernels/bench_served.py`.",
+    "The response path alone": "Under an engine that costs nothing: "
+    "`python -m tests.server.response_path --seconds 5`.",
+    "Running streams beside long prompts": "Gaps beside an unanswered prompt of 8,192 tokens. W8: 32 streams, a long "
+    "prompt each second; W6-8 and W6-32: so many at once. `kernels/compare_interference.py`.",
+    "In flight against static batches": "In flight / static, the same engine: `cb-backend study`; what follows from it "
+    "is [a decision](design/decisions/0011-in-flight-against-static.md).",
+    "Narrow formats": "Whole decode steps, `kernels/bench_formats.py`, ms and the share of what the card allows; then "
+    "what each costs in accuracy, `cb-backend bench accuracy`.",
+    "Where a step's time goes": "Kernels by kind, under the profiler: "
+    "`cb-backend bench engine --model DIR --profile 100`.",
+    "Kernels": "Alone, in a CUDA graph: `kernels/bench.py` and `kernels/tune.py linear`; microseconds and the share of "
+    "the limit.",
+}
 
 
 def _key_of(workload: str) -> str:
@@ -120,7 +137,8 @@ def response_path() -> str:
     """Responses of an engine that costs nothing."""
     rows = rows_of("response_path.csv")
     cells = [
-        [row["front_ends"], number(row["responses_s"]), number(row["tokens_s"]), row["tokens_per_response"]] for row in rows
+        [row["front_ends"], number(row["responses_s"]), number(row["tokens_s"]), row["tokens_per_response"]]
+        for row in rows
     ]
     head = ["front ends", "responses/s", "tokens/s", "tokens a response"]
     return table(head, cells) + f"\n\n- {rows[0]['device']}, {rows[0]['streams']} streams, commit {rows[0]['commit']}"
@@ -144,7 +162,11 @@ def in_flight() -> str:
         lambda row: (row["workload"], row["policy"], row["when"], row["blocks"]),
     )
     found = {(row["workload"], row["when"], row["blocks"], row["policy"]): row for row in rows}
-    pairs = [(key, row, found[(*key[:3], "static")]) for key, row in found.items() if key[3] == "fcfs" and (*key[:3], "static") in found]
+    pairs = [
+        (key, row, found[(*key[:3], "static")])
+        for key, row in found.items()
+        if key[3] == "fcfs" and (*key[:3], "static") in found
+    ]
     cells = [
         [
             f"{_key_of(key[0])}, {'all at once' if key[1] == 'once' else 'at 80 % of what in flight does'}",
@@ -173,28 +195,27 @@ def _pair(one: dict[str, object], other: dict[str, object], *path: str) -> tuple
 
 def page() -> str:
     """The whole of `docs/measured.md`."""
-    sections: Sequence[tuple[str, str, str]] = (
-        ("Beside vLLM", "In process; `kernels/compare_vllm.py`. Of each row the newest run that had both. Ours with `max_num_batched_tokens` 8192, vLLM with its defaults.",
-         "### One H200\n\n" + comparison("H200") + "\n\n### One H100\n\n" + comparison("H100")),
-        ("Served", "Through `tritonserver`, clients on the same machine, 512 tokens in and 256 out: `kernels/bench_served.py`.", served()),
-        ("The response path alone", "Under an engine that costs nothing: `python -m tests.server.response_path --seconds 5`.", response_path()),
-        ("Running streams beside long prompts", "Gaps beside an unanswered prompt of 8,192 tokens: W8: 32 streams, a long prompt each second; "
-         "W6-8 and W6-32: so many at once. `kernels/compare_interference.py`.", interference()),
-        ("In flight against static batches", "In flight / static, the same engine: `cb-backend study`; what follows from it is "
-         "[a decision](design/decisions/0011-in-flight-against-static.md).", in_flight()),
-        ("Narrow formats", "Whole decode steps, `kernels/bench_formats.py`, ms and the share of what the card allows; then what each costs in "
-         "accuracy, `cb-backend bench accuracy`.", formats() + "\n\n" + accuracy()),
-        ("Where a step's time goes", "Kernels by kind, under the profiler: `cb-backend bench engine --model DIR --profile 100`.", time_by_kind()),
-        ("Kernels", "Alone, in a CUDA graph: `kernels/bench.py` and `kernels/tune.py linear`; microseconds and the share of the limit.", kernels()),
-    )  # fmt: skip
-    return "\n\n".join([INTRO, *(f"## {title}\n\n{text}\n\n{body}" for title, text, body in sections)]) + "\n"
+    bodies = (
+        "### One H200\n\n" + comparison("H200") + "\n\n### One H100\n\n" + comparison("H100"),
+        served(),
+        response_path(),
+        interference(),
+        in_flight(),
+        formats() + "\n\n" + accuracy(),
+        time_by_kind(),
+        kernels(),
+    )
+    pairs = zip(SECTIONS.items(), bodies, strict=True)
+    return "\n\n".join([INTRO, *(f"## {title}\n\n{text}\n\n{body}" for (title, text), body in pairs)]) + "\n"
 
 
 def readme_with_table(text: str) -> str:
     """The README with its table as the results have it. Raises `ValueError` where its marks are missing."""
     if BEGIN not in text or END not in text:
         raise ValueError(f"README.md has no {BEGIN} ... {END}")
-    return re.sub(re.escape(BEGIN) + r".*?" + re.escape(END), lambda _: f"{BEGIN}\n{readme_table()}\n{END}", text, flags=re.S)
+    return re.sub(
+        re.escape(BEGIN) + r".*?" + re.escape(END), lambda _: f"{BEGIN}\n{readme_table()}\n{END}", text, flags=re.S
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`docs/guide/settings.md`, out of `cb_backend/config.py`: its fields, types, defaults and what their comments say.
 
-    python -m tests.docs.settings        # writes it; the suite holds it equal
+python -m tests.docs.settings        # writes it; the suite holds it equal
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ INTRO = """# Settings
 
 <!-- Written by `python -m tests.docs.settings` out of `cb_backend/config.py`; do not edit. -->
 
-What `1/model.json` of a model may say, with vLLM's names. A key that is not here is refused by name. Values may be text where vLLM's own
-files write them so (`"enforce_eager": "true"`). `null` is the default where that is `null`."""
+What `1/model.json` of a model may say, with vLLM's names. A key that is not here is refused by name. Values may be
+text where vLLM's own files write them so (`"enforce_eager": "true"`). `null` is the default where that is `null`."""
+WITHOUT_EFFECT = """## Accepted without effect
+
+Arguments of vLLM that change nothing here at these values, and are refused at any other.
+
+"""
 
 
 def _comments(source: str) -> dict[str, tuple[str, str]]:
-    """Section and text of each field, as the comments of the class tell them: behind a field, or above it in full lines.
+    """Section and text of each field, as the comments of the class tell them: behind it, or above it in full lines.
 
     A full line of a few words without a full stop, above a field, begins a section.
     """
@@ -72,9 +77,7 @@ def page() -> str:
         if not text:
             raise ValueError(f"cb_backend/config.py says nothing of {field.name}; give it a comment")
         kind = re.sub(r"\s*\|\s*None", " or null", str(field.type))
-        sections.setdefault(section, []).append(
-            [f"`{field.name}`", kind, _shown(field.default), _as_json(text)]
-        )
+        sections.setdefault(section, []).append([f"`{field.name}`", kind, _shown(field.default), _as_json(text)])
     parts = [INTRO]
     for title, rows in sections.items():
         parts.append(f"## {title}\n\n" + table(["name", "type", "default", ""], rows))
@@ -82,10 +85,7 @@ def page() -> str:
         [f"`{name}`", ", ".join(_shown(value) for value in values)]
         for name, values in config._ACCEPTED_WITHOUT_EFFECT.items()
     ]
-    parts.append(
-        "## Accepted without effect\n\nArguments of vLLM that change nothing here at these values, and are refused at any other.\n\n"
-        + table(["name", "values"], without)
-    )
+    parts.append(WITHOUT_EFFECT + table(["name", "values"], without))
     return "\n\n".join(parts) + "\n"
 
 
