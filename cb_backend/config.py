@@ -59,8 +59,8 @@ class EngineConfig:
     model: str  # local folder, GGUF file, or hub id
     tokenizer: str | None = None  # another folder or hub id for the tokenizer; None: the model's
     dtype: str = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
-    quantization: str | None = None  # fp8: the layers' matrices, quantised at start-up; None: as the checkpoint is.
-    # A method's name, as vLLM has it: that of the checkpoint, or it is refused
+    # A method's name, as vLLM has it, is that of the checkpoint, or it is refused.
+    quantization: str | None = None  # fp8: the layers' matrices, quantised at start-up; None: as the checkpoint is
     max_model_len: int | None = None  # tokens of prompt + output; None: the checkpoint's
     load_format: str = "auto"  # auto | dummy (random weights, for benchmarks)
     seed: int = 0  # of dummy weights

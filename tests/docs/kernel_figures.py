@@ -6,9 +6,12 @@ from tests.docs.result_files import card_of, kernel_time_blocks, newest, rows_of
 from tests.docs.tables import number, percent, source, table
 
 CARDS = ("H200", "H100")
-FORMATS = ("bf16", "fp8 weights", "fp8 cache", "fp8 both")
 OPS = ("decode_attention", "decode_attention_fp8", "prefill_attention", "qkv_post", "rms_norm", "sample")
-PRODUCTS = {"linear.csv": ("library_us", "ours_us"), "linear_fp8.csv": ("bf16_us", "library_us", "ours_us")}
+PRODUCTS = {
+    "linear.csv": ("library_us", "ours_us"),
+    "linear_fp8.csv": ("bf16_us", "library_us", "ours_us"),
+    "linear_packed.csv": ("bf16_us", "ours_us"),
+}
 SHOWN_ROWS = ("1", "8", "32", "64", "128", "256")
 
 
@@ -30,18 +33,14 @@ def formats() -> str:
     for card in CARDS:
         chosen = {(row["rows"], row["format"]): row for row in rows if card_of(row["gpu"]) == card}
         counts = sorted({count for count, _ in chosen}, key=int)
-        cells = [
-            [
-                count,
-                *(
-                    f"{chosen[count, name]['ms']} ({percent(chosen[count, name]['share_of_limit'])})"
-                    for name in FORMATS
-                ),
-            ]
-            for count in counts
-        ]
-        parts.append(table([f"Llama-3.1-8B, one {card}, rows of 1,024 tokens", *FORMATS], cells))
+        names = list(dict.fromkeys(name for _, name in chosen))
+        cells = [[count, *(_step(chosen.get((count, name))) for name in names)] for count in counts]
+        parts.append(table([f"Llama-3.1-8B, one {card}, rows of 1,024 tokens", *names], cells))
     return "\n\n".join(parts) + "\n\n" + _sources(rows)
+
+
+def _step(row: dict[str, str] | None) -> str:
+    return f"{row['ms']} ({percent(row['share_of_limit'])})" if row else ""
 
 
 def accuracy() -> str:
@@ -95,7 +94,7 @@ def _op(op: str) -> str:
 
 
 def _products(name: str) -> str:
-    rows = newest(rows_of(name), lambda row: (row["shape"], row["m"], row["gpu"]))
+    rows = newest(rows_of(name), lambda row: (row.get("format"), row["shape"], row["m"], row["gpu"]))
     head = ["shape", *(f"{m} rows" for m in SHOWN_ROWS)]
     cells = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
