@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from cb_backend.packed_logprobs import Packed
 from cb_backend.queue_room import QueueRoom, RefusedRequests
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.step_dump import DumpSteps, StepDump
+from cb_backend.token_rules import TokenRules
 
 # ---- front end to engine ----------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class AddRequest(msgspec.Struct, tag=True, frozen=True):
     request_id: int
     prompt_token_ids: bytes  # int32
-    params: SamplingParams  # seed is always set
+    params: TokenRules
     scheduling: SchedulingParams = SchedulingParams()
 
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 NO_TOKEN = -1  # in token_ids: this row has no new token (a prefill chunk that is not the last, a row that failed)
 NO_ADAPTER = -1
@@ -45,7 +45,7 @@ class JoinedRow:
     token_ids: NDArray[np.int32]  # [num_tokens] every token known: prompt, and output from before a preemption
     num_prompt_tokens: int
     block_ids: tuple[int, ...]  # the whole block table so far, cached prefix included
-    params: SamplingParams
+    params: TokenRules
     stop_token_ids: tuple[int, ...]  # cannot be sampled while fewer than params.min_tokens tokens are out; then an end
     max_total_tokens: int  # prompt and output: the token that reaches it is the last
     adapter: int = NO_ADAPTER  # slot of the adapter that the request's rows go through

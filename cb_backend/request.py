@@ -13,8 +13,9 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.errors import InvalidRequestError
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 
 NO_SLOT = -1
 
@@ -31,6 +32,17 @@ def make_request_id(front_end_id: int, counter: int) -> int:
 def split_request_id(request_id: int) -> tuple[int, int]:
     """`(front_end_id, counter)`."""
     return request_id >> REQUEST_ID_BITS, request_id & ((1 << REQUEST_ID_BITS) - 1)
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raise `InvalidRequestError` for a prompt that is empty or leaves no room for an output token."""
+    if num_tokens < 1:
+        raise InvalidRequestError("the prompt has no tokens; send at least one")
+    if num_tokens >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} fit beside one output token, so shorten"
+            f" it (max_model_len is {max_model_len})"
+        )
 
 
 class RequestStatus(IntEnum):
@@ -70,7 +82,7 @@ class Request:
     request_id: int  # unique in the engine: `make_request_id`
     token_ids: NDArray[np.int32]  # [num_tokens] prompt, then what was generated before a preemption
     num_prompt_tokens: int
-    params: SamplingParams
+    params: TokenRules
     stop_token_ids: tuple[int, ...]  # params.stop_token_ids and, unless ignore_eos, the model's end-of-sequence ids
     max_total_tokens: int  # prompt + output never exceeds this
     cache_salt: bytes = b""  # requests share cached blocks only within one salt

@@ -25,9 +25,9 @@ sys.path.append(str(ROOT))  # after PYTHONPATH: another version's package can be
 from cb_backend.config import engine_config_from_dict  # noqa: E402
 from cb_backend.engine.llm_engine import LLMEngine, create_engine  # noqa: E402
 from cb_backend.outputs import NO_TOKEN  # noqa: E402
-from cb_backend.sampling_params import SamplingParams  # noqa: E402
+from cb_backend.token_rules import TokenRules  # noqa: E402
 
-PLAIN = SamplingParams(max_tokens=1, temperature=0.6, ignore_eos=True, seed=0)
+PLAIN = TokenRules(max_tokens=1, temperature=0.6, ignore_eos=True, seed=0)
 KINDS = {
     "logprobs=5": {"logprobs": 5},
     "presence_penalty": {"presence_penalty": 1.0},
@@ -41,7 +41,7 @@ def fresh_engine(engine: LLMEngine, **changes: int) -> LLMEngine:
     return LLMEngine(dataclasses.replace(engine.config, **changes), engine.runner, engine.info)
 
 
-def decode(engine: LLMEngine, all_params: list[SamplingParams], input_len: int) -> tuple[list[float], list[list[int]]]:
+def decode(engine: LLMEngine, all_params: list[TokenRules], input_len: int) -> tuple[list[float], list[list[int]]]:
     """Seconds of every step in which all rows decode, and the tokens by request."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(10, engine.info.vocab_size, (len(all_params), input_len)).astype(np.int32)
@@ -64,7 +64,7 @@ def decode(engine: LLMEngine, all_params: list[SamplingParams], input_len: int) 
     return seconds, tokens
 
 
-def with_asking(num_rows: int, num_asking: int, changes: dict[str, object], output_len: int) -> list[SamplingParams]:
+def with_asking(num_rows: int, num_asking: int, changes: dict[str, object], output_len: int) -> list[TokenRules]:
     plain = msgspec.structs.replace(PLAIN, max_tokens=output_len)
     asking = msgspec.structs.replace(plain, **changes)
     return [asking if index < num_asking else plain for index in range(num_rows)]

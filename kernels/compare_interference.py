@@ -101,8 +101,8 @@ def workloads(vocab_size: int, repetition: int) -> list[Workload]:
 def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
     from cb_backend.config import engine_config_from_dict
     from cb_backend.engine.llm_engine import create_engine
-    from cb_backend.sampling_params import SamplingParams
     from cb_backend.study.replay import fresh_engine
+    from cb_backend.token_rules import TokenRules
 
     arguments = {
         "model": str(args.model),
@@ -118,7 +118,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
                 engine = fresh_engine(loaded, max_itl_ms=max_itl_ms)
 
                 def add(index: int, workload: Workload = workload, engine: Any = engine) -> None:
-                    params = SamplingParams(
+                    params = TokenRules(
                         max_tokens=workload.output_lens[index], temperature=0.6, ignore_eos=True, seed=index
                     )
                     engine.add_request(engine.make_request(index, workload.prompts[index], params))

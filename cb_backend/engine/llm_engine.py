@@ -33,8 +33,8 @@ from cb_backend.messages import EngineStats, ModelInfo
 from cb_backend.outputs import EngineOutput, Pending, Runner, StepPlan, StepResult
 from cb_backend.queue_room import QueueRoom
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 
 
 class RunnerFactory(Protocol):
@@ -94,27 +94,21 @@ class LLMEngine:
         self,
         request_id: int,
         prompt_token_ids: NDArray[np.int32],
-        params: SamplingParams,
+        params: TokenRules,
         scheduling: SchedulingParams | None = None,
     ) -> Request:
         """Check a request against the model and complete it with what the model knows.
 
-        Raises `InvalidRequestError` for an empty prompt, ids outside the vocabulary or values out of range. The length
-        limits are the scheduler's to check.
+        Raises `InvalidRequestError` for ids outside the vocabulary or values out of range. The prompt's length is the
+        scheduler's to check.
         """
         reach("engine.make_request")
-        if len(prompt_token_ids) == 0:
-            raise InvalidRequestError("the prompt has no tokens")
-        highest, lowest = int(prompt_token_ids.max()), int(prompt_token_ids.min())
+        highest, lowest = int(prompt_token_ids.max(initial=0)), int(prompt_token_ids.min(initial=0))
         if lowest < 0 or highest >= self.info.vocab_size:
             bad = lowest if lowest < 0 else highest
             raise InvalidRequestError(f"token id {bad} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
         params.check(self.info.vocab_size)
         params.check_prompt(len(prompt_token_ids))
-        if params.num_answers != 1:
-            raise InvalidRequestError(
-                f"n or best_of is {params.num_answers}; the engine gives one answer a request, send so many requests"
-            )
         scheduling = scheduling or SchedulingParams()
         scheduling.check()
         # A grammar says itself where the output ends; with ignore_eos not before it must.
@@ -126,7 +120,7 @@ class LLMEngine:
             num_prompt_tokens=num_prompt_tokens,
             params=params,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-            max_total_tokens=min(num_prompt_tokens + params.max_tokens, self.info.max_model_len),
+            max_total_tokens=num_prompt_tokens + params.max_tokens,  # the scheduler lowers it to what fits
             cache_salt=_salt_bytes(scheduling.cache_salt) + self.runner.cache_key(num_prompt_tokens),
             scheduling=scheduling,
         )

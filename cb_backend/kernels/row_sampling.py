@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,16 @@ class Row:
 
     dtype: torch.dtype  # of 32 or 64 bits
     neutral: float  # changes nothing: for rows of padding, and for slots that nobody has had yet
-    read: Callable[[SamplingParams], float]
+    read: Callable[[TokenRules], float]
 
 
-def _temperature(params: SamplingParams) -> float:
+def _temperature(params: TokenRules) -> float:
     return 0.0 if params.is_greedy else params.temperature
 
 
-def _seed_bits(params: SamplingParams) -> int:
+def _seed_bits(params: TokenRules) -> int:
     """The unsigned seed as the signed number of the same bits."""
-    seed = params.seed or 0
-    return seed - 2**64 if seed >= 2**63 else seed
+    return params.seed - 2**64 if params.seed >= 2**63 else params.seed
 
 
 class RowSampling(NamedTuple):

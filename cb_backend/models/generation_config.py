@@ -12,7 +12,7 @@ import msgspec
 from cb_backend.errors import ConfigError, InvalidRequestError
 from cb_backend.json_files import read_json_object
 from cb_backend.models.config_reader import ConfigReader
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 NAME = "generation_config.json"
 _KINDS: dict[str, type] = {
@@ -42,7 +42,7 @@ def read_sampling_defaults(folder: Path, vocab_size: int) -> dict[str, float]:
     if not reader.get("do_sample", bool, True):
         defaults.setdefault("temperature", 0.0)
     try:
-        msgspec.convert(defaults, SamplingParams, strict=False).check(vocab_size)
+        msgspec.convert(defaults, TokenRules, strict=False).check(vocab_size)
     except (InvalidRequestError, msgspec.ValidationError) as error:
         raise ConfigError(
             f"{NAME}: {error}; correct it, or remove the engine argument generation_config 'auto'"

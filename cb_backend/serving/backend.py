@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cb_backend.config import engine_folder, load_engine_config
 from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
-from cb_backend.front_end.text.bad_words import with_bad_word_ids
+from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
@@ -155,14 +155,16 @@ class TritonPythonModel:
             return
         generate = self.parse(inputs, parameters, self._info.vocab_size)
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
-        params = with_bad_word_ids(generate.params, self._tokenizer)
-        check_token_choice(params, self._info.eos_token_ids)
+        params = generate.params
+        rules = params.token_rules(bad_word_ids(params.bad_words, self._tokenizer))
+        check_token_choice(rules[0], self._info.eos_token_ids)
         prompt = token_ids_to_bytes(token_ids)
-        request_ids = [live.request_id, *(self._client.new_request_id() for _ in range(params.num_answers - 1))]
+        request_ids = [live.request_id, *(self._client.new_request_id() for _ in rules[1:])]
         answers = [self._new_answer(live, request_id, generate, token_ids) for request_id in request_ids]
         scheduling = generate.scheduling.within(timeout_us)
         requests = [
-            AddRequest(rid, prompt, params.of_answer(index), scheduling) for index, rid in enumerate(request_ids)
+            AddRequest(request_id, prompt, rule, scheduling)
+            for request_id, rule in zip(request_ids, rules, strict=True)
         ]
         others = list(zip(answers[1:], requests[1:], strict=True))
         asks_prompt = params.prompt_logprobs is not None

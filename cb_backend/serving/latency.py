@@ -61,7 +61,7 @@ class ThreadLatencies:
         buckets["e2e_latency"].add(time.monotonic() - live.arrival_time)
         buckets["prompt_tokens"].add(live.num_input_tokens)
         buckets["output_tokens"].add(sum(answer.num_sent_tokens for answer in live.answers))
-        buckets["num_answers"].add(len(live.given_answers))
+        buckets["num_answers"].add(len(live.answers))
         if times.first and live.scheduled_at:
             buckets["queue_time"].add(max(live.scheduled_at - live.arrival_time, 0.0))
             buckets["prefill_time"].add(max(times.first - live.scheduled_at, 0.0))

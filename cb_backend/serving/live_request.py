@@ -171,15 +171,6 @@ class LiveRequest:
         self._is_every_token_news = generate.is_stream or bool(generate.params.stop)
 
     @property
-    def given_answers(self) -> Sequence[LiveAnswer]:
-        """The answers that the client gets: all, or, once they have ended, the n best of `best_of`, best first."""
-        assert self.generate is not None
-        n = self.generate.params.n
-        if len(self.answers) <= n:
-            return self.answers
-        return sorted(self.answers, key=lambda answer: answer.cumulative_logprob, reverse=True)[:n]
-
-    @property
     def request_ids(self) -> list[int]:
         """Ids at the engine; those that it does not know are harmless."""
         return [answer.request_id for answer in self.answers] or [self.request_id]

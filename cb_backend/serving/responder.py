@@ -144,7 +144,7 @@ class Responder:
             if not is_final:
                 live.response_sender.send(response, flags=0)
             else:  # counted before it is sent, so that the client finds it in the metrics
-                counts[_FINISH_NAME[live.given_answers[0].finish_reason]] += 1
+                counts[_FINISH_NAME[live.answers[0].finish_reason]] += 1
                 counts["input_tokens"] += live.num_input_tokens
                 latencies.note_end(live)
                 self._send_final(live, response)
@@ -164,7 +164,7 @@ class Responder:
 
     def _data_response(self, live: LiveRequest, generate: GenerateRequest, counts: Counter[str]) -> Any:
         """One response with what every answer has to say; each output has an element an answer."""
-        answers = live.given_answers
+        answers = live.answers
         prefix = generate.text if generate.is_input_prepended else ""
         tensors = [_text_tensor("text_output", [prefix + answer.take_text() for answer in answers])]
         if generate.return_finish_reason:

@@ -20,10 +20,10 @@ from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.errors import CbError
 from cb_backend.outputs import EngineOutput
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.study.answer_lengths import AnswerLengths
 from cb_backend.study.latencies import Latencies, latencies
 from cb_backend.study.traffic import Traffic
+from cb_backend.token_rules import TokenRules
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
@@ -134,7 +134,7 @@ def no_collections() -> Iterator[None]:
 
 def _requests(engine: LLMEngine, traffic: Traffic, stop_id: int) -> Callable[[int], Request]:
     def make(index: int) -> Request:
-        params = SamplingParams(
+        params = TokenRules(
             max_tokens=traffic.max_tokens[index],
             temperature=0.0,
             ignore_eos=True,

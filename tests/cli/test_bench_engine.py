@@ -22,8 +22,8 @@ from cb_backend.engine.step_shapes import StepShape
 from cb_backend.messages import ModelInfo
 from cb_backend.outputs import MaskSource, StepPlan
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.study.replay import ReplayError, drive, fresh_engine
+from cb_backend.token_rules import TokenRules
 from tests.fakes.runners import FakePending, ScriptedRunner
 
 BLOCK_SIZE = 4
@@ -244,7 +244,7 @@ def test_the_driver_sleeps_until_the_next_arrival() -> None:
         now[0] += seconds
 
     it = engine()
-    params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
+    params = TokenRules(max_tokens=1, ignore_eos=True, seed=0)
 
     def make_request(index: int) -> Request:
         return it.make_request(index, np.arange(4, dtype=np.int32), params)

@@ -49,7 +49,7 @@ from cb_backend.messages import (
     token_ids_to_bytes,
 )
 from cb_backend.request import make_request_id
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.graphs import NoGraph
 
 CHECKPOINT: dict[str, Any] = {
@@ -108,7 +108,7 @@ class Clients:
         if is_first and self._is_turnover:
             length = int(self._random.integers(1, length))  # as if it had begun some time ago
         prompt = self._random.integers(3, 500, 32 + number % 16)
-        params = SamplingParams(max_tokens=length, temperature=0.6, seed=number)
+        params = TokenRules(max_tokens=length, temperature=0.6, seed=number)
         request_id = make_request_id(front_end, number)
         self._sockets[front_end].send(encode(AddRequest(request_id, token_ids_to_bytes(prompt), params)))
 

@@ -16,7 +16,7 @@ from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.outputs import NO_TOKEN, EngineOutput, Failure, PromptLogprobs, TokenLogprobs
 from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.oracles.reference_runner import ReferenceRunner
 
 MAX_STEPS = 20_000
@@ -52,12 +52,12 @@ def config(model: str, **changes: object) -> EngineConfig:
 def run(
     engine: LLMEngine,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams],
+    params: TokenRules | Sequence[TokenRules],
     arrivals: Sequence[int] | None = None,
     cancels: Mapping[int, int] | None = None,
 ) -> Run:
     """Run to the end. `arrivals[i]`: the step before which prompt i is added; `cancels`: prompt -> step."""
-    all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    all_params = [params] * len(prompts) if isinstance(params, TokenRules) else list(params)
     arrivals = arrivals or [0] * len(prompts)
     cancels = dict(cancels or {})
     out = Run(token_ids={index: [] for index in range(len(prompts))})

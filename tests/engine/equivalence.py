@@ -25,7 +25,7 @@ import numpy as np
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, run, with_reference_runner
 from tests.engine.equivalence_cells import Cells
 from tests.kept_results import fingerprint
@@ -170,8 +170,8 @@ class Matrix:
         return wrong
 
 
-def params_of(name: str) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "seed": 1, **PARAMS[name]})
+def params_of(name: str) -> TokenRules:
+    return TokenRules(**{"max_tokens": 12, "temperature": 0.0, "seed": 1, **PARAMS[name]})
 
 
 def _difference(got: Run, expected: Run, index: int) -> str | None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.outputs import NO_TOKEN
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.models.tiny_checkpoints import write_checkpoint
 
@@ -34,7 +34,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def make_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
+def make_requests(seed: int) -> list[tuple[list[int], TokenRules]]:
     """Greedy and seeded ones, some with a shared beginning, up to the longest that the model takes."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(3, VOCAB, 48).tolist()
@@ -45,12 +45,12 @@ def make_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
         is_greedy = index % 2 == 0
         draw = {"temperature": 0.0} if is_greedy else {"temperature": 0.8, "top_p": 0.95}
         length = int(rng.integers(1, 128 - len(prompt)))
-        out.append((prompt, SamplingParams(max_tokens=length, seed=index, ignore_eos=True, **draw)))
+        out.append((prompt, TokenRules(max_tokens=length, seed=index, ignore_eos=True, **draw)))
     return out
 
 
 class Soak:
-    def __init__(self, engine: LLMEngine, kinds: list[tuple[list[int], SamplingParams]], seed: int) -> None:
+    def __init__(self, engine: LLMEngine, kinds: list[tuple[list[int], TokenRules]], seed: int) -> None:
         self.engine = engine
         self.kinds = kinds
         self.alone = [run(engine, [prompt], params).token_ids[0] for prompt, params in kinds]

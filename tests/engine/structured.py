@@ -12,8 +12,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
+from cb_backend.token_rules import TokenRules
 from tests.engine import drive
 from tests.engine.drive import Run, run
 
@@ -75,10 +75,8 @@ def is_person(value: Any) -> bool:
     )
 
 
-def params(structured: StructuredOutput | None, **changes: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": 200, "temperature": 0.8, "seed": 7, "structured_output": structured, **changes}
-    )
+def params(structured: StructuredOutput | None, **changes: Any) -> TokenRules:
+    return TokenRules(**{"max_tokens": 200, "temperature": 0.8, "seed": 7, "structured_output": structured, **changes})
 
 
 def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:
@@ -101,7 +99,7 @@ class Texts:
 
 
 def run_to_end(
-    engine: LLMEngine, prompts: Sequence[Sequence[int]], all_params: Sequence[SamplingParams], **how: Any
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], all_params: Sequence[TokenRules], **how: Any
 ) -> Run:
     """As `drive.run`; afterwards nothing may be left of anything."""
     out = run(engine, prompts, list(all_params), **how)

@@ -11,7 +11,7 @@ import torch
 
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.kernels import launch
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for
 from tests.models.tiny_checkpoints import write_checkpoint
@@ -49,7 +49,7 @@ def test_every_bit_is_the_same(
     name: str, num_requests: int, products: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(name, tmp_path)
-    params = [SamplingParams(max_tokens=40, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(7)]
+    params = [TokenRules(max_tokens=40, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(7)]
     results = []
     for switch in ("0", "1"):
         monkeypatch.setenv("CB_BACKEND_DEPENDENT_LAUNCHES", switch)

@@ -10,11 +10,11 @@ import torch
 
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.models.tiny_checkpoints import CONFIGS, load_reference, write_checkpoint
 
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, seed=0)
+GREEDY = TokenRules(max_tokens=20, temperature=0.0, ignore_eos=True, seed=0)
 # Around the block (4) and chunk (16) borders, and over the pretraining context of the scaled ropes (16).
 LENGTHS = (1, 4, 5, 15, 16, 17, 40)
 

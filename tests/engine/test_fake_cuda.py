@@ -18,8 +18,8 @@ from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.host_memory import HostMemory
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, with_reference_runner
 from tests.engine.fake_cuda import FakeCuda, fake_device
 from tests.engine.structured import params, prompts, run_to_end
@@ -31,11 +31,11 @@ SMALL = {
     "num_gpu_blocks_override": 200, "attention_backend": "torch",
 }  # fmt: skip
 WORDS = StructuredOutput(kind="choice", text='["abcde", "xyz"]')
-PLAIN_PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=0, ignore_eos=True)
+PLAIN_PARAMS = TokenRules(max_tokens=24, temperature=0.8, seed=0, ignore_eos=True)
 REQUESTS = [
     *APART,  # rules and log-probabilities
     *(msgspec.structs.replace(APART[index], prompt_logprobs=index) for index in range(3)),
-    *(SamplingParams(**{**PLAIN, **rules}) for rules, _ in DEAD_ENDS.values()),
+    *(TokenRules(**{**PLAIN, **rules}) for rules, _ in DEAD_ENDS.values()),
     params(WORDS, seed=1),
     params(WORDS, seed=2, min_tokens=2),
     params(StructuredOutput(kind="regex", text="[a-f]{5,9}")),

@@ -17,11 +17,11 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import resolve_kv_dtype
 from cb_backend.models.registry import read_model_config
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, run
 from tests.models.tiny_checkpoints import write_checkpoint
 
-GREEDY = SamplingParams(max_tokens=16, temperature=0.0, seed=0, ignore_eos=True)
+GREEDY = TokenRules(max_tokens=16, temperature=0.0, seed=0, ignore_eos=True)
 FORMATS = [
     {"kv_cache_dtype": "fp8"},
     {"quantization": "fp8"},

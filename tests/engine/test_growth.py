@@ -19,8 +19,8 @@ from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.errors import ErrorCode
 from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.request import make_request_id
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, create_runner
 from tests.front_end.engines import counting_config
 from tests.simulation.network import NoGarbage, SimulatedClient, SimulatedLink, Wires
@@ -105,7 +105,7 @@ class _Loop:
         elif kind < 0.03:
             prompt[-1] = 10**6  # outside the vocabulary
         request_id, sink = make_request_id(FRONT_END, self._counter), _Sink()
-        params = SamplingParams(max_tokens=rng.randint(1, 24), seed=0)
+        params = TokenRules(max_tokens=rng.randint(1, 24), seed=0)
         scheduling = SchedulingParams(tenant=f"tenant {rng.randrange(5)}", priority=rng.randint(-1, 1))
         self.client.submit(AddRequest(request_id, token_ids_to_bytes(prompt), params, scheduling), sink)
         return request_id, sink

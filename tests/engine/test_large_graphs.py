@@ -17,7 +17,7 @@ from cb_backend.engine.runner import cuda_warm_up
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.errors import ConfigError
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.engine.fake_cuda import FakeCuda, FakeGraph, fake_device
 
@@ -27,7 +27,7 @@ SETTINGS = {
     "num_gpu_blocks_override": 1400, "attention_backend": "torch",
 }  # fmt: skip
 SHAPE = StepShape(0, 8192, 64)
-PARAMS = SamplingParams(max_tokens=6, temperature=0.0, seed=0, ignore_eos=True)
+PARAMS = TokenRules(max_tokens=6, temperature=0.0, seed=0, ignore_eos=True)
 
 
 class Clock:

@@ -14,7 +14,7 @@ from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows
 from cb_backend.errors import InvalidRequestError
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.outputs import JoinedRow
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import engine_for, run
 from tests.models.tiny_checkpoints import load_reference, random_tokens
 
@@ -23,14 +23,14 @@ X = [2.0, -1.0, 0.5, 4.0, -3.0, 0.0]
 
 
 def new_rules(vocab_size: int) -> LogitsRules:
-    return LogitsRules(vocab_size, 100, 8, torch.device("cpu"), resolve_ops("torch"))
+    return LogitsRules(vocab_size, 8, torch.device("cpu"), resolve_ops("torch"))
 
 
 def find(rules: LogitsRules, slot: int, num_tokens: int) -> RuledRows | None:
     return rules.find(np.array([slot], np.int32), np.array([0]), np.array([num_tokens], np.int32))
 
 
-def ruled_row(params: SamplingParams, prompt: list[int], output: list[int], logits: list[float] = X) -> list[float]:
+def ruled_row(params: TokenRules, prompt: list[int], output: list[int], logits: list[float] = X) -> list[float]:
     """One row through the rules: prompt known at the join, outputs recorded one by one as a runner does."""
     rules = new_rules(len(logits))
     rules.join([JoinedRow(3, 1, np.array(prompt, np.int32), len(prompt), (), params, (), 1000)])
@@ -64,7 +64,7 @@ def ruled_row(params: SamplingParams, prompt: list[int], output: list[int], logi
 )
 def test_j4_hand_values(params: dict[str, object], expected: list[float]) -> None:
     """Case J4: repetition counts prompt and output, the other two the output only."""
-    assert ruled_row(SamplingParams(**params), [0, 1], [3, 3, 4]) == expected
+    assert ruled_row(TokenRules(**params), [0, 1], [3, 3, 4]) == expected
 
 
 @pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 0.0), ("repetition_penalty", -1.0),
@@ -74,12 +74,12 @@ def test_j4_hand_values(params: dict[str, object], expected: list[float]) -> Non
 ])  # fmt: skip
 def test_j4_values_out_of_range_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=name.removesuffix("_token_ids")):
-        SamplingParams(**{name: value}).check(vocab_size=97)
+        TokenRules(**{name: value}).check(vocab_size=97)
 
 
 def test_k3_a_word_of_two_tokens_bans_the_second_only_after_the_first() -> None:
     """Case K3, and two words that end on one token: one match is enough."""
-    params = SamplingParams(bad_words_token_ids=((2, 3), (4, 3), (0, 1, 5)))
+    params = TokenRules(bad_words_token_ids=((2, 3), (4, 3), (0, 1, 5)))
     assert ruled_row(params, [0], [0]) == X
     assert ruled_row(params, [0], [2])[3] == -INF
     assert ruled_row(params, [0, 4], [])[3] == -INF  # the prompt's end counts
@@ -92,12 +92,12 @@ def test_a_slot_forgets_the_rules_of_the_request_before() -> None:
     rules = new_rules(6)
     tokens = np.array([1], np.int32)
     for params in ({"logit_bias": {1: 5.0}}, {"presence_penalty": 1.0}, {"bad_words_token_ids": ((1,),)}):
-        rules.join([JoinedRow(0, 1, tokens, 1, (), SamplingParams(**params), (), 1000)])
+        rules.join([JoinedRow(0, 1, tokens, 1, (), TokenRules(**params), (), 1000)])
         assert find(rules, 0, 1) is not None
-        rules.join([JoinedRow(0, 2, tokens, 1, (), SamplingParams(), (), 1000)])
+        rules.join([JoinedRow(0, 2, tokens, 1, (), TokenRules(), (), 1000)])
         assert find(rules, 0, 1) is None
     # The next request with rules has its own only, and a row of marks that was another's is clean.
-    rules.join([JoinedRow(0, 3, np.array([2], np.int32), 1, (), SamplingParams(repetition_penalty=2.0), (), 1000)])
+    rules.join([JoinedRow(0, 3, np.array([2], np.int32), 1, (), TokenRules(repetition_penalty=2.0), (), 1000)])
     found = find(rules, 0, 1)
     assert found is not None
     row = torch.ones(1, 6)
@@ -109,7 +109,7 @@ def test_as_many_slots_as_there_are_can_have_penalties() -> None:
     rules = new_rules(6)
     slots = np.arange(8, dtype=np.int32)
     for slot in slots.tolist():
-        params = SamplingParams(presence_penalty=0.1 * slot, frequency_penalty=0.01)
+        params = TokenRules(presence_penalty=0.1 * slot, frequency_penalty=0.01)
         rules.join([JoinedRow(slot, slot, np.array([0, slot % 6], np.int32), 1, (), params, (), 1000)])
     found = rules.find(slots, np.arange(8), np.full(8, 2, np.int32))
     assert found is not None
@@ -133,12 +133,12 @@ RULES = [
 NUM_TOKENS = 14
 
 
-def params_of(rules: dict[str, object], **changes: object) -> SamplingParams:
+def params_of(rules: dict[str, object], **changes: object) -> TokenRules:
     greedy = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "seed": 0, "ignore_eos": True}
-    return SamplingParams(**{**greedy, **rules, **changes})
+    return TokenRules(**{**greedy, **rules, **changes})
 
 
-def apply_plainly(x: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+def apply_plainly(x: np.ndarray, params: TokenRules, prompt: list[int], output: list[int]) -> np.ndarray:
     """The documented rules, one token at a time."""
     y = x.astype(np.float64).copy()
     for token in range(len(y)):
@@ -155,7 +155,7 @@ def apply_plainly(x: np.ndarray, params: SamplingParams, prompt: list[int], outp
 
 
 @torch.inference_mode()
-def greedy_by_hand(folder: Path, prompt: list[int], params: SamplingParams) -> list[int]:
+def greedy_by_hand(folder: Path, prompt: list[int], params: TokenRules) -> list[int]:
     model = load_reference(folder)
     output: list[int] = []
     while len(output) < params.max_tokens:
@@ -165,7 +165,7 @@ def greedy_by_hand(folder: Path, prompt: list[int], params: SamplingParams) -> l
 
 
 @pytest.fixture(scope="module")
-def all_params(gqa_folder: Path) -> list[SamplingParams]:
+def all_params(gqa_folder: Path) -> list[TokenRules]:
     """The rules above, and last the bad words: what the last prompt would bring, in parts of one to three tokens."""
     free = greedy_by_hand(gqa_folder, PROMPTS[4], params_of({}))
     words = ((free[0],), tuple(free[1:3]), tuple(free[4:7]))
@@ -173,14 +173,14 @@ def all_params(gqa_folder: Path) -> list[SamplingParams]:
 
 
 @pytest.fixture(scope="module")
-def expected(gqa_folder: Path, all_params: list[SamplingParams]) -> list[list[int]]:
+def expected(gqa_folder: Path, all_params: list[TokenRules]) -> list[list[int]]:
     prompts = [*PROMPTS, PROMPTS[4]]
     return [greedy_by_hand(gqa_folder, prompt, params) for prompt, params in zip(prompts, all_params, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "run_ahead"), [("reference", 0), ("slots", 0), ("slots", 4)])
 def test_j3_rules_beside_rows_without_any(
-    gqa_folder: Path, all_params: list[SamplingParams], expected: list[list[int]], kind: str, run_ahead: int
+    gqa_folder: Path, all_params: list[TokenRules], expected: list[list[int]], kind: str, run_ahead: int
 ) -> None:
     """Case J3: joins and leaves in nearly every step; K4: every rule shows; the row without rules is untouched."""
     engine = engine_for(gqa_folder, kind, run_ahead=run_ahead)
@@ -193,7 +193,7 @@ def test_j3_rules_beside_rows_without_any(
 
 
 def test_j1_k3_preemption_and_cached_prefixes_change_nothing(
-    gqa_folder: Path, all_params: list[SamplingParams], expected: list[list[int]]
+    gqa_folder: Path, all_params: list[TokenRules], expected: list[list[int]]
 ) -> None:
     """Cases J1 and K3: cold, warm and half warm, and computed again after a preemption."""
     for kind in ("reference", "slots"):

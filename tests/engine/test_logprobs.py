@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, check_figures, engine_for, run
 from tests.models.tiny_checkpoints import random_tokens, reference_logits
 
 PROMPTS = [random_tokens(length, seed=length) for length in (5, 17, 4, 9)]
 PARAMS = [
-    SamplingParams(max_tokens=12, temperature=0.0, seed=0, logprobs=3, ignore_eos=True),
-    SamplingParams(max_tokens=12, temperature=0.9, seed=5, ignore_eos=True),
+    TokenRules(max_tokens=12, temperature=0.0, seed=0, logprobs=3, ignore_eos=True),
+    TokenRules(max_tokens=12, temperature=0.9, seed=5, ignore_eos=True),
     # What a row keeps and rules out must not show in its figures.
-    SamplingParams(max_tokens=9, temperature=1.5, top_k=4, seed=6, logprobs=5, min_tokens=9, stop_token_ids=(8, 30)),
-    SamplingParams(max_tokens=12, temperature=1.0, seed=7, logprobs=0, ignore_eos=True),
+    TokenRules(max_tokens=9, temperature=1.5, top_k=4, seed=6, logprobs=5, min_tokens=9, stop_token_ids=(8, 30)),
+    TokenRules(max_tokens=12, temperature=1.0, seed=7, logprobs=0, ignore_eos=True),
 ]
 
 
@@ -58,7 +58,7 @@ def test_figures_survive_preemption(gqa_folder: Path) -> None:
 def test_f3_warm_prompts_around_block_borders(gqa_folder: Path) -> None:
     """Case F3: lengths block-1, block, block+1, 2*block+1, twice each: the second time from the cache."""
     engine = engine_for(gqa_folder, "reference")
-    params = SamplingParams(max_tokens=3, temperature=0.0, seed=0, logprobs=2, ignore_eos=True)
+    params = TokenRules(max_tokens=3, temperature=0.0, seed=0, logprobs=2, ignore_eos=True)
     for length in (3, 4, 5, 9):
         prompt = random_tokens(length, seed=100 + length)
         cold, warm = (run(engine, [prompt], params) for _ in range(2))
@@ -74,9 +74,9 @@ def test_f8_more_than_the_vocabulary_is_refused_at_the_door(gqa_folder: Path) ->
     engine = engine_for(gqa_folder, "reference")
     small = msgspec.structs.replace(engine.info, vocab_size=10)
     with pytest.raises(InvalidRequestError, match="logprobs must be between 0 and 10, got 11"):
-        SamplingParams(logprobs=11).check(small.vocab_size)
+        TokenRules(logprobs=11).check(small.vocab_size)
     with pytest.raises(InvalidRequestError, match="logprobs must be between 0 and 20, got 98"):
-        engine.make_request(1, np.array([5], np.int32), SamplingParams(logprobs=98))
-    params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=20, ignore_eos=True)
+        engine.make_request(1, np.array([5], np.int32), TokenRules(logprobs=98))
+    params = TokenRules(max_tokens=2, temperature=0.0, logprobs=20, ignore_eos=True)
     got = run(engine, PROMPTS + PROMPTS[:3], params)
     assert [len(got.logprobs[index]) for index in range(7)] == [2] * 7

@@ -25,14 +25,14 @@ from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.kernels.fp8 import FP8, is_fp8_capable
 from cb_backend.layers.attention import Attention
 from cb_backend.outputs import MaskSource, StepPlan
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, run
 from tests.engine.test_slot_runner import slot_engine
 from tests.models.paged_model import PagedModel
 from tests.models.test_fp8_cache import with_scales
 from tests.server.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0, seed=0, ignore_eos=True, logprobs=1)
+GREEDY = TokenRules(max_tokens=40, temperature=0.0, seed=0, ignore_eos=True, logprobs=1)
 BLOCK_SIZE, MAX_LEN, BUDGET = 16, 144, 128
 ROOM = 3  # a right engine has 1 on the CPU; one with a mistake below has 7 or more
 MISTAKES = ("no value scale", "no key scale", "values for keys", "other heads", "other blocks", "other channels")

@@ -14,15 +14,15 @@ import torch
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
+from cb_backend.token_rules import TokenRules
 from tests.engine.structured import EOS_ID, engine_for, prompts, run_to_end
 from tests.oracles.reference_runner import ReferenceRunner
 from tests.server.tiny_checkpoint import VOCAB_SIZE
 
 PROMPTS = prompts(7)
 PLAIN = {"max_tokens": 12, "temperature": 0.0, "seed": 0, "ignore_eos": True}
-NEIGHBOURS = [SamplingParams(**PLAIN), SamplingParams(**PLAIN, allowed_token_ids=(5, 6, 7), presence_penalty=1.0)]
+NEIGHBOURS = [TokenRules(**PLAIN), TokenRules(**PLAIN, allowed_token_ids=(5, 6, 7), presence_penalty=1.0)]
 
 DEAD_ENDS = {  # rules, and how many tokens come before none is left
     "a word of the only token twice": ({"allowed_token_ids": (5,), "bad_words_token_ids": ((5, 5),)}, 1),
@@ -48,7 +48,7 @@ def test_rules_that_leave_no_token_are_the_clients_error(folder: Path, kind: str
     """All dead ends in one batch, beside two requests that do not notice."""
     engine = engine_for(folder, kind, run_ahead=run_ahead)
     expected = run_to_end(engine, PROMPTS[:2], NEIGHBOURS)
-    dead_ends = [SamplingParams(**{**PLAIN, **rules}) for rules, _ in DEAD_ENDS.values()]
+    dead_ends = [TokenRules(**{**PLAIN, **rules}) for rules, _ in DEAD_ENDS.values()]
     got = run_to_end(engine, PROMPTS, [*NEIGHBOURS, *dead_ends])
     assert [got.token_ids[0], got.token_ids[1]] == [expected.token_ids[0], expected.token_ids[1]]
     for index, (name, (_, num_before)) in enumerate(DEAD_ENDS.items(), start=2):
@@ -76,7 +76,7 @@ def test_h4_logits_that_are_not_finite_are_no_rules_fault(folder: Path, kind: st
             return logits
 
         runner.model.compute_logits = poisoned  # type: ignore[method-assign]
-        got = run_to_end(engine, PROMPTS[:1], [SamplingParams(**PLAIN, allowed_token_ids=(5, 6))])
+        got = run_to_end(engine, PROMPTS[:1], [TokenRules(**PLAIN, allowed_token_ids=(5, 6))])
         assert got.reasons == {0: FinishReason.ERROR}
         assert got.failures == {}, "the client is not told that its rules are wrong"
         assert got.token_ids[0] == []

@@ -15,7 +15,7 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.runner.step_graphs import Replayable
 from cb_backend.engine.step_shapes import StepShape
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for
 from tests.engine.test_prompt_logprobs import check as check_prompt
@@ -28,13 +28,13 @@ pytestmark = [
 ]
 
 PARAMS = [
-    SamplingParams(max_tokens=20, temperature=0.0, seed=0, ignore_eos=True),
-    SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True),
-    SamplingParams(max_tokens=20, temperature=0.7, top_k=9, top_p=0.9, seed=6, stop_token_ids=(7, 11), min_tokens=6),
-    SamplingParams(max_tokens=20, temperature=1.0, min_p=0.05, seed=7),
-    SamplingParams(max_tokens=20, temperature=0.0, seed=8),
-    SamplingParams(max_tokens=9, temperature=0.9, seed=9),
-    SamplingParams(max_tokens=3, temperature=0.0, seed=10),
+    TokenRules(max_tokens=20, temperature=0.0, seed=0, ignore_eos=True),
+    TokenRules(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True),
+    TokenRules(max_tokens=20, temperature=0.7, top_k=9, top_p=0.9, seed=6, stop_token_ids=(7, 11), min_tokens=6),
+    TokenRules(max_tokens=20, temperature=1.0, min_p=0.05, seed=7),
+    TokenRules(max_tokens=20, temperature=0.0, seed=8),
+    TokenRules(max_tokens=9, temperature=0.9, seed=9),
+    TokenRules(max_tokens=3, temperature=0.0, seed=10),
 ]
 
 

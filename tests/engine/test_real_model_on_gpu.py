@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from cb_backend.cli.benchmarks.accuracy import PROMPTS
 from cb_backend.cli.demo_model import demo_model_dir
 from cb_backend.engine.llm_engine import create_engine
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 
 NUM_TOKENS = 48
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
+GREEDY = TokenRules(max_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
 
 pytestmark = [
     pytest.mark.gpu,

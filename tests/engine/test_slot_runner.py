@@ -15,21 +15,21 @@ from cb_backend.engine.runner import host_memory, slot_runner, step_buffers
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.step_shapes import StepShape, step_shapes
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run, with_reference_runner
 from tests.engine.test_equal_to_transformers import prompts_for
 from tests.models.tiny_checkpoints import write_checkpoint
 from tests.oracles.reference_runner import ReferenceRunner
 
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, seed=0)
+GREEDY = TokenRules(max_tokens=20, temperature=0.0, ignore_eos=True, seed=0)
 PARAMS = [
-    SamplingParams(max_tokens=20, temperature=0.0, seed=0, stop_token_ids=(7, 11), min_tokens=6),
-    SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True),
-    SamplingParams(max_tokens=12, temperature=0.7, top_k=9, top_p=0.9, seed=2**64 - 1, ignore_eos=True),
+    TokenRules(max_tokens=20, temperature=0.0, seed=0, stop_token_ids=(7, 11), min_tokens=6),
+    TokenRules(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True),
+    TokenRules(max_tokens=12, temperature=0.7, top_k=9, top_p=0.9, seed=2**64 - 1, ignore_eos=True),
     GREEDY,
-    SamplingParams(max_tokens=20, temperature=1.3, min_p=0.05, seed=7, stop_token_ids=tuple(range(40, 60))),
+    TokenRules(max_tokens=20, temperature=1.3, min_p=0.05, seed=7, stop_token_ids=tuple(range(40, 60))),
     GREEDY,
-    SamplingParams(max_tokens=3, temperature=0.0, seed=0),
+    TokenRules(max_tokens=3, temperature=0.0, seed=0),
 ]
 SHAPES = [*(StepShape(size) for size in (1, 2, 4)), *(StepShape(d, p, 3) for d in (0, 2, 4) for p in (6, 12))]
 
@@ -136,15 +136,13 @@ def test_no_host_memory_is_made_while_graphs_serve(tmp_path: Path, monkeypatch: 
 
 
 APART = [
-    SamplingParams(max_tokens=14, temperature=0.0, seed=0, logprobs=3, min_tokens=6, stop_token_ids=(7, 11)),
-    SamplingParams(max_tokens=14, temperature=0.0, seed=0, ignore_eos=True, presence_penalty=1.5, logprobs=0),
+    TokenRules(max_tokens=14, temperature=0.0, seed=0, logprobs=3, min_tokens=6, stop_token_ids=(7, 11)),
+    TokenRules(max_tokens=14, temperature=0.0, seed=0, ignore_eos=True, presence_penalty=1.5, logprobs=0),
     GREEDY,
-    SamplingParams(max_tokens=14, temperature=0.9, seed=5, ignore_eos=True, logit_bias={7: 3.0}, frequency_penalty=2.0),
-    SamplingParams(max_tokens=14, temperature=0.8, seed=6, ignore_eos=True, repetition_penalty=1.4, min_tokens=9),
-    SamplingParams(
-        max_tokens=14, temperature=0.0, seed=0, bad_words_token_ids=((5,), (3, 4)), allowed_token_ids=(3, 4)
-    ),
-    SamplingParams(max_tokens=9, temperature=0.7, top_k=9, seed=8, logprobs=5, ignore_eos=True),
+    TokenRules(max_tokens=14, temperature=0.9, seed=5, ignore_eos=True, logit_bias={7: 3.0}, frequency_penalty=2.0),
+    TokenRules(max_tokens=14, temperature=0.8, seed=6, ignore_eos=True, repetition_penalty=1.4, min_tokens=9),
+    TokenRules(max_tokens=14, temperature=0.0, seed=0, bad_words_token_ids=((5,), (3, 4)), allowed_token_ids=(3, 4)),
+    TokenRules(max_tokens=9, temperature=0.7, top_k=9, seed=8, logprobs=5, ignore_eos=True),
 ]
 
 

@@ -16,7 +16,7 @@ from cb_backend.engine.step_log import StepLog
 from cb_backend.messages import ModelInfo
 from cb_backend.outputs import EngineOutput, StepPlan
 from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.runners import ScriptedRunner
 
 
@@ -32,7 +32,7 @@ def make_engine(run_ahead: int, num_blocks: int = 100, **arguments: int) -> LLME
 
 def add(engine: LLMEngine, request_id: int, num_prompt_tokens: int, max_tokens: int) -> None:
     prompt = np.full(num_prompt_tokens, request_id, np.int32)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
+    params = TokenRules(max_tokens=max_tokens, ignore_eos=True, seed=0)
     engine.add_request(engine.make_request(request_id, prompt, params))
 
 

@@ -16,11 +16,11 @@ from cb_backend.kv_cache import swap
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks, pinned_bytes
 from cb_backend.outputs import Copies, StepPlan
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run, with_reference_runner
 from tests.models.tiny_checkpoints import write_checkpoint
 
-PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=7, ignore_eos=True)
+PARAMS = TokenRules(max_tokens=30, temperature=0.8, seed=7, ignore_eos=True)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 4])

@@ -13,8 +13,8 @@ from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import NO_TOKEN, EngineOutput, NoMasks, StepPlan
 from cb_backend.request import FinishReason, Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.runners import FakePending, ScriptedRunner
 
 MAX_STEPS = 20_000
@@ -62,7 +62,7 @@ class FakeEngine:
     ) -> Request:
         """Queue a request; an integer prompt is that many tokens of its own."""
         tokens = [request_id] * prompt if isinstance(prompt, int) else prompt
-        sampling = SamplingParams(**{"max_tokens": 8, **params})
+        sampling = TokenRules(**{"max_tokens": 8, **params})
         total = min(len(tokens) + sampling.max_tokens, self.max_model_len)
         request = Request(request_id, np.array(tokens, np.int32), len(tokens), sampling, stop_ids, total)
         request.scheduling = scheduling or SchedulingParams()

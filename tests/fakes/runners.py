@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.outputs import NO_TOKEN, JoinedRow, MaskSource, RowStatus, StepPlan, StepResult, Want
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 _CELL = struct.Struct("=3q")  # (token, position, salt)
 _EMPTY_CELL = _CELL.pack(-1, -1, -1)
@@ -42,7 +42,7 @@ class HashModel:
         """Feed it the cells as read from the cache."""
         return hashlib.blake2b(digest_size=8)
 
-    def next_token(self, read: hashlib.blake2b, num_out: int, params: SamplingParams, stop_ids: Sequence[int]) -> int:
+    def next_token(self, read: hashlib.blake2b, num_out: int, params: TokenRules, stop_ids: Sequence[int]) -> int:
         """`read` is the hash of everything read; `num_out` tokens have been generated before this one."""
         value = int.from_bytes(read.digest(), "little")
         is_masked = num_out < params.min_tokens
@@ -54,7 +54,7 @@ class HashModel:
         return token
 
     def lone_output(
-        self, prompt: Sequence[int], salt: bytes, params: SamplingParams, stop_ids: Sequence[int], max_total: int
+        self, prompt: Sequence[int], salt: bytes, params: TokenRules, stop_ids: Sequence[int], max_total: int
     ) -> list[int]:
         """What the request must produce whatever runs beside it: the token ids of its whole output."""
         number, read = salt_number(salt), self.new_hash()

@@ -11,8 +11,8 @@ from cb_backend.config import EngineConfig, engine_config_from_dict
 from cb_backend.errors import ErrorCode
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.messages import AddRequest, token_ids_to_bytes
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 from tests.waiting import WAIT_S
 
 
@@ -75,7 +75,7 @@ def submit(
 ) -> tuple[int, Sink]:
     sink = sink or Sink()
     request_id = supervisor.client.new_request_id()
-    params = SamplingParams(max_tokens=max_tokens, seed=0)
+    params = TokenRules(max_tokens=max_tokens, seed=0)
     request = AddRequest(request_id, token_ids_to_bytes(prompt), params, scheduling or SchedulingParams())
     supervisor.client.submit(request, sink)
     return request_id, sink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.text.bad_words import with_bad_word_ids, word_forms
+from cb_backend.front_end.text.bad_words import bad_word_ids, word_forms
 from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import ByteFallbackKit, ByteLevelKit
 
@@ -29,14 +29,14 @@ def test_k1_sentencepiece_has_the_form_behind_other_text_too(byte_fallback: Byte
     }
 
 
-def test_the_parameters_get_the_ids(byte_level: ByteLevelKit) -> None:
-    params = SamplingParams(bad_words=("x", "x", "ok"))
-    got = with_bad_word_ids(params, byte_level.tokenizer)
-    assert tuple(byte_level.ids(b"x")) in got.bad_words_token_ids
-    assert len(set(got.bad_words_token_ids)) == len(got.bad_words_token_ids) == 4
-    assert got.has_logits_rules
-    plain = SamplingParams()
-    assert with_bad_word_ids(plain, byte_level.tokenizer) is plain
+def test_the_rules_get_the_ids(byte_level: ByteLevelKit) -> None:
+    ids = bad_word_ids(("x", "x", "ok"), byte_level.tokenizer)
+    assert tuple(byte_level.ids(b"x")) in ids
+    assert len(set(ids)) == len(ids) == 4
+    (rules,) = SamplingParams(bad_words=("x", "x", "ok")).token_rules(ids)
+    assert rules.bad_words_token_ids == ids
+    assert rules.has_logits_rules
+    assert bad_word_ids((), byte_level.tokenizer) == ()
 
 
 def test_words_of_too_many_tokens_are_refused(byte_level: ByteLevelKit) -> None:

@@ -11,8 +11,9 @@ import pytest
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.wire.protocol import parse_request
 from cb_backend.front_end.wire.trtllm_protocol import parse_trtllm_request
-from cb_backend.sampling_params import MAX_TOKENS, SamplingParams
+from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
+from cb_backend.token_rules import MAX_TOKENS
 
 VOCAB_SIZE = 500
 
@@ -160,17 +161,17 @@ def test_h02_tensorrt_llms_words() -> None:
     [{"guided_regex": "a+"}, {"structured_outputs": '{"json_object": true}'}, {"guided_choice": '["yes"]'}],
 )
 def test_h04_a_grammar_without_max_tokens_has_the_room_there_is(grammar: dict[str, Any]) -> None:
-    assert params(grammar).max_tokens == MAX_TOKENS
-    assert params({}, grammar).max_tokens == MAX_TOKENS
+    assert params(grammar).most_tokens == MAX_TOKENS
+    assert params({}, grammar).token_rules()[0].max_tokens == MAX_TOKENS
 
 
 def test_h04_max_tokens_counts_beside_a_grammar() -> None:
-    assert params({"guided_regex": "a+", "max_tokens": 5}).max_tokens == 5
-    assert params({"guided_regex": "a+"}, {"max_tokens": "7"}).max_tokens == 7
+    assert params({"guided_regex": "a+", "max_tokens": 5}).most_tokens == 5
+    assert params({"guided_regex": "a+"}, {"max_tokens": "7"}).most_tokens == 7
 
 
 def test_h04_what_asks_for_no_grammar_has_the_usual_length() -> None:
-    assert params({"guided_regex": "", "structured_outputs": None, "guided_choice": "[]"}).max_tokens == 16
+    assert params({"guided_regex": "", "structured_outputs": None, "guided_choice": "[]"}).most_tokens == 16
 
 
 def test_h04_min_tokens_may_be_above_the_usual_length() -> None:
@@ -179,7 +180,7 @@ def test_h04_min_tokens_may_be_above_the_usual_length() -> None:
 
 def test_h04_tensorrt_llms_guides() -> None:
     given = trtllm_params(guided_decoding_guide_type=texts("json"))
-    assert given.max_tokens == MAX_TOKENS
+    assert given.most_tokens == MAX_TOKENS
 
 
 # ---- R70b: strings of tensors in messages -------------------------------------------------------------------------

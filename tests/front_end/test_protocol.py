@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 VOCAB_SIZE = 500
 
@@ -52,8 +53,8 @@ def test_defaults() -> None:
     assert (request.text, request.is_stream, request.is_input_prepended) == ("hi", False, True)
     flags = (request.return_finish_reason, request.return_num_input_tokens, request.return_num_output_tokens)
     assert flags == (False, False, False)
-    assert request.params == SamplingParams(seed=request.params.seed)
-    assert request.params.max_tokens == 16
+    assert request.params == SamplingParams()
+    assert request.params.most_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -222,14 +223,14 @@ def test_null_is_the_default() -> None:
         "ignore_eos",
         "n",
     ]
-    result = params(dict.fromkeys(names))
-    assert result == SamplingParams(seed=result.seed)
+    assert params(dict.fromkeys(names)) == SamplingParams()
 
 
 def test_a_missing_seed_is_drawn() -> None:
-    seeds = [parse().params.seed for _ in range(20)] + [params({"seed": -1}).seed, params({"seed": None}).seed]
-    assert len(set(seeds)) == 22
-    assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
+    given = [parse().params] * 10 + [params({"seed": -1}), params({"seed": None, "n": 2})]
+    seeds = [rules.seed for each in given for rules in each.token_rules()]
+    assert len(set(seeds)) == 13
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_request_parameters_are_sampling_parameters() -> None:
@@ -248,7 +249,7 @@ def test_d7_bad_max_tokens(value: Any) -> None:
 
 
 def test_d7_missing_max_tokens_is_the_default_and_the_largest_is_allowed() -> None:
-    assert params({}).max_tokens == 16
+    assert params({}).most_tokens == 16
     assert params({"max_tokens": 2**31 - 1}).max_tokens == 2**31 - 1
 
 
@@ -391,9 +392,8 @@ def test_n() -> None:
 
 def test_each_answer_has_a_seed_of_its_own_and_the_first_is_that_of_one() -> None:
     several = SamplingParams(n=3, seed=2**64 - 1, top_k=4)
-    assert [several.of_answer(index) for index in range(3)] == [
-        SamplingParams(seed=seed, top_k=4) for seed in (2**64 - 1, 0, 1)
-    ]
+    assert several.token_rules() == [TokenRules(seed=seed, top_k=4) for seed in (2**64 - 1, 0, 1)]
+    assert several.token_rules()[:1] == SamplingParams(seed=2**64 - 1, top_k=4).token_rules()
 
 
 def test_unknown_names() -> None:
@@ -471,7 +471,7 @@ def test_b9_long_stop_strings() -> None:
         ({"n": 10**6}, "n must be between 1 and 64, got 1000000"),
         ({"n": 65}, "n must be between 1 and 64, got 65"),
         ({"n": 0}, "n must be between 1 and 64, got 0"),
-        ({"best_of": 10**9}, "best_of must be between 1 and 64, got 1000000000"),
+        ({"best_of": 10**9}, "best_of is not supported (got 1000000000); use n and choose"),
         ({"n": 10**30}, "n must be between 1 and 64"),
     ],
 )
@@ -509,7 +509,8 @@ def test_any_json_gives_parameters_or_a_clear_refusal(values: dict[str, Any]) ->
         assert 0 < len(result.encode("utf-8")) < 400
     else:
         result.check(VOCAB_SIZE)
-        assert result.seed is not None
+        for rules in result.token_rules():
+            rules.check(VOCAB_SIZE)
         assert set(values) <= {*SamplingParams.__struct_fields__, *NEUTRAL}
 
 

@@ -12,7 +12,7 @@ from cb_backend.errors import UnavailableError
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.messages import AddRequest
 from cb_backend.queue_room import KnownRoom, QueueRoom
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.front_end.engines import Sink, counting_config, submit
 from tests.front_end.test_supervisor import Fleet, engine_pid, fleet
 from tests.simulation.network import SimulatedClient
@@ -64,7 +64,7 @@ def test_a_place_is_taken_before_the_engine_can_hear_of_the_request() -> None:
             super().append(frame)
 
     client._outbox = Outbox()
-    client.submit(AddRequest(1, b"", SamplingParams(seed=0)), Sink())
+    client.submit(AddRequest(1, b"", TokenRules(seed=0)), Sink())
     client.give_back()
     assert was_full == [True]
 

@@ -6,7 +6,7 @@ import pytest
 
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.wire.token_choice import check_token_choice
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 EOS = (0, 9)
 
@@ -23,7 +23,7 @@ EOS = (0, 9)
 )
 def test_no_token_is_left(params: dict[str, object], reason: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        check_token_choice(SamplingParams(**params), EOS)
+        check_token_choice(TokenRules(**params), EOS)
     assert reason in str(refused.value)
 
 
@@ -38,4 +38,4 @@ def test_no_token_is_left(params: dict[str, object], reason: str) -> None:
     ],
 )
 def test_a_token_is_left(params: dict[str, object]) -> None:
-    check_token_choice(SamplingParams(**params), EOS)
+    check_token_choice(TokenRules(**params), EOS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.text.bad_words import with_bad_word_ids
+from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.prompt import prompt_token_ids
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -44,17 +44,18 @@ class FrontEnd:
         try:
             generate = parse_request(request.inputs, request.parameters, self._vocab_size)
             ids = prompt_token_ids(generate, self._tokenizer, self._chat, MAX_MODEL_LEN)
-            params = with_bad_word_ids(generate.params, self._tokenizer)
-            check_token_choice(params, self._tokenizer.eos_token_ids)
+            rules = generate.params.token_rules(bad_word_ids(generate.params.bad_words, self._tokenizer))
+            check_token_choice(rules[0], self._tokenizer.eos_token_ids)
         except InvalidRequestError as error:
             return str(error)
         # What was let through is sound: it fits, it is in the vocabulary, and the engine can read it.
         assert 0 < len(ids) < MAX_MODEL_LEN
         assert 0 <= min(ids) <= max(ids) < self._vocab_size
-        params.check(self._vocab_size)
-        assert params.seed is not None
-        message = AddRequest(1, token_ids_to_bytes(ids), params, generate.scheduling)
-        assert decode_front_end_message(encode(message)) == message
+        assert len(rules) == generate.params.n
+        for each in rules:
+            each.check(self._vocab_size)
+            message = AddRequest(1, token_ids_to_bytes(ids), each, generate.scheduling)
+            assert decode_front_end_message(encode(message)) == message
         return None
 
 

@@ -38,7 +38,7 @@ VALID: dict[str, Callable[[random.Random], Any]] = {
     "min_p": lambda draw: draw.choice([0, 0.1, 1]),
     "seed": lambda draw: draw.choice([None, -1, 0, 7, 2**64 - 1]),
     "n": lambda draw: draw.choice([1, 1, 1, 2, 3]),
-    "best_of": lambda draw: draw.choice([None, 1, 3]),
+    "best_of": lambda draw: draw.choice([None, 1]),
     "stop": lambda draw: draw.choice([None, "x", ["the", "é"], [], ["\n"]]),
     "stop_token_ids": lambda draw: draw.choice([[], [0], [5, 6, "7"]]),
     "ignore_eos": lambda draw: draw.choice([True, False, "true", 0]),

@@ -13,7 +13,7 @@ from cb_backend.engine.runner.device_state import MAX_STOP_IDS_PER_SLOT, joined_
 from cb_backend.kernels import sample, slot_state, step_rows
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
 from cb_backend.outputs import JoinedRow, RowStatus
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 5, 4, 37
 PADDING = NUM_SLOTS - 1
@@ -85,10 +85,10 @@ def test_prepare_rows_gathers_by_slot(suffix: str, num_rows: int, num_decode: in
 
 def test_joining_writes_the_slot_and_no_other(suffix: str, device: torch.device) -> None:
     state, before = (_state(np.random.default_rng(1), device) for _ in range(2))
-    params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 + 12345, min_tokens=3)
+    params = TokenRules(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 + 12345, min_tokens=3)
     rows = [
         JoinedRow(2, 0, np.array([4, 5, 6], np.int32), 2, (1,), params, (9, 11), 18),
-        JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), SamplingParams(temperature=0.0, seed=7), (), 17),
+        JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), TokenRules(temperature=0.0, seed=7), (), 17),
     ]
     stop_ids = torch.zeros(NUM_SLOTS, MAX_STOP_IDS_PER_SLOT, dtype=torch.int32, device=device)
     state = state._replace(stop_ids=stop_ids)
@@ -111,7 +111,7 @@ def test_each_row_parameter_goes_its_way_from_the_request_to_the_row(
 ) -> None:
     """Joined, gathered by slot, and neutral where nobody has joined."""
     plain = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "seed": 2**64 - 5}
-    params = SamplingParams(**plain)  # type: ignore[arg-type]
+    params = TokenRules(**plain)  # type: ignore[arg-type]
     state = new_slot_state(NUM_SLOTS - 1, MAX_BLOCKS, device)
     joined = joined_slots([JoinedRow(3, 0, np.array([4], np.int32), 1, (1,), params, (), 9)])
     getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined).to(device), state)

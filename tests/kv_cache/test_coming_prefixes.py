@@ -7,15 +7,15 @@ import pytest
 
 from cb_backend.kv_cache.manager import KVCacheManager, keyed_block_hash
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 BLOCK = 4
 SHARED = list(range(16))  # four blocks
 
 
-def make_request(request_id: int, tokens: list[int], params: SamplingParams | None = None) -> Request:
+def make_request(request_id: int, tokens: list[int], params: TokenRules | None = None) -> Request:
     total = len(tokens) + 32
-    return Request(request_id, np.array(tokens, np.int32), len(tokens), params or SamplingParams(), (), total)
+    return Request(request_id, np.array(tokens, np.int32), len(tokens), params or TokenRules(), (), total)
 
 
 def start(kv: KVCacheManager, request: Request) -> None:
@@ -48,7 +48,7 @@ def test_four_blocks_and_a_quarter_are_worth_waiting_for(
 
 
 def test_who_needs_its_whole_prompt_computed_neither_finds_blocks_nor_waits_for_them(kv: KVCacheManager) -> None:
-    whole = SamplingParams(prompt_logprobs=0)
+    whole = TokenRules(prompt_logprobs=0)
     assert not kv.is_prefix_coming(make_request(2, [*SHARED, 0], whole))
     other = make_request(3, [*range(40, 56), 0])
     start(kv, other)

@@ -7,14 +7,14 @@ import pytest
 
 from cb_backend.kv_cache.manager import KVCacheManager, keyed_block_hash
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 BLOCK = 4
 
 
 def make_request(request_id: int, tokens: list[int], salt: bytes = b"") -> Request:
     token_ids = np.array(tokens, np.int32)
-    return Request(request_id, token_ids, len(tokens), SamplingParams(), (), len(tokens) + 16, cache_salt=salt)
+    return Request(request_id, token_ids, len(tokens), TokenRules(), (), len(tokens) + 16, cache_salt=salt)
 
 
 def run_prompt(kv: KVCacheManager, request: Request) -> int:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from cb_backend.cli.demo_model import ensure_demo_model
 from cb_backend.engine.llm_engine import create_engine
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.models.paged_model import PagedModel
 
@@ -46,7 +46,7 @@ def test_greedy_tokens_of_the_engine_alone_and_in_company(folder: Path, prompt: 
     engine = create_engine(
         config(str(folder), max_num_batched_tokens=4, block_size=4, num_gpu_blocks_override=40, max_model_len=64)
     )
-    greedy = SamplingParams(max_tokens=len(EXPECTED), temperature=0.0, seed=0)
+    greedy = TokenRules(max_tokens=len(EXPECTED), temperature=0.0, seed=0)
     assert run(engine, [prompt], greedy).token_ids[0] == EXPECTED
     others = [np.arange(100, 109).tolist(), np.arange(500, 503).tolist()]
     got = run(engine, [prompt, *others], greedy, arrivals=[0, 2, 4])

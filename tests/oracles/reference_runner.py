@@ -102,7 +102,7 @@ class ReferenceRunner:
         self.swapper: BlockSwapper | None = None
         self.device = storage.data.device
         self.batch = HostBatch(num_slots, max_model_len, storage.data.shape[-2])
-        self.rules = LogitsRules(model.spec.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
         self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
 

@@ -14,8 +14,8 @@ import pytest
 
 from cb_backend.engine.scheduler.fair_share import MAX_REMEMBERED, FairShare, Flow, fair_order
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 
 
@@ -149,10 +149,10 @@ def test_o10_a_preempted_request_comes_before_every_tenants_turn() -> None:
 
 def test_the_number_of_accounts_is_bounded() -> None:
     share = FairShare()
-    steady = Request(0, np.zeros(1, np.int32), 1, SamplingParams(), (), 2, scheduling=of("steady"))
+    steady = Request(0, np.zeros(1, np.int32), 1, TokenRules(), (), 2, scheduling=of("steady"))
     share.arrive("steady")
     for number in range(5 * MAX_REMEMBERED):
-        request = Request(number, np.zeros(1, np.int32), 1, SamplingParams(), (), 2, scheduling=of(f"t{number}"))
+        request = Request(number, np.zeros(1, np.int32), 1, TokenRules(), (), 2, scheduling=of(f"t{number}"))
         share.arrive(request.scheduling.tenant)
         share.start(request, 10_000.0 + number)
         share.end(request, 10_000 + number, has_started=True)
@@ -171,7 +171,7 @@ def test_as_many_debts_as_documented_are_remembered_and_then_the_greater_half() 
     for tenant in (*tenants, *(f"waits {tenant}" for tenant in tenants)):  # so many share that time hardly moves on
         share.arrive(tenant)
     for number, tenant in enumerate(tenants):
-        request = Request(number, np.zeros(1, np.int32), 1, SamplingParams(), (), 2, scheduling=of(tenant))
+        request = Request(number, np.zeros(1, np.int32), 1, TokenRules(), (), 2, scheduling=of(tenant))
         num_tokens = 1_000_000 + number
         share.start(request, num_tokens)
         share.end(request, num_tokens, has_started=True)
@@ -208,7 +208,7 @@ def test_the_order_is_the_documented_one(seed: int) -> None:
     for number in range(rng.randint(0, 25)):
         length = rng.randint(1, 50)
         scheduling = of(rng.choice("abcd"), rng.choice((0, 0, 0, 1, -2)) if seed % 2 else 0)
-        request = Request(number, np.zeros(length, np.int32), length, SamplingParams(), (), 99, scheduling=scheduling)
+        request = Request(number, np.zeros(length, np.int32), length, TokenRules(), (), 99, scheduling=scheduling)
         request.queue_key = (0, float(rng.randint(0, 9)), number)
         request.num_preemptions = rng.choice((0, 0, 0, 1))
         share.arrive(scheduling.tenant)

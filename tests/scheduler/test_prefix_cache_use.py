@@ -9,8 +9,8 @@ import pytest
 
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 
 SHARED = list(range(100, 140))  # ten blocks of four
@@ -63,8 +63,8 @@ def test_nobody_passes_the_more_urgent_or_another_tenants_turn(other: Scheduling
     assert joined(engine)[1] == 1 or other.tenant
 
 
-def make_request(number: int, tokens: list[int], params: SamplingParams | None = None) -> Request:
-    return Request(number, np.array(tokens, np.int32), len(tokens), params or SamplingParams(), (), 200)
+def make_request(number: int, tokens: list[int], params: TokenRules | None = None) -> Request:
+    return Request(number, np.array(tokens, np.int32), len(tokens), params or TokenRules(), (), 200)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -75,7 +75,7 @@ def test_findable_blocks_are_those_that_are_found(seed: int) -> None:
     running: list[Request] = []
     for number in range(20):
         tokens = [*SHARED[: rng.randint(0, 40)], *(rng.randint(0, 3) for _ in range(rng.randint(1, 9)))]
-        params = SamplingParams(prompt_logprobs=0 if rng.random() < 0.2 else None)
+        params = TokenRules(prompt_logprobs=0 if rng.random() < 0.2 else None)
         waiting.append(make_request(number, tokens, params))
         if rng.random() < 0.5:
             kv.get_computed_blocks(waiting[-1])  # it was tried while nobody waited beside it

@@ -9,14 +9,14 @@ from cb_backend.engine.scheduler.fair_share import FairShare
 from cb_backend.engine.scheduler.request_queue import RequestQueue
 from cb_backend.errors import UnavailableError
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 
 
 def add(queue: RequestQueue, request_id: int, tenant: str = "", priority: int = 0, length: int = 4) -> Request:
     scheduling = SchedulingParams(tenant=tenant, priority=priority)
     request = Request(
-        request_id, np.zeros(length, np.int32), length, SamplingParams(), (), length + 8, scheduling=scheduling
+        request_id, np.zeros(length, np.int32), length, TokenRules(), (), length + 8, scheduling=scheduling
     )
     queue.arrive(request, num_free_slots=0, num_free_tokens=0)
     return request

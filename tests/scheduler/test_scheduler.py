@@ -11,8 +11,8 @@ from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.outputs import StepPlan, StepResult
 from cb_backend.request import FinishReason, Request, RequestStatus
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 
 
@@ -129,7 +129,7 @@ def test_running_ahead_never_passes_a_length_limit(run_ahead: int) -> None:
 def test_no_more_steps_are_launched_than_the_engine_may_run_ahead(run_ahead: int | None, num_steps: int) -> None:
     config = EngineConfig(model="fake", block_size=4, run_ahead=run_ahead)
     scheduler = Scheduler(config, KVCacheManager(101, 4), 1000)
-    scheduler.add_request(Request(1, np.ones(5, np.int32), 5, SamplingParams(), (), 100))
+    scheduler.add_request(Request(1, np.ones(5, np.int32), 5, TokenRules(), (), 100))
     assert [scheduler.schedule() is not None for _ in range(num_steps + 1)] == [True] * num_steps + [False]
     assert scheduler.stats().num_host_blocks == 0
 

@@ -13,8 +13,8 @@ import pytest
 from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS, SwapSpace
 from cb_backend.outputs import StepPlan
 from cb_backend.request import FinishReason, Request, RequestStatus
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.expectations import check_cached_content
@@ -193,7 +193,7 @@ def brought_in_while_its_copy_is_in_flight(run_ahead: int = 1) -> tuple[FakeEngi
 
 
 def lone_output(prompt: list[int], max_tokens: int) -> list[int]:
-    params = SamplingParams(max_tokens=max_tokens)
+    params = TokenRules(max_tokens=max_tokens)
     return HashModel(vocab_size=1000).lone_output(prompt, b"", params, (), len(prompt) + max_tokens)
 
 
@@ -265,7 +265,7 @@ def test_who_runs_on_a_copy_is_remembered_until_the_copy_has_come_back(
     last_back: int, distrusted: list[int], is_back_before: bool
 ) -> None:
     space = SwapSpace(num_blocks=50, block_size=4)
-    request = Request(1, np.ones(101, np.int32), 100, SamplingParams(), (), 200, block_table=list(range(1, 27)))
+    request = Request(1, np.ones(101, np.int32), 100, TokenRules(), (), 200, block_table=list(range(1, 27)))
     assert space.put_out(request, request.block_table, 100)
     assert len(space.launch(7)) == 25
     if is_back_before:

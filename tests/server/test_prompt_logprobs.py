@@ -1,4 +1,4 @@
-"""prompt_logprobs and best_of on a real server. pytest tests/server/test_prompt_logprobs.py"""
+"""prompt_logprobs and n on a real server. pytest tests/server/test_prompt_logprobs.py"""
 
 from __future__ import annotations
 
@@ -59,24 +59,23 @@ def test_f6_prompt_logprobs_of_one_token_and_out_of_range(server: RunningServer)
         ask(server, "x" * 8000, {**GREEDY, "prompt_logprobs": 20})
 
 
-def test_l3_best_of_gives_the_best_by_cumulative_logprob(server: RunningServer) -> None:
-    """Case L3: best_of 4, n 2; every output has two elements, best first."""
-    singles = [ask(server, "fox", {**DRAWN, "seed": 50 + i, "logprobs": 0})[0] for i in range(4)]
-    ranked = sorted(singles, key=lambda single: single["cumulative_logprob"][0], reverse=True)[:2]
-    (response,) = ask(server, "fox", {**DRAWN, "n": 2, "best_of": 4, "logprobs": 0})
-    assert response["text_output"] == [single["text_output"][0] for single in ranked]
-    assert response["cumulative_logprob"] == pytest.approx([s["cumulative_logprob"][0] for s in ranked], abs=1e-3)
+def test_l3_best_of_is_refused_and_n_tells_what_to_choose_by(server: RunningServer) -> None:
+    """Case L3: every output of n answers has an element an answer, in the order of the seeds."""
+    with pytest.raises(InferenceServerException, match=r"best_of is not supported \(got 4\); use n and choose"):
+        ask(server, "fox", {**DRAWN, "n": 2, "best_of": 4})
+    singles = [ask(server, "fox", {**DRAWN, "seed": 50 + i, "logprobs": 0})[0] for i in range(2)]
+    (response,) = ask(server, "fox", {**DRAWN, "seed": 50, "n": 2, "logprobs": 0})
+    assert response["text_output"] == [single["text_output"][0] for single in singles]
+    assert response["cumulative_logprob"] == pytest.approx([s["cumulative_logprob"][0] for s in singles], abs=1e-3)
     for name in ("finish_reason", "num_output_tokens", "logprobs"):
         assert len(response[name]) == 2
     assert response["num_input_tokens"] == singles[0]["num_input_tokens"]
-    with pytest.raises(InferenceServerException, match="cannot be streamed"):
-        ask(server, "fox", {**DRAWN, "n": 2, "best_of": 4}, stream=True)
     server.wait_idle()
 
 
 def test_x3_a_wrong_priority_with_n_leaves_nothing_registered(server: RunningServer) -> None:
-    """Case X3: priority 2^64 with n=2 (and best_of): refused before any answer is at the engine."""
-    for sampling in ({**DRAWN, "n": 2}, {**DRAWN, "n": 2, "best_of": 3}):
+    """Case X3: priority 2^64 with n: refused before any answer is at the engine."""
+    for sampling in ({**DRAWN, "n": 2}, {**DRAWN, "n": 3}):
         with pytest.raises(InferenceServerException, match="priority must be between -100 and 100"):
             ask(server, "fox", {**sampling, "priority": 2**64})
     assert server.num_active_requests() == 0

@@ -54,7 +54,7 @@ class Bench:
             LiveAnswer(
                 live, 1000 * index + self.next_id, OutputText(self.tokenizer, generate.params), self._figures(generate)
             )
-            for index in range(generate.params.num_answers)
+            for index in range(generate.params.n)
         ]
         asks_prompt = generate.params.prompt_logprobs
         prompt = None if asks_prompt is None else PromptFigures(self.tokenizer, PROMPT_IDS, asks_prompt)

@@ -7,7 +7,7 @@ import random
 from cb_backend.config import EngineConfig
 from cb_backend.fault_points import POINTS
 from cb_backend.request import make_request_id
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.sampling_params import RequestParams
 from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.structured_output import StructuredOutput
 from tests.simulation.grammars import SLOW_TURNS, make_grammar
@@ -145,7 +145,7 @@ class _ArrivalDrawer:
             request_id=make_request_id(rng.randint(0, 2), index),
             at_step=at_step,
             prompt=prompt,
-            params=SamplingParams(
+            params=RequestParams(
                 max_tokens=max_tokens,
                 min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
                 stop_token_ids=tuple(rng.sample(range(vocab_size), k=num_stop_ids)),

@@ -48,13 +48,13 @@ def queue_place(config: EngineConfig, priority: int, arrived_at: float, number: 
 def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival, salt: bytes) -> list[int]:
     """What a request must produce whatever runs beside it, but for stop strings."""
     total = min(
-        len(arrival.prompt) + arrival.params.max_tokens,
+        len(arrival.prompt) + arrival.params.most_tokens,
         scenario.max_model_len,
         scenario.num_cache_tokens,
     )
     if total <= len(arrival.prompt):
         return []
-    return model.lone_output(arrival.prompt, salt, arrival.params, arrival.params.stop_token_ids, total)
+    return model.lone_output(arrival.prompt, salt, arrival.rules, arrival.params.stop_token_ids, total)
 
 
 def check_cached_content(kv: KVCacheManager, runner: HashRunner, looked_at: set[CachedBlock] | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cb_backend.config import EngineConfig
 from cb_backend.request import make_request_id
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.sampling_params import RequestParams
 from cb_backend.scheduling_params import SchedulingParams
 from tests.simulation.scenario import Arrival, Fault, Scenario
 from tests.simulation.world import World
@@ -30,7 +30,7 @@ def rich_scenario(index: int) -> Scenario:
                 request_id=make_request_id(number % 3, number),
                 at_step=0 if number < 5 else 6,
                 prompt=prompt,
-                params=SamplingParams(max_tokens=24, stop=("ab",) if number == 2 else (), seed=1),
+                params=RequestParams(max_tokens=24, stop=("ab",) if number == 2 else (), seed=1),
                 scheduling=SchedulingParams(
                     priority=-1 if number == 6 else 0, timeout_ms=200 if number == 4 else None, tenant="ab"[number % 2]
                 ),

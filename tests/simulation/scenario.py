@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from cb_backend.config import EngineConfig
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.sampling_params import RequestParams
 from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.token_rules import TokenRules
 
 STEP_TRAITS = ("copies out", "copies in", "is relied on", "has lost a row")
 CANCEL_STATES = ("compiling", "waiting", "prefilling", "decoding", "preempted", "swapped", "ended")
@@ -22,11 +23,16 @@ class Arrival:
     request_id: int
     at_step: int
     prompt: tuple[int, ...]
-    params: SamplingParams
+    params: RequestParams
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     fails_at: int | None = None  # its row fails once this many tokens are known
     cancel_at: int | None = None  # step of a cancel, whatever the request is doing
     cancel_in: str | None = None  # state in which it is cancelled, of `CANCEL_STATES`
+
+    @property
+    def rules(self) -> TokenRules:
+        """What the engine is told of the one answer."""
+        return self.params.token_rules()[0]
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ def _smaller_arrivals(arrival: Arrival) -> Iterator[Arrival]:
         if 1 <= length < len(arrival.prompt):
             yield replace(arrival, prompt=arrival.prompt[:length])
     params = arrival.params
-    for count in (1, params.max_tokens // 2, params.max_tokens - 1):
-        if 1 <= count < params.max_tokens:
+    for count in (1, params.most_tokens // 2, params.most_tokens - 1):
+        if 1 <= count < params.most_tokens:
             smaller = msgspec.structs.replace(params, max_tokens=count, min_tokens=min(params.min_tokens, count))
             yield replace(arrival, params=smaller)
     for change in ({"stop_token_ids": ()}, {"stop": ()}, {"min_tokens": 0}, {"structured_output": None}):

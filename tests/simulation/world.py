@@ -220,7 +220,7 @@ class World:
             self.to_cancel.append(answer)
         prompt = token_ids_to_bytes(list(arrival.prompt))
         try:
-            client.submit(AddRequest(arrival.request_id, prompt, arrival.params, arrival.scheduling), answer)
+            client.submit(AddRequest(arrival.request_id, prompt, arrival.rules, arrival.scheduling), answer)
         except UnavailableError:
             answer.end = UNAVAILABLE
 

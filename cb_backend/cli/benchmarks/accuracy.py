@@ -20,7 +20,7 @@ from cb_backend.cli.demo_model import ensure_demo_model
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.errors import ConfigError
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 HELP = "logit error and greedy agreement of fp8 weights and an fp8 KV cache"
 # Beside the reference; each is a set of engine arguments.
@@ -145,7 +145,7 @@ def accuracy(wanted: Sequence[Any], found: Sequence[Any], prefixes: Sequence[int
 def answers_of(engine: LLMEngine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy answers of `num_tokens` tokens each, all prompts in one batch."""
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
+        params = TokenRules(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
         engine.add_request(engine.make_request(index, np.asarray(prompt, np.int32), params))
     answers: list[list[int]] = [[] for _ in prompts]
     while engine.has_unfinished():

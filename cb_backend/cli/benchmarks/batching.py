@@ -24,8 +24,8 @@ from cb_backend.cli.benchmarks.machine import commit, cpu_name
 from cb_backend.cli.paths import CliError
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.study.replay import fresh_engine
+from cb_backend.token_rules import TokenRules
 
 HELP = "compare in-flight batching with static batches and one request at a time"
 
@@ -74,7 +74,7 @@ def run_workload(engine: LLMEngine, workload: Workload) -> Result:
     """Queue everything at once and step until all has ended. Raises if a request ends with the wrong length."""
     start = time.perf_counter()
     for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens, strict=True)):
-        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, seed=index)
+        params = TokenRules(max_tokens=length, temperature=0.0, ignore_eos=True, seed=index)
         engine.add_request(engine.make_request(index, prompt, params))
     counts = [0] * len(workload.prompts)
     ends: list[float] = []

@@ -13,9 +13,9 @@ from cb_backend.cli.benchmarks.workloads import Workload
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.messages import EngineStats
 from cb_backend.request import Request
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.study.latencies import Latencies
 from cb_backend.study.replay import drive, no_collections, token_latencies
+from cb_backend.token_rules import TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def run_pass(engine: LLMEngine, workload: Workload, temperature: float) -> PassR
     """
     log = watch(engine)
     params = [
-        SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True, seed=index)
+        TokenRules(max_tokens=length, temperature=temperature, ignore_eos=True, seed=index)
         for index, length in enumerate(workload.output_lens)
     ]
 

@@ -20,7 +20,7 @@ import numpy as np
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
 from cb_backend.config import engine_config_from_dict
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,9 +79,7 @@ def record(engine: LLMEngine, traffic: list[Arrival], title: str, tell: Callable
         while to_come and (to_come[0][1].step <= num_steps or not engine.has_unfinished()):
             request_id, arrival = to_come.pop(0)
             prompt = ids.integers(1, engine.info.vocab_size, arrival.num_prompt_tokens, dtype=np.int32)
-            params = SamplingParams(
-                max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True, seed=request_id
-            )
+            params = TokenRules(max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True, seed=request_id)
             engine.add_request(engine.make_request(request_id, prompt, params))
         tell(num_steps, num_ended)
         output = engine.step()

@@ -21,8 +21,8 @@ import numpy as np
 from cb_backend.engine.grammar.guide import TOO_COMPLEX, Guide
 from cb_backend.engine.grammar.token_table import TokenTable
 from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
-from cb_backend.sampling_params import SamplingParams
 from cb_backend.structured_output import StructuredOutput
+from cb_backend.token_rules import TokenRules
 
 if TYPE_CHECKING:  # imported at first use, so that nobody else pays for it
     from llguidance import LLMatcher, LLTokenizer
@@ -57,7 +57,7 @@ class Grammar:
         self._eos_token_ids = eos_token_ids
         self._was_too_slow = False
 
-    def new_guide(self, params: SamplingParams | None = None) -> Guide:
+    def new_guide(self, params: TokenRules | None = None) -> Guide:
         """A guide at the start. Raises `InvalidRequestError` if an earlier one became too slow.
 
         With `ignore_eos` (and no stop_token_ids that say otherwise) it ends only where nothing else is allowed.

@@ -24,7 +24,7 @@ from cb_backend.layers.ops import Ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.spec import ModelSpec
 from cb_backend.outputs import JoinedRow, NoMasks, StepPlan, Want
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 GRAPH_MEMORY = 512 << 20  # kept free for graph capture and library workspaces
 MIB = 1 << 20
@@ -95,8 +95,8 @@ def warm_up(
     runner: SlotRunner, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, vocab_size: int
 ) -> None:
     """Run the largest step and each kind of step once. Every block table names the null block alone."""
-    params = SamplingParams(max_tokens=1)
-    special = SamplingParams(max_tokens=1, min_tokens=1, presence_penalty=1.0, logprobs=1)
+    params = TokenRules(max_tokens=1)
+    special = TokenRules(max_tokens=1, min_tokens=1, presence_penalty=1.0, logprobs=1)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max_model_len, -(-max_num_batched_tokens // num_rows))
     kinds = [

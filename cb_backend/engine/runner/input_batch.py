@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.outputs import JoinedRow, StepPlan
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 
-def is_sampled_apart(params: SamplingParams) -> bool:
+def is_sampled_apart(params: TokenRules) -> bool:
     """Whether a row's token is chosen after the step and not within it: its logits are changed first, or are wanted as
     the model gave them while stop ids are ruled out."""
     is_changed = params.has_logits_rules or params.structured_output is not None

@@ -28,7 +28,7 @@ from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.token_marks import FORBIDDEN, PROMPT
 from cb_backend.layers.ops import Ops
 from cb_backend.outputs import JoinedRow, RowStatus
-from cb_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from cb_backend.token_rules import MAX_LOGIT_BIASES, TokenRules
 
 NO_TOKEN_LEFT = (
     "no token is left that all of the request's rules allow (structured output, allowed_token_ids, bad_words,"
@@ -42,9 +42,8 @@ _FIRST_MARK_ROWS = 4
 class LogitsRules:
     """The rules of all slots that have any, as arrays on the device; changed when a request joins."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, num_slots: int, device: torch.device, ops: Ops) -> None:
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device, ops: Ops) -> None:
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
         self._device = device
         self._ops = ops
         self.has_rules = np.zeros(num_slots, np.bool_)
@@ -115,12 +114,13 @@ class LogitsRules:
             self._biases[slot].zero_()
         self._bad_words.pop(slot, None)
 
-    def _join(self, slot: int, row: JoinedRow, params: SamplingParams) -> None:
+    def _join(self, slot: int, row: JoinedRow, params: TokenRules) -> None:
         self._min_tokens[slot] = params.min_tokens
         self.min_positions[slot].fill_(min_position(row))  # also 0 more: it says where a stop id ends the row
         if params.bad_words_token_ids:
-            max_tokens = min(row.num_prompt_tokens + params.max_tokens, self._max_model_len)
-            self._bad_words[slot] = BadWords(params.bad_words_token_ids, row.token_ids, max_tokens, self._device)
+            self._bad_words[slot] = BadWords(
+                params.bad_words_token_ids, row.token_ids, row.max_total_tokens, self._device
+            )
         if params.logit_bias:
             self._num_biases[slot] = len(params.logit_bias)
             self._bias_ids[slot, : len(params.logit_bias)] = self._copy(list(params.logit_bias), np.int64)
@@ -132,7 +132,7 @@ class LogitsRules:
             self._penalties[mark_row] = self._copy(penalties, np.float32)
             self._mark(self._marks[mark_row], row, params)
 
-    def _mark(self, marks: Tensor, row: JoinedRow, params: SamplingParams) -> None:
+    def _mark(self, marks: Tensor, row: JoinedRow, params: TokenRules) -> None:
         """Fill one row of marks with what is known of a request."""
         known = self._copy(row.token_ids, np.int64)
         output = known[row.num_prompt_tokens :]

@@ -55,7 +55,7 @@ class SlotRunner:
         self.padding_slot = num_slots
         self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
-        self.rules = LogitsRules(model.spec.vocab_size, max_model_len, num_slots, self.device, ops)
+        self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
         self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
         self.graphs = StepGraphs()

@@ -20,7 +20,7 @@ from cb_backend.engine.scheduler.step_result import StepResults
 from cb_backend.engine.scheduler.swap_space import SwapSpace
 from cb_backend.errors import InvalidRequestError
 from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS, KVCacheManager
-from cb_backend.request import Request
+from cb_backend.request import Request, check_prompt_length
 
 LOOKAHEAD = 8
 MAX_OVERTAKEN = 16
@@ -31,13 +31,7 @@ _ANY_LENGTH = 1 << 62
 def check_fits_alone(request: Request, max_model_len: int, kv: KVCacheManager) -> None:
     """Raise `InvalidRequestError` for a request that could not run even if there were no other."""
     num_prompt, num_cache_tokens = request.num_prompt_tokens, kv.num_usable_blocks * kv.block_size
-    if num_prompt < 1 or num_prompt != len(request.token_ids):
-        raise InvalidRequestError("the prompt has no tokens; send at least one")
-    if num_prompt + 1 > max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens, which leaves no room for an output token within max_model_len "
-            f"({max_model_len}); shorten the prompt"
-        )
+    check_prompt_length(min(num_prompt, len(request.token_ids)), max_model_len)
     if num_prompt + 1 > num_cache_tokens:
         raise InvalidRequestError(
             f"the prompt has {num_prompt} tokens, but the whole KV cache holds {num_cache_tokens} "

@@ -5,21 +5,19 @@ A word is spelled differently where a text begins, after a space, and inside oth
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterable
 
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from cb_backend.token_rules import MAX_BAD_WORD_TOKENS
 
 _BEFORE = "\n"  # stands for any text in front of a word that is no space
 
 
-def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """`params` with the token ids of its bad words. Raises `InvalidRequestError` for a word without tokens."""
-    if not params.bad_words:
-        return params
-    forms = [form for word in params.bad_words for form in word_forms(word, tokenizer)]
-    return msgspec.structs.replace(params, bad_words_token_ids=tuple(dict.fromkeys(forms)))
+def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of all the words' forms. Raises `InvalidRequestError` for a word without tokens."""
+    forms = [form for word in words for form in word_forms(word, tokenizer)]
+    return tuple(dict.fromkeys(forms))
 
 
 def word_forms(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

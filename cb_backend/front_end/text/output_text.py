@@ -13,7 +13,7 @@ from cb_backend.front_end.text.detokenizer import IncrementalDetokenizer
 from cb_backend.front_end.text.stop_strings import StopStringMatcher
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.sampling_params import RequestParams
 
 
 class TextDelta(NamedTuple):
@@ -27,7 +27,7 @@ class TextDelta(NamedTuple):
 class OutputText:
     """The output text of one request; state is a few bytes and dies with the object."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: RequestParams, prompt_ids: Sequence[int] = ()) -> None:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, prompt_ids, params.skip_special_tokens, params.spaces_between_special_tokens
         )

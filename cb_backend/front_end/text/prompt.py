@@ -6,6 +6,7 @@ from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest
+from cb_backend.request import check_prompt_length
 
 # Text that is to be truncated may be this many times longer than the model's length before it is refused unread.
 _MAX_TRUNCATION = 16
@@ -28,11 +29,8 @@ def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, chat: Chat
         token_ids = tokenizer.encode(generate.text, max_model_len, 1 if limit is None else _MAX_TRUNCATION)
     if limit is not None:
         token_ids = _truncated(token_ids, max_model_len - 1 if limit == -1 else limit, tokenizer.bos_token_id)
+    check_prompt_length(len(token_ids), max_model_len)
     generate.params.check_prompt(len(token_ids))
-    if len(token_ids) >= max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {len(token_ids)} tokens; at most {max_model_len - 1} fit beside one output token"
-        )
     return token_ids
 
 

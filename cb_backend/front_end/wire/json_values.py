@@ -101,6 +101,31 @@ def read_strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
+def read_token_ids(name: str, value: Any, most: int, least: int = 0) -> tuple[int, ...]:
+    """A list of integers, or JSON text of one; each id once."""
+    value = read_structure(name, value)
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {show(value)}")
+    if len(value) < least:
+        raise InvalidRequestError(f"{name} is empty, so no token could be sampled; leave it out to allow all")
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} ids; at most {most} are allowed")
+    return tuple(dict.fromkeys(read_int(name, token_id) for token_id in value))
+
+
+def read_biases(name: str, value: Any, most: int) -> dict[int, float]:
+    """An object of token id (JSON keys are strings) to number, or JSON text of one."""
+    value = read_structure(name, value)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{name} must be an object of token ids and numbers, got {show(value)}")
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are allowed")
+    biases = {read_int(f"a token id in {name}", key): read_float(f"a value in {name}", value[key]) for key in value}
+    if len(biases) < len(value):
+        raise InvalidRequestError(f"{name} gives a token id more than once")
+    return biases
+
+
 def _strings_of_text(text: str) -> list[str]:
     if text.lstrip().startswith("["):
         try:

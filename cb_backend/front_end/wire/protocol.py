@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.wire.sampling_json import check_json_size, load_parameters, read_params
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.sampling_params import RequestParams
 from cb_backend.scheduling_params import SchedulingParams
 
 # Clients of vllm_backend compare with this text.
@@ -45,7 +45,7 @@ class GenerateRequest:
     """One request as the client meant it, with every default filled in."""
 
     text: str  # the prompt; empty where it is given otherwise
-    params: SamplingParams  # checked; the seed is always set
+    params: RequestParams  # checked
     scheduling: SchedulingParams
     is_stream: bool
     is_input_prepended: bool  # the answer begins with `text`; never when streaming
@@ -76,6 +76,17 @@ def parse_request(
     vocab_size: number of token ids that the model accepts.
     defaults: sampling parameters of the model, for what the request leaves out.
     """
+    given = load_parameters(parameters, _sampling_text(inputs))
+    return make_request(inputs, given, vocab_size, defaults)
+
+
+def make_request(
+    inputs: Mapping[str, NDArray[Any]],
+    given: dict[str, Any],
+    vocab_size: int,
+    defaults: Mapping[str, float] | None = None,
+) -> GenerateRequest:
+    """The request of inputs as of `parse_request`, and of parameters by name. Raises `InvalidRequestError`."""
     _refuse_unsupported(inputs)
     text_bytes = _read_bytes(inputs, "text_input")
     input_ids = _read_ids(inputs, "input_ids", vocab_size)
@@ -84,12 +95,7 @@ def parse_request(
     flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
     is_input_prepended = _is_input_prepended(flags["exclude_input_in_output"], is_stream, text_bytes is not None)
-    params, scheduling = read_params(load_parameters(parameters, _sampling_text(inputs)), vocab_size, defaults)
-    if is_stream and params.num_answers > params.n:
-        raise InvalidRequestError(
-            f"best_of ({params.best_of}) is greater than n ({params.n}), so answers are chosen when all have ended and"
-            " cannot be streamed; leave out best_of or stream"
-        )
+    params, scheduling = read_params(given, vocab_size, defaults)
     return GenerateRequest(
         text="" if text_bytes is None else _decode_utf8("text_input", text_bytes),
         params=msgspec.structs.replace(
@@ -97,7 +103,7 @@ def parse_request(
             logprobs=_logprobs_to_compute(
                 params,
                 bool(flags["return_logprobs"]),
-                bool(flags["return_cumulative_logprob"]) or params.num_answers > params.n,
+                bool(flags["return_cumulative_logprob"]),
             ),
         ),
         scheduling=scheduling,
@@ -137,7 +143,7 @@ def _is_input_prepended(is_excluded: bool | None, is_stream: bool, has_text: boo
     return not is_excluded
 
 
-def _logprobs_to_compute(params: SamplingParams, is_list_wanted: bool, is_sum_wanted: bool) -> int | None:
+def _logprobs_to_compute(params: RequestParams, is_list_wanted: bool, is_sum_wanted: bool) -> int | None:
     """What the engine must compute; nothing if no output would show it (as in vllm_backend, that is no error)."""
     if is_list_wanted and params.logprobs is not None:
         return params.logprobs

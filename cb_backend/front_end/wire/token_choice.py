@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cb_backend.errors import InvalidRequestError
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 
 
-def check_token_choice(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+def check_token_choice(rules: TokenRules, eos_token_ids: Sequence[int]) -> None:
     """Raises `InvalidRequestError` where nothing of `allowed_token_ids` can be sampled at the first token.
 
-    `params` with the ids of its bad words; `eos_token_ids` are the model's. Without `allowed_token_ids` there are more
+    `eos_token_ids` are the model's. Without `allowed_token_ids` there are more
     tokens than the other rules can forbid.
     """
-    if not params.allowed_token_ids:
+    if not rules.allowed_token_ids:
         return
-    bad_words = {sequence[0] for sequence in params.bad_words_token_ids if len(sequence) == 1}
-    left = set(params.allowed_token_ids) - bad_words
+    bad_words = {sequence[0] for sequence in rules.bad_words_token_ids if len(sequence) == 1}
+    left = set(rules.allowed_token_ids) - bad_words
     if not left:
         raise InvalidRequestError("bad_words forbids every token of allowed_token_ids; allow others")
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-    if params.min_tokens and left <= stops:
+    stops = {*rules.stop_token_ids, *(() if rules.ignore_eos else eos_token_ids)}
+    if rules.min_tokens and left <= stops:
         raise InvalidRequestError(
-            f"allowed_token_ids leaves only tokens that end the answer, which min_tokens ({params.min_tokens}) forbids"
+            f"allowed_token_ids leaves only tokens that end the answer, which min_tokens ({rules.min_tokens}) forbids"
             " at first; set min_tokens to 0 or allow others"
         )

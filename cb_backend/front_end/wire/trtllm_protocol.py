@@ -7,7 +7,6 @@ has none is accepted at the values that ask for nothing and refused by name at a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,42 +15,14 @@ from numpy.typing import NDArray
 
 from cb_backend.errors import InvalidRequestError
 from cb_backend.front_end.wire.json_values import show
-from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
+from cb_backend.front_end.wire.parameters import BY_TENSOR, UNSUPPORTED_TENSORS, Parameter
+from cb_backend.front_end.wire.protocol import GenerateRequest, make_request
 
-_SAME_INPUTS = ("text_input", "stream", "return_num_input_tokens", "return_num_output_tokens")
-# Tensor -> sampling parameter. `min_length` and `random_seed` are older names that tools still send.
-_NUMBERS = {
-    "max_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "min_length": "min_tokens",
-    "temperature": "temperature",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-    "random_seed": "seed",
-    "num_return_sequences": "n",
-}
-_WORDS = {"bad_words": "bad_words", "stop_words": "stop"}
-# Off at zero in TensorRT-LLM; without any of them and without a temperature it is greedy.
-_FILTERS = ("top_k", "top_p")
+SAME_INPUTS = ("text_input", "stream", "return_num_input_tokens", "return_num_output_tokens")
 # Kind of grammar -> entry of `structured_outputs`.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 _GUIDE_INPUTS = ("guided_decoding_guide_type", "guided_decoding_guide")
-# Not built here: the values at which each asks for nothing. Empty strings and empty tensors never ask.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "beam_width": (1,),
-    "length_penalty": (0.0, 1.0),
-    "return_log_probs": (False,),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
-    "return_perf_metrics": (False,),
-    "num_draft_tokens": (0,),
-    "use_draft_logits": (False,),
-    "lora_task_id": (0,),
-    "embedding_bias_words": (b"",),
-    "embedding_bias_weights": (0.0,),
-}
+OTHER_INPUTS = (*_GUIDE_INPUTS, "end_id", "pad_id", "exclude_input_in_output")  # of no single parameter
 
 
 def parse_trtllm_request(
@@ -65,20 +36,15 @@ def parse_trtllm_request(
     ours: dict[str, NDArray[Any]] = {}
     sampling: dict[str, Any] = {}
     for name, array in inputs.items():
-        if name in _SAME_INPUTS:
+        if name in SAME_INPUTS:
             ours[name] = array
-        elif name in _NEUTRAL:
+        elif name in UNSUPPORTED_TENSORS:
             _check_neutral(name, array)
-        elif name in _WORDS:
-            sampling[_WORDS[name]] = _words(name, array)
-        elif name in _NUMBERS:
-            _set(sampling, name, _NUMBERS[name], _single(name, array))
-        elif name in _FILTERS:
-            if value := _single(name, array):
-                sampling[name] = value
-        elif name not in (*_GUIDE_INPUTS, "end_id", "pad_id", "exclude_input_in_output"):
+        elif name in BY_TENSOR:
+            _take(sampling, BY_TENSOR[name], name, array)
+        elif name not in OTHER_INPUTS:
             raise InvalidRequestError(f"unknown input {name!r}; remove it")
-    if not any(name in sampling for name in ("temperature", *_FILTERS)):
+    if not any(name in sampling for name in ("temperature", "top_k", "top_p")):  # as TensorRT-LLM has it
         sampling["temperature"] = 0.0
     if "end_id" in inputs:
         sampling.update(_end(_single("end_id", inputs["end_id"])))
@@ -88,12 +54,15 @@ def parse_trtllm_request(
     if not is_stream:  # a stream never repeats the prompt, whatever this says
         default = np.array([is_input_excluded])
         ours["exclude_input_in_output"] = inputs.get("exclude_input_in_output", default)
-    ours["sampling_parameters"] = np.array([json.dumps(sampling).encode()], dtype=np.object_)
-    return parse_request(ours, "", vocab_size)
+    return make_request(ours, sampling, vocab_size)
 
 
-def _set(sampling: dict[str, Any], tensor: str, name: str, value: Any) -> None:
-    if sampling.setdefault(name, value) != value:
+def _take(sampling: dict[str, Any], parameter: Parameter, tensor: str, array: NDArray[Any]) -> None:
+    is_text = parameter.tensor_type == "TYPE_STRING"
+    value = _words(tensor, array) if is_text else _single(tensor, array)
+    if parameter.is_off_at_zero and not value:
+        return
+    if sampling.setdefault(parameter.name, value) != value:
         raise InvalidRequestError(f"input {tensor!r} contradicts its other name; send one of them")
 
 
@@ -144,7 +113,8 @@ def _texts(name: str, array: NDArray[Any]) -> list[str]:
 
 def _check_neutral(name: str, array: NDArray[Any]) -> None:
     for value in array.reshape(-1).tolist():
-        if value not in _NEUTRAL[name]:
-            only = " or ".join(repr(v) for v in _NEUTRAL[name] if v != b"")
+        _, neutral = UNSUPPORTED_TENSORS[name]
+        if value not in neutral:
+            only = " or ".join(repr(v) for v in neutral if v != b"")
             remedy = f"leave it out, or send {only}" if only else "leave it out"
             raise InvalidRequestError(f"input {name!r} is not supported (got {show(value)}); {remedy}")

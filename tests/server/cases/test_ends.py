@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.token_rules import TokenRules
 from tests.fakes.hash_model import MODEL
 from tests.fakes.scripted_model import EOS, SECOND_EOS, script
 from tests.server.cases.case import Case, over_transports
@@ -103,4 +103,4 @@ def test_d4_fifty_requests_of_one_token_half_of_them_full_hits(wire: Wire, floor
 
 def hash_output(prompt: list[int], max_tokens: int) -> list[int]:
     """What H answers to this prompt alone."""
-    return MODEL.lone_output(prompt, b"", SamplingParams(), (), len(prompt) + max_tokens)
+    return MODEL.lone_output(prompt, b"", TokenRules(), (), len(prompt) + max_tokens)
