@@ -102,8 +102,8 @@ def rendered(*messages: tuple[str, str]) -> str:
 
 PIECES = [
     ("chat", {"question": "the fox?", "stream": True}),
-    ("assistant", {"question": "the fox?"}),
-    ("tokens", {"text_input": "the quick", "max_tokens": np.array([60], dtype=np.int32)}),
+    ("assistant", {"question": "the fox?", "stream": True}),
+    ("tokens", {"text_input": "the quick", "max_tokens": np.array([60], dtype=np.int32), "stream": True}),
 ]
 
 
@@ -147,7 +147,7 @@ def test_assistant_streams_on_and_adds_its_own(server: RunningServer, reference:
         prompt = rendered(("user", question))
         expected = reference.greedy_text(prompt, 128)
         is_cut_off = expected != reference.greedy_text(prompt, 130)
-        responses = Call(server, "assistant", question=question).all()
+        responses = Call(server, "assistant", question=question, stream=True).all()
         assert joined(responses) == expected + (" [cut off at the limit of tokens]" if is_cut_off else "")
         seen.add(is_cut_off)
     assert seen == {True, False}  # both kinds of end
@@ -157,15 +157,36 @@ def test_assistant_streams_on_and_adds_its_own(server: RunningServer, reference:
 
 def test_assistant_answers_many_at_once(server: RunningServer, reference: Reference) -> None:
     words = ["fox", "dog", "wizards", "queen", "brew", "quick"]
-    calls = [Call(server, "assistant", question=f"the {word}?") for word in words]
+    calls = [Call(server, "assistant", question=f"the {word}?", stream=True) for word in words]
     for word, call in zip(words, calls, strict=True):
         expected = reference.greedy_text(rendered(("user", f"the {word}?")), 128)
         assert joined(call.all()).startswith(expected), word
 
 
+@pytest.mark.parametrize("inputs", [{}, {"stream": False}])
+def test_h10_assistant_by_generate_is_one_response(
+    server: RunningServer, reference: Reference, inputs: dict[str, bool]
+) -> None:
+    """The server's endpoint takes exactly one; more were an error after everything had been computed."""
+    status, text = server.post("/v2/models/assistant/generate", {"question": "the fox?", **inputs})
+    assert status == 200, text
+    assert json.loads(text)["text_output"].startswith(reference.greedy_text(rendered(("user", "the fox?")), 128))
+    assert len(Call(server, "assistant", question="the fox?", **inputs).all()) == 1
+
+
+def test_h10_neighbours_tokens_by_generate_and_a_refusal(server: RunningServer, reference: Reference) -> None:
+    status, text = server.post("/v2/models/tokens/generate", {"text_input": "東京は", "max_tokens": 60})
+    assert status == 200, text
+    answer = json.loads(text)
+    assert answer["text_output"] == reference.greedy_text("東京は", 60)
+    assert reference.tokenizer.decode(answer["token_ids"]) == answer["text_output"]
+    status, text = server.post("/v2/models/assistant/generate", {"question": "fox"})
+    assert (status, "please ask with at least two words" in text) == (400, True)
+
+
 def test_a_client_that_gives_up_leaves_nothing_behind(server: RunningServer) -> None:
-    for model, inputs in (("assistant", {}), ("chat", {"stream": True})):
-        call = Call(server, model, question="the wizards?", **inputs)
+    for model in ("assistant", "chat"):
+        call = Call(server, model, question="the wizards?", stream=True)
         call.next()
         call.close(cancel=True)
         server.wait_idle()
@@ -178,7 +199,7 @@ def test_tokens_streams_whole_characters(server: RunningServer, reference: Refer
     """The tiny model's tokens are often single bytes of a character; joined, nothing is broken that need not be."""
     for prompt in ("the quick", "東京は", "🙂"):
         limit = np.array([60], dtype=np.int32)
-        responses = Call(server, "tokens", text_input=prompt, max_tokens=limit).all()
+        responses = Call(server, "tokens", text_input=prompt, max_tokens=limit, stream=True).all()
         assert joined(responses) == reference.greedy_text(prompt, 60)
         ids = [token_id for response in responses for token_id in response["token_ids"]]
         assert reference.tokenizer.decode(ids) == joined(responses)

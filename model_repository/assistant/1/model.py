@@ -24,23 +24,31 @@ class TritonPythonModel:
         for request in requests:
             # The request's tensors are the server's again once `execute` returns: copy what the thread needs.
             question = pb_utils.get_input_tensor_by_name(request, "question").as_numpy().reshape(-1)[0].decode()
-            self.pool.submit(self.answer, question, request.get_response_sender())
+            stream = pb_utils.get_input_tensor_by_name(request, "stream")
+            is_streaming = stream is not None and bool(stream.as_numpy().reshape(-1)[0])
+            self.pool.submit(self.answer, question, is_streaming, request.get_response_sender())
 
     def finalize(self):
         self.pool.shutdown(wait=True)
 
-    def answer(self, question, sender):
+    def answer(self, question, is_streaming, sender):
         """Whatever happens, exactly one response carries the final flag."""
         try:
             if len(question.split()) < 2:
                 raise ValueError("please ask with at least two words")
-            self.stream(question, sender)
-            sender.send(flags=FINAL)
+            pieces = self.pieces(question, sender)
+            if is_streaming:
+                for text in pieces:
+                    sender.send(text_response(text))
+                sender.send(flags=FINAL)
+            else:
+                sender.send(text_response("".join(pieces)), flags=FINAL)
         except Exception as error:
             code = pb_utils.TritonError.INVALID_ARG if isinstance(error, ValueError) else pb_utils.TritonError.INTERNAL
             sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), flags=FINAL)
 
-    def stream(self, question, sender):
+    def pieces(self, question, sender):
+        """Texts as `llm` gives them; they end early when the client has gone."""
         call = llm_request(question, self.sampling)
         reason = None
         responses = call.exec(decoupled=True)
@@ -54,9 +62,9 @@ class TritonPythonModel:
                     responses.cancel()
                 return
             reason = first(response, "finish_reason")
-            sender.send(text_response(first(response, "text_output")))
+            yield first(response, "text_output")
         if reason == "length":
-            sender.send(text_response(CUT_OFF))
+            yield CUT_OFF
 
 
 def llm_request(question, sampling):

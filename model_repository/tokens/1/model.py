@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
+from cb_backend.native_paths import native_path
 
 FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -17,10 +17,10 @@ FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 class TritonPythonModel:
     def initialize(self, args):
         # The same tokenizer as `llm`'s, found through its engine arguments.
-        neighbour = Path(args["model_repository"]).parent / "llm" / "1" / "model.json"
-        arguments = json.loads(neighbour.read_text())
+        neighbour = native_path(args["model_repository"]).parent / "llm" / "1" / "model.json"
+        arguments = json.loads(neighbour.read_text(encoding="utf-8"))
         folder = resolve_tokenizer(arguments.get("tokenizer"), resolve_checkpoint(arguments["model"]))
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
         parameters = json.loads(args["model_config"])["parameters"]
         self.pool = ThreadPoolExecutor(int(parameters["threads"]["string_value"]))
 
@@ -29,20 +29,30 @@ class TritonPythonModel:
             text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy().reshape(-1)[0].decode()
             limit = pb_utils.get_input_tensor_by_name(request, "max_tokens")
             max_tokens = 64 if limit is None else int(limit.as_numpy().reshape(-1)[0])
-            self.pool.submit(self.answer, text, max_tokens, request.get_response_sender())
+            stream = pb_utils.get_input_tensor_by_name(request, "stream")
+            is_streaming = stream is not None and bool(stream.as_numpy().reshape(-1)[0])
+            self.pool.submit(self.answer, text, max_tokens, is_streaming, request.get_response_sender())
 
     def finalize(self):
         self.pool.shutdown(wait=True)
 
-    def answer(self, text, max_tokens, sender):
+    def answer(self, text, max_tokens, is_streaming, sender):
         """Whatever happens, exactly one response carries the final flag."""
         try:
-            self.stream(self.tokenizer.encode(text).ids, max_tokens, sender)
-            sender.send(flags=FINAL)
+            pieces = self.pieces(self.tokenizer.encode(text).ids, max_tokens, sender)
+            if is_streaming:
+                for text, ids in pieces:
+                    sender.send(piece(text, ids))
+                sender.send(flags=FINAL)
+            else:
+                whole = list(pieces)
+                ids = [token_id for _, new_ids in whole for token_id in new_ids]
+                sender.send(piece("".join(text for text, _ in whole), ids), flags=FINAL)
         except Exception as error:
             sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))), flags=FINAL)
 
-    def stream(self, prompt_ids, max_tokens, sender):
+    def pieces(self, prompt_ids, max_tokens, sender):
+        """(text, ids) as `llm` gives them; they end early when the client has gone."""
         decoder = DecodeStream(skip_special_tokens=True)  # of this request: holds back what is no whole character yet
         ids, sent = [], ""
         responses = llm_request(prompt_ids, max_tokens).exec(decoupled=True)
@@ -58,10 +68,10 @@ class TritonPythonModel:
             new_ids = pb_utils.get_output_tensor_by_name(response, "output_ids").as_numpy().tolist()
             text = "".join(decoder.step(self.tokenizer, token_id) or "" for token_id in new_ids)
             ids, sent = ids + new_ids, sent + text
-            sender.send(piece(text, new_ids))
+            yield text, new_ids
         rest = self.tokenizer.decode(ids)[len(sent) :]
         if rest:  # the answer ends inside a character
-            sender.send(piece(rest, []))
+            yield rest, []
 
 
 def llm_request(prompt_ids, max_tokens):
