@@ -209,8 +209,11 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def engine_config_from_dict(arguments: dict[str, Any]) -> EngineConfig:
-    """Check and coerce engine arguments. Raises `ConfigError` for an unknown key, a wrong type or a bad value."""
+def engine_config_from_dict(arguments: dict[str, Any], place: str = " in model.json") -> EngineConfig:
+    """Check and coerce engine arguments, which stand in `place` (for error texts).
+
+    Raises `ConfigError` for an unknown key, a wrong type or a bad value.
+    """
     known = {field.name: field for field in fields(EngineConfig)}
     values: dict[str, Any] = {}
     for key, value in arguments.items():
@@ -221,7 +224,7 @@ def engine_config_from_dict(arguments: dict[str, Any]) -> EngineConfig:
         elif key not in known:
             close = difflib.get_close_matches(key, [*known, *_ACCEPTED_WITHOUT_EFFECT], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"unknown engine argument {key!r} in model.json{hint}")
+            raise ConfigError(f"unknown engine argument {key!r}{place}{hint}")
     for name, spellings in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
         if name in values:
             values[name] = spellings.get(values[name], values[name])

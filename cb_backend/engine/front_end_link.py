@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from cb_backend.engine.grammar.guide import NOT_ALLOWED, OUT_OF_STEP
-from cb_backend.engine.step_messages import Shares, step_output
+from cb_backend.engine.step_messages import Shares, failures, step_output
 from cb_backend.errors import ErrorCode
 from cb_backend.messages import (
     EngineFailed,
@@ -25,7 +24,7 @@ from cb_backend.messages import (
     decode_front_end_message,
     encode,
 )
-from cb_backend.outputs import EngineOutput, Failure
+from cb_backend.outputs import EngineOutput
 from cb_backend.process_watch import ProcessWatch
 from cb_backend.queue_room import QueueRoom
 from cb_backend.request import REQUEST_ID_BITS
@@ -120,13 +119,8 @@ class FrontEndLink:
 
     def send_output(self, step_id: int, output: EngineOutput, scheduled_at: dict[int, float]) -> None:
         """One message to each front end concerned; work per entry only in NumPy, and per request that ended."""
-        for failure in output.attached:
-            if isinstance(failure, Failure):
-                # Grammars and rules that cannot be followed are the client's to mend.
-                is_ours = failure.text in (NOT_ALLOWED, OUT_OF_STEP)
-                code = ErrorCode.INTERNAL if is_ours else ErrorCode.INVALID_ARG
-                for request_id in failure.owners.tolist():
-                    self.send_failure(request_id, code, failure.text)
+        for request_id, code, reason in failures(output):
+            self.send_failure(request_id, code, reason)
         for share in self._shares.of(output):
             front_end = self.front_ends.get(share.front_end_id)
             if front_end is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.engine.grammar.guide import NOT_ALLOWED, OUT_OF_STEP
+from cb_backend.errors import ErrorCode
 from cb_backend.messages import StepOutput
-from cb_backend.outputs import Attachment, EngineOutput
+from cb_backend.outputs import Attachment, EngineOutput, Failure
 from cb_backend.packed_logprobs import Packed, pack
 from cb_backend.request import REQUEST_ID_BITS
 
@@ -54,6 +57,17 @@ def _divide(request_ids: NDArray[np.int64]) -> list[Share]:
         return [Share(front_end_ids.pop(), slice(None), packed.tobytes())]
     parts = {front_end_id: (owners == front_end_id).nonzero()[0] for front_end_id in front_end_ids}
     return [Share(front_end_id, entries, packed[entries].tobytes()) for front_end_id, entries in parts.items()]
+
+
+def failures(output: EngineOutput) -> Iterator[tuple[int, ErrorCode, str]]:
+    """Request id, kind and reason of each request of which there is more to say than that it failed."""
+    for failure in output.attached:
+        if isinstance(failure, Failure):
+            # Grammars and rules that cannot be followed are the client's to mend.
+            is_ours = failure.text in (NOT_ALLOWED, OUT_OF_STEP)
+            code = ErrorCode.INTERNAL if is_ours else ErrorCode.INVALID_ARG
+            for request_id in failure.owners.tolist():
+                yield request_id, code, failure.text
 
 
 def step_output(step_id: int, share: Share, output: EngineOutput, scheduled_at: dict[int, float]) -> StepOutput:

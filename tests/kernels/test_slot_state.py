@@ -135,7 +135,7 @@ def test_row_parameters_are_the_samplers_arguments_in_order(sampler: Callable[..
 @pytest.mark.parametrize("min_tokens", [0, 7, 2**30, 2**31 - 1])
 def test_the_longest_min_tokens_fits_its_column(min_tokens: int) -> None:
     """With a prompt in front of it the greatest value would not: a step must not fail for it."""
-    params = SamplingParams(max_tokens=2**31 - 1, min_tokens=min_tokens)
+    params = TokenRules(max_tokens=2**31 - 1, min_tokens=min_tokens)
     row = JoinedRow(0, 0, np.arange(5, dtype=np.int32), 5, (), params, (9,), 100)
     values = joined_slots([row])[:, : slot_state.NUM_JOINED_WORDS].view(slot_state.JOINED_VALUES)
     assert values["min_positions"].item() == 5 + min(min_tokens, 2**30)

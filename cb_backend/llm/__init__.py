@@ -1,0 +1,1 @@
+"""The Python API: a model in the caller's own process, with the rules of the server's requests."""
