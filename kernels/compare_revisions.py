@@ -40,7 +40,7 @@ def look_at(folder: Path, models: list[str], rows: list[int]) -> list[dict[str, 
             lengths = [640] * num_rows
             runner = make_runner(model, lengths)
             before = runner.storage.data.clone()
-            graph, _ = capture(runner, num_rows)
+            graph, buffers = capture(runner, num_rows)
             runner.storage.data.copy_(before)
             seat(runner, lengths)
             for _ in range(STEPS):
@@ -52,7 +52,7 @@ def look_at(folder: Path, models: list[str], rows: list[int]) -> list[dict[str, 
             entry["seconds"] = time_step(graph, 40)
             entry["kernels"] = kernels_of(graph)  # last: replays after a profiled one were seen to fail
             found.append(entry)
-            del graph, before
+            del graph, buffers, before
             runner.close()
             del runner
             torch.cuda.empty_cache()
