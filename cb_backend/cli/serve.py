@@ -33,7 +33,7 @@ from cb_backend.cli.server.model_repository import (
 )
 from cb_backend.cli.server.server_log import is_worth_showing
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
-from cb_backend.cli.server.start_up import wait_ready_aloud
+from cb_backend.cli.server.start_up import PartlyLoadedError, wait_ready_aloud
 from cb_backend.errors import ConfigError
 from cb_backend.models.checkpoint import check_checkpoint_name
 
@@ -176,6 +176,10 @@ def _wait_ready(server: ServerProcess, stopper: _Stopper) -> bool:
     try:
         wait_ready_aloud(server, _say, is_given_up=lambda: stopper.is_stopping)
         stopper.is_ready = True
+    except PartlyLoadedError as error:
+        stopper.is_ready = True  # there may be requests to drain
+        _say(f"the server goes on and is not ready: {error}")
+        return False
     except CliError:
         if not stopper.is_stopping:
             server.kill()  # else: one that waits for itself would be waited for

@@ -20,6 +20,7 @@ from pathlib import Path
 from cb_backend.errors import ConfigError
 from cb_backend.models.gguf.cache_key import conversion_key
 from cb_backend.models.gguf.source import find_models, is_gguf, is_gguf_name, listed
+from cb_backend.native_paths import native_path
 from cb_backend.tokenizer_files import why_no_tokenizer
 
 logger = logging.getLogger("cb_backend.models")
@@ -55,13 +56,13 @@ def writable_cache(*parts: str) -> Path:
 
 def check_checkpoint_name(model: str) -> None:
     """Raise `ConfigError` for what can be nothing at all: a path where nothing is. Reads and fetches nothing."""
-    if not Path(model).expanduser().exists() and (is_gguf_name(model) or not _HUB_ID.fullmatch(model)):
+    if not native_path(model).expanduser().exists() and (is_gguf_name(model) or not _HUB_ID.fullmatch(model)):
         raise ConfigError(f"{model!r} is neither a folder, a .gguf file nor a hub id like org/name")
 
 
 def resolve_checkpoint(model: str) -> Path:
     """The folder with `config.json` and safetensors that `model` means. Raises `ConfigError` with the remedy."""
-    path = Path(model).expanduser()
+    path = native_path(model).expanduser()
     if path.is_file():
         if not is_gguf_name(path.name) and not is_gguf(path):
             raise ConfigError(f"model {model!r} is a file, but not a .gguf; name the checkpoint's folder")
@@ -87,7 +88,7 @@ def resolve_tokenizer(tokenizer: str | None, checkpoint: Path) -> Path:
     """
     folder = checkpoint
     if tokenizer is not None:
-        path = Path(tokenizer).expanduser()
+        path = native_path(tokenizer).expanduser()
         if path.is_file():
             raise ConfigError(f"tokenizer {tokenizer!r} is a file; name the folder that holds tokenizer.json")
         folder = path if path.is_dir() else _from_hub(tokenizer, _TOKENIZER_PATTERNS)

@@ -103,7 +103,9 @@ class TritonPythonModel:
                 logger.exception("a request could not be taken from the server")
 
     def is_ready(self) -> bool:
-        """Asked by newer servers for each readiness probe."""
+        """Asked by newer servers (from 26.03 on) for each readiness probe, at any time."""
+        if not hasattr(self, "_workers"):
+            return False  # it is not there yet, or never will be
         return self._client.is_ready and not self._housekeeping.is_draining and not self._housekeeping.is_engine_stuck
 
     def finalize(self) -> None:

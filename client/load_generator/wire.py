@@ -25,6 +25,7 @@ STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 # refusals with it (python -m tests.faults.overload). An error comes as its text.
 REFUSAL_WORDS = ("maximum queue size", "queue is full", "unavailable", "overloaded", "try again")
 TRANSPORT_WORDS = ("connect", "socket closed", "connection reset", "name resolution", "dns", "goaway", "transport")
+NEEDED_INPUTS = ("text_input", "stream", "sampling_parameters")  # without one of them no request can be taken
 NO_FINISH_REASON = b"\x04\x00\x00\x00None"  # the BYTES tensor of a request that still runs
 
 
@@ -223,19 +224,27 @@ def why_no_model(url: str, model: str, timeout_s: float = 60.0) -> str | None:
     with grpc.insecure_channel(url) as channel:
         server = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
-            server.ModelMetadata(service_pb2.ModelMetadataRequest(name=model), timeout=timeout_s)
+            metadata = server.ModelMetadata(service_pb2.ModelMetadataRequest(name=model), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 return None
             reason = str(error.details())
         else:
-            return None
+            return _why_no_input([tensor.name for tensor in metadata.inputs])
         try:
             index = server.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=timeout_s)
         except grpc.RpcError:
             return reason
         names = sorted({entry.name for entry in index.models})
         return f"{reason}; it serves {', '.join(names) or 'no model'}"
+
+
+def _why_no_input(inputs: list[str]) -> str | None:
+    missing = [name for name in NEEDED_INPUTS if name not in inputs]
+    if not missing:
+        return None
+    taken = ", ".join(inputs) or "no inputs"
+    return f"it takes {taken}, and the load test sends {', '.join(missing)}, as llm takes them"
 
 
 def _once(request: bytes) -> Iterator[bytes]:

@@ -63,7 +63,8 @@ class Served:
 def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
     repository = folder / "my models (größe)"
-    shutil.copytree(checkout_path("model_repository/llm"), repository / "llm")
+    for name in ("llm", "tokens"):
+        shutil.copytree(checkout_path(f"model_repository/{name}"), repository / name)
     model = shutil.copytree(checkpoint, folder / "größe 東京")
     arguments = {"model": str(model), "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20}
     (repository / "llm" / "1" / "model.json").write_text(json.dumps(arguments, ensure_ascii=False), encoding="utf-8")
@@ -81,7 +82,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         served = Served(process, log, shown, http, f"{shown}:{grpc}")
         eventually(lambda: served.says("ready after") or served.says("waiting"), "the engine is on its way")
-        eventually(lambda: served.says("ready: llm"), "serve says that it is ready")
+        eventually(lambda: served.says("ready: llm, tokens"), "serve says that it is ready")
         yield served
     finally:
         print(log.read_text())  # shown by pytest where a test fails
@@ -96,6 +97,14 @@ def test_r63a_a_checkpoint_outside_ascii(served: Served, reference: Reference) -
     client = load_client().Client(served.grpc_url, "llm", timeout=WAIT_S)
     assert client.generate("the quick", max_tokens=12, temperature=0) == reference.greedy_text("the quick", 12)
     assert client.chat("größe", max_tokens=4, temperature=0), "its chat template is found"
+
+
+def test_r63a_a_model_that_reads_the_tokenizer_by_itself(served: Served, reference: Reference) -> None:
+    """`tokens` tokenises in the server's stub, and speaks to `llm` in ids."""
+    body = json.dumps({"text_input": "the quick", "max_tokens": 12}).encode()
+    url = f"http://{served.host}:{served.http_port}/v2/models/tokens/generate"
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=WAIT_S) as response:
+        assert json.load(response)["text_output"] == reference.greedy_text("the quick", 12)
 
 
 def test_r62c_a_repository_whose_path_a_shell_cannot_hold(served: Served) -> None:

@@ -276,6 +276,7 @@ def test_draining_refuses_new_requests_and_finalize_answers_the_rest(folder: Pat
     assert is_running(pid)
     model.finalize()
     assert not is_running(pid)
+    assert not model.is_ready()
 
 
 def test_failed_loads_say_why(folder: Path) -> None:
@@ -293,4 +294,5 @@ def test_failed_loads_say_why(folder: Path) -> None:
         with pytest.raises(CbError, match=reason) as caught:
             model.initialize(server_args(make_repository(folder / f"bad{index}", **arguments), **config))
         assert isinstance(caught.value, ConfigError)
+        assert model.is_ready() is False  # newer servers ask at any time
         model.finalize()  # the server calls it on a failed model too

@@ -37,12 +37,8 @@ def is_worth_showing(line: str) -> bool:
 
 def failure_reason(lines: list[str], exit_code: int | None) -> str:
     """One line that says why a server did not come up, out of its output."""
-    for line in lines:
-        match = _LOAD_FAILURE.search(line)
-        if match:
-            # The rest of the text is a Python trace, after an escaped end of line.
-            text = match.group(2).split("\\n")[0].strip().rstrip('"')
-            return f"model {match.group(1)!r} could not be loaded: {_OWN_ERROR.sub('', text)}"
+    if failures := load_failures(lines):
+        return failures[0]
     refused = [line.rpartition("tritonserver: ")[2] for line in lines if _BAD_ARGUMENT.search(line)]
     if refused:
         return f"the server refused its arguments (those after `--` are handed on as they are): {' '.join(refused)}"
@@ -59,3 +55,15 @@ def failure_reason(lines: list[str], exit_code: int | None) -> str:
             return f"the server ended before it was ready: {match.group(3) if match else line}"
     last = next((line for line in reversed(lines) if is_worth_showing(line)), "it printed nothing")
     return f"the server ended with exit code {exit_code} before it was ready: {last}"
+
+
+def load_failures(lines: list[str]) -> list[str]:
+    """A sentence for each model that could not be loaded, in the order of the log."""
+    failures: dict[str, str] = {}
+    for line in lines:
+        if match := _LOAD_FAILURE.search(line):
+            # The rest of the text is a Python trace, after an escaped end of line.
+            text = match.group(2).split("\\n")[0].strip().rstrip('"')
+            reason = f"model {match.group(1)!r} could not be loaded: {_OWN_ERROR.sub('', text)}"
+            failures.setdefault(match.group(1), reason)
+    return list(failures.values())

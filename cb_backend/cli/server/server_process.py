@@ -130,11 +130,12 @@ class ServerProcess:
     def is_ready(self) -> bool:
         """Whether every model is loaded and every port answers. The server opens them one after the other: gRPC, HTTP,
         metrics; so one that says over HTTP that it is ready may still refuse who comes for the metrics."""
-        return self._health() == 200 and (not self.has_metrics or http_status(self.metrics_address, "/metrics") == 200)
+        return self.health() == 200 and (not self.has_metrics or http_status(self.metrics_address, "/metrics") == 200)
 
-    def is_answering(self) -> bool:
-        """Whether anybody answers at the HTTP port, whatever the answer."""
-        return self._health() is not None
+    def health(self) -> int | None:
+        """What the HTTP port answers to the question whether the server is ready: a status; None: nothing."""
+        headers = access_headers(self.arguments, "http", "health")
+        return http_status(self.http_address, "/v2/health/ready", headers)
 
     def says_it_listens(self) -> bool:
         """Whether the server has written that its HTTP port is open."""
@@ -143,9 +144,6 @@ class ServerProcess:
     def dead_children(self) -> list[ProcessId]:
         """What the server has started itself, and has not noticed the end of."""
         return dead_children(self.pid)
-
-    def _health(self) -> int | None:
-        return http_status(self.http_address, "/v2/health/ready", access_headers(self.arguments, "http", "health"))
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until the server `is_ready`. Raises `CliError` with the reason if the server ends first, `TimeoutError`

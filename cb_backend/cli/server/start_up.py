@@ -13,13 +13,19 @@ from collections.abc import Callable
 
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.model_repository import odd_characters
+from cb_backend.cli.server.server_log import load_failures
 from cb_backend.cli.server.server_process import ServerProcess
 from cb_backend.silence import SilenceClock
 
 LOOK_S = 0.5
 PROGRESS_EVERY_S = 10.0
 STALLED_S = 10.0  # what is wrong for so long does not mend itself
+FORBIDDEN = (401, 403)
 _SHOWN_LINES = 2
+
+
+class PartlyLoadedError(CliError):
+    """The server runs, and was told to go on without a model that could not be loaded. It does not become ready."""
 
 
 def wait_ready_aloud(
@@ -30,7 +36,8 @@ def wait_ready_aloud(
 ) -> None:
     """Wait until the server is ready, saying now and then that it still loads. Returns also when it is given up.
 
-    Raises `CliError` with the reason if the server ends, or cannot become ready; with its last line when `timeout`
+    Raises `CliError` with the reason if the server ends, or cannot become ready (`PartlyLoadedError`: it serves what it
+    could load); with its last line when `timeout`
     seconds are over.
     """
     started = time.monotonic()
@@ -43,6 +50,8 @@ def wait_ready_aloud(
             now = time.monotonic()
         if now - started > timeout:
             raise CliError(f"the server was not ready after {now - started:.0f} s; its last line: {_last(server, 1)}")
+        if server.says_it_listens() and (failures := load_failures(list(server.lines))):
+            raise PartlyLoadedError("; ".join(failures))
         stall.check()
         if now >= next_progress:
             next_progress = now + PROGRESS_EVERY_S
@@ -71,7 +80,15 @@ def _why_never_ready(server: ServerProcess) -> str | None:
             "a Python model's process has ended while it was started, and the server would wait for it for ever; "
             f"its last lines: {_last(server, _SHOWN_LINES)}{_shell_hint(server)}"
         )
-    if server.says_it_listens() and not server.is_answering():
+    if not server.says_it_listens():
+        return None
+    health = server.health()
+    if health in FORBIDDEN:
+        return (
+            f"the server refuses to say whether it is ready (HTTP status {health}); leave `health` out of "
+            "--http-restricted-api, or give it as `health:NAME=VALUE`"
+        )
+    if health is None:
         return (
             f"the server says that it is there, but nobody answers at http://{server.http_address}; "
             "--host must be an IP address or the name of one of this machine"
