@@ -20,7 +20,7 @@ from pathlib import Path
 from cb_backend.errors import ConfigError
 from cb_backend.models.gguf.cache_key import conversion_key
 from cb_backend.models.gguf.source import find_models, is_gguf, is_gguf_name, listed
-from cb_backend.native_paths import native_path
+from cb_backend.native_paths import native_path, shown_path
 from cb_backend.tokenizer_files import why_no_tokenizer
 
 logger = logging.getLogger("cb_backend.models")
@@ -57,7 +57,14 @@ def writable_cache(*parts: str) -> Path:
 def check_checkpoint_name(model: str) -> None:
     """Raise `ConfigError` for what can be nothing at all: a path where nothing is. Reads and fetches nothing."""
     if not native_path(model).expanduser().exists() and (is_gguf_name(model) or not _HUB_ID.fullmatch(model)):
-        raise ConfigError(f"{model!r} is neither a folder, a .gguf file nor a hub id like org/name")
+        where = _where_looked(model)
+        raise ConfigError(f"{model!r} is neither a folder, a .gguf file nor a hub id like org/name{where}")
+
+
+def _where_looked(model: str) -> str:
+    """Of a relative path: it is the server's folder that counts, not the one of the model.json that names it."""
+    path = native_path(model).expanduser()
+    return "" if path.is_absolute() else f"; as a relative path it was looked for at {shown_path(path.absolute())}"
 
 
 def resolve_checkpoint(model: str) -> Path:
@@ -159,7 +166,7 @@ def _from_hub(name: str, patterns: list[str]) -> Path:
     except Exception as error:  # no network, no such name, no access: the hub's many classes
         raise ConfigError(
             f"{name!r} is not a local folder and could not be fetched from the hub ({type(error).__name__}: "
-            f"{_first_line(error)}); {_hub_remedy(error)}"
+            f"{_first_line(error)}); {_hub_remedy(error)}{_where_looked(name)}"
         ) from None
 
 

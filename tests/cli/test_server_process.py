@@ -320,8 +320,9 @@ def test_stream_figures() -> None:
 @pytest.mark.parametrize("model", ["/no/such/model", "./wrong", "no-such.gguf"])
 def test_a_model_that_is_nothing_is_named_as_it_was_given(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["serve", "--model", model]) == 1
-    error = f"error: --model {model!r} is neither a folder, a .gguf file nor a hub id like org/name\n"
-    assert capsys.readouterr().err == error
+    error = f"error: --model {model!r} is neither a folder, a .gguf file nor a hub id like org/name"
+    looked = "" if model.startswith("/") else f"; as a relative path it was looked for at {Path(model).absolute()}"
+    assert capsys.readouterr().err == f"{error}{looked}\n"
 
 
 def test_wrong_settings_are_named_where_they_stand_not_in_their_copy(tmp_path: Path) -> None:

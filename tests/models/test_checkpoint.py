@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,24 @@ def test_local_folder_and_cached_hub_name(tmp_path: Path, cache: Path) -> None:
         (folder / "config.json").write_text("{}")
     assert resolve_checkpoint(str(local)) == local
     assert resolve_checkpoint("org/name") == cached
+
+
+@pytest.mark.parametrize("model", ["models/tiny", "tiny", "a/b/c", "größe"])
+def test_r63b_a_relative_model_is_told_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, model: str
+) -> None:
+    """It is not beside the model.json that names it: the server's folder counts."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(f"it was looked for at {tmp_path / model}") + "$"):
+        resolve_checkpoint(model)
+    (tmp_path / model).mkdir(parents=True)
+    (tmp_path / model / "config.json").write_text("{}")
+    assert resolve_checkpoint(model) == Path(model)
+
+
+def test_r63b_an_absolute_model_is_where_it_says() -> None:
+    with pytest.raises(ConfigError, match=r"nor a hub id like org/name$"):
+        resolve_checkpoint("/no/such/folder")
 
 
 @pytest.mark.parametrize(
