@@ -36,11 +36,12 @@ from cb_backend.messages import AddRequest, token_ids_to_bytes
 from cb_backend.native_paths import native_path, shown_path
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.housekeeping import Housekeeping
-from cb_backend.serving.live_request import LiveAnswer, LiveRequest
+from cb_backend.serving.live_request import Answer, LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
 from cb_backend.serving.model_parameters import check_parameter_names, sender_threads, slow_reader_timeout_s
 from cb_backend.serving.responder import Responder
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
+from cb_backend.serving.text_answer import TextAnswer
 from cb_backend.shared_regions import note_regions, remove_regions_of_the_dead
 
 NUM_WORKERS = 2
@@ -162,30 +163,35 @@ class TritonPythonModel:
         check_token_choice(rules[0], self._info.eos_token_ids)
         prompt = token_ids_to_bytes(token_ids)
         request_ids = [live.request_id, *(self._client.new_request_id() for _ in rules[1:])]
-        answers = [self._new_answer(live, request_id, generate, token_ids) for request_id in request_ids]
+        answers = [
+            LiveAnswer(live, request_id, self._new_answer(generate, token_ids, is_first=index == 0))
+            for index, request_id in enumerate(request_ids)
+        ]
         scheduling = generate.scheduling.within(timeout_us)
         requests = [
             AddRequest(request_id, prompt, rule, scheduling)
             for request_id, rule in zip(request_ids, rules, strict=True)
         ]
         others = list(zip(answers[1:], requests[1:], strict=True))
-        asks_prompt = params.prompt_logprobs is not None
         live.begin(
-            generate,
             answers,
             len(token_ids),
-            (lambda: self._start_others(live, others)) if others else None,
-            PromptFigures(self._tokenizer, token_ids, params.prompt_logprobs or 0) if asks_prompt else None,
+            is_stream=generate.is_stream,
+            may_end_itself=bool(params.stop),
+            start_others=(lambda: self._start_others(live, others)) if others else None,
         )
         self._start(live, answers[0], requests[0])
 
-    def _new_answer(
-        self, live: LiveRequest, request_id: int, generate: GenerateRequest, prompt_ids: list[int]
-    ) -> LiveAnswer:
-        text = OutputText(self._tokenizer, generate.params, prompt_ids)
-        is_asking = generate.params.logprobs is not None
-        logprobs = OutputLogprobs(self._tokenizer, generate.num_logprobs) if is_asking else None
-        return LiveAnswer(live, request_id, text, logprobs)
+    def _new_answer(self, generate: GenerateRequest, prompt_ids: list[int], is_first: bool) -> Answer:
+        params = generate.params
+        is_asking, asks_prompt = params.logprobs is not None, is_first and params.prompt_logprobs is not None
+        return TextAnswer(
+            generate,
+            OutputText(self._tokenizer, params, prompt_ids),
+            OutputLogprobs(self._tokenizer, generate.num_logprobs) if is_asking else None,
+            len(prompt_ids) if is_first else None,
+            PromptFigures(self._tokenizer, prompt_ids, params.prompt_logprobs or 0) if asks_prompt else None,
+        )
 
     def _start_others(self, live: LiveRequest, others: list[tuple[LiveAnswer, AddRequest]]) -> None:
         """Called by a sender thread, so a failure becomes the request's end instead of being raised."""

@@ -50,8 +50,8 @@ class ThreadLatencies:
     def __init__(self) -> None:
         self.buckets = {name: BucketCounts(bounds) for name, bounds in BOUNDS.items() if name != "inter_token"}
 
-    def note_first_response(self, live: LiveRequest, is_stream: bool) -> None:
-        first_token = time.monotonic() if is_stream else times_of(live.answers).first
+    def note_first_response(self, live: LiveRequest) -> None:
+        first_token = time.monotonic() if live.is_stream else times_of(live.answers).first
         if first_token:
             self.buckets["time_to_first_token"].add(first_token - live.arrival_time)
 

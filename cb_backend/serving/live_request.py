@@ -1,22 +1,21 @@
 """One request from `execute` to its final response, and the answers that it is to bring.
 
 Other threads leave news here (tokens, an end, an error) and queue the request for its sender thread; only that thread
-reads the news, detokenises and sends. What is sent, and how, is the responder's business.
+reads the news, makes responses of it and sends them. What an answer's tokens become is its `Answer`'s business, what is
+sent and when the responder's.
 """
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.text.logprobs import NOT_ASKED_FOR, OutputLogprobs, PromptFigures
-from cb_backend.front_end.text.output_text import OutputText, TextDelta
-from cb_backend.front_end.wire.protocol import GenerateRequest
 from cb_backend.packed_logprobs import ChunkLogprobs, Delivered, TokenLogprob
 from cb_backend.request import FinishReason
 
@@ -34,13 +33,36 @@ class News(NamedTuple):
         return self.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
 
 
+class Answer(Protocol):
+    """What the tokens of one answer become on their way to the client. The sender thread's own, but for `on_prompt`."""
+
+    finish_reason: FinishReason  # the client's: it may have ended before the engine says so
+    num_unsent_tokens: int  # that count as output, since the last `tensors`
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a response now would show the client anything."""
+        ...
+
+    def push(self, news: News) -> bool:
+        """Take what has come. True: this ends the answer, whatever the engine would still make."""
+        ...
+
+    def on_prompt(self, chunk: ChunkLogprobs) -> None:
+        """Figures of the prompt's tokens, on the thread on which tokens arrive; quick."""
+        ...
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """What is new since the last call, an array for each output by its name; those of n answers are joined."""
+        ...
+
+
 class LiveAnswer:
     """One of a request's n answers: an engine request of its own, and the engine client's sink for it."""
 
-    def __init__(self, live: LiveRequest, request_id: int, text: OutputText, logprobs: OutputLogprobs | None) -> None:
+    def __init__(self, live: LiveRequest, request_id: int, answer: Answer) -> None:
         self.request_id = request_id
-        self.text = text
-        self.logprobs = logprobs
+        self.answer = answer
         self.live = live
         # Guarded by the request's lock:
         self.pending: list[int] = []
@@ -49,12 +71,7 @@ class LiveAnswer:
         # The thread's on which tokens arrive; times of `time.monotonic`, 0.0: no token has come
         self.first_token_time = 0.0
         self.last_token_time = 0.0
-        # The sender thread's own:
-        self.unsent_text: list[str] = []
-        self.num_unsent_tokens = 0
-        self.unsent_ids: list[int] = []  # kept only where the client wants them
-        self.num_sent_tokens = 0
-        self.finish_reason = FinishReason.NONE
+        self.num_sent_tokens = 0  # the sender thread's own
 
     def on_tokens(self, token_ids: tuple[int, ...], finish_reason: int, attached: Sequence[Delivered] = ()) -> None:
         if not attached:
@@ -66,54 +83,14 @@ class LiveAnswer:
 
     def on_attached(self, attached: Sequence[Delivered]) -> None:
         for value in attached:
-            if isinstance(value, ChunkLogprobs) and self.live.prompt_figures is not None:
-                self.live.prompt_figures.push(value)
+            if isinstance(value, ChunkLogprobs):
+                self.answer.on_prompt(value)
 
     def on_scheduled(self, scheduled_at: float) -> None:
         self.live.scheduled_at = self.live.scheduled_at or scheduled_at
 
     def on_error(self, code: ErrorCode, message: str) -> None:
         self.live.end(code, message)
-
-    def push(self, news: News) -> TextDelta:
-        """Turn news into text to send. Sender thread only."""
-        delta = self.text.push(news.token_ids, news.finish_reason)
-        self.num_unsent_tokens += delta.num_tokens
-        if self.live.generate is not None and self.live.generate.return_output_ids:
-            self.unsent_ids += news.token_ids[: delta.num_tokens]
-        if delta.text:
-            self.unsent_text.append(delta.text)
-        if self.logprobs is not None:
-            self.logprobs.push(news.token_ids[: delta.num_tokens], news.logprobs[: delta.num_tokens])
-        if self.finish_reason is FinishReason.NONE:
-            self.finish_reason = FinishReason.STOP if delta.is_stopped else news.finish_reason
-        return delta
-
-    def take_text(self) -> str:
-        text = "".join(self.unsent_text)
-        self.unsent_text.clear()
-        return text
-
-    def take_num_tokens(self) -> int:
-        num_tokens, self.num_unsent_tokens = self.num_unsent_tokens, 0
-        self.num_sent_tokens += num_tokens
-        return num_tokens
-
-    def take_ids(self) -> list[int]:
-        ids, self.unsent_ids = self.unsent_ids, []
-        return ids
-
-    @property
-    def cumulative_logprob(self) -> float:
-        return 0.0 if self.logprobs is None else self.logprobs.cumulative
-
-    @property
-    def stop_reason(self) -> str:
-        """JSON: the stop string or the stop token id that ended the answer, or null."""
-        return json.dumps(self.text.stop_reason)
-
-    def take_logprobs(self) -> str:
-        return NOT_ASKED_FOR if self.logprobs is None else self.logprobs.take_json()
 
 
 class LiveRequest:
@@ -145,30 +122,30 @@ class LiveRequest:
         self.is_finishing = False  # the sender thread's own: the request is counted, its final response is to be sent
         self.is_closed = False  # the final flag is out; the server's side of the request no longer exists
         # From `begin`:
-        self.generate: GenerateRequest | None = None
         self.answers: Sequence[LiveAnswer] = ()
         self.num_input_tokens = 0
-        self.prompt_figures: PromptFigures | None = None  # to be sent with the first response
+        self.is_stream = False
         self.start_others: Callable[[], None] | None = None
         self._is_every_token_news = True
 
     def begin(
         self,
-        generate: GenerateRequest,
         answers: Sequence[LiveAnswer],
         num_input_tokens: int,
+        *,
+        is_stream: bool,
+        may_end_itself: bool,
         start_others: Callable[[], None] | None = None,
-        prompt_figures: PromptFigures | None = None,
     ) -> None:
         """Complete the request with what was found in it; before it goes to the engine.
 
+        `may_end_itself`: `Answer.push` may say so, thus it must see every token at once even if nothing is streamed.
         `start_others` submits the answers after the first; the sender calls it once, when the first answer's first
         token is there, because then the prompt is in the prefix cache.
         """
-        self.generate, self.answers, self.num_input_tokens = generate, answers, num_input_tokens
+        self.answers, self.num_input_tokens, self.is_stream = answers, num_input_tokens, is_stream
         self.start_others = start_others
-        self.prompt_figures = prompt_figures
-        self._is_every_token_news = generate.is_stream or bool(generate.params.stop)
+        self._is_every_token_news = is_stream or may_end_itself
 
     @property
     def request_ids(self) -> list[int]:
@@ -216,7 +193,7 @@ class LiveRequest:
             news = []
             for answer in self.answers:
                 reason = FinishReason(answer.engine_reason)
-                if answer.pending or reason is not answer.finish_reason:
+                if answer.pending or reason is not answer.answer.finish_reason:
                     news.append(News(answer, answer.pending, answer.pending_logprobs, reason))
                     answer.pending, answer.pending_logprobs = [], []
             return news, self._error

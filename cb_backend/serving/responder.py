@@ -1,4 +1,4 @@
-"""Turns the engine's tokens into the server's responses, on the sender threads.
+"""Sends what the engine's tokens became as the server's responses, on the sender threads.
 
 One response a token while a sender keeps up; when it is behind, one response carries everything since the last one.
 Everything that is sent for a request is sent by its one sender thread, so its responses keep their order and its
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from cb_backend.errors import ErrorCode
-from cb_backend.front_end.wire.protocol import GenerateRequest
 from cb_backend.request import FinishReason
 from cb_backend.serving.latency import Latencies, ThreadLatencies
 from cb_backend.serving.live_request import LiveRequest, News
@@ -31,7 +31,7 @@ _ENGINE_ERROR = {
     FinishReason.ABORT: (ErrorCode.UNAVAILABLE, "the engine ended the request; send it again"),
     FinishReason.ERROR: (ErrorCode.INTERNAL, "the engine could not compute this request; the server's log says why"),
 }
-_FINISH_NAME = {FinishReason.NONE: "None", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_OUTCOME = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # in `counts`
 
 DEFAULT_SLOW_READER_TIMEOUT_S = 30.0
 
@@ -134,62 +134,43 @@ class Responder:
         if live.start_others is not None:
             start_others, live.start_others = live.start_others, None
             start_others()
-        assert live.generate is not None  # tokens come only after `begin`
-        is_final = all(answer.finish_reason for answer in live.answers)
-        if is_final or (live.generate.is_stream and self._is_enough(live)):
-            response = self._data_response(live, live.generate, counts)
+        is_final = all(answer.answer.finish_reason for answer in live.answers)
+        if is_final or (live.is_stream and self._is_enough(live)):
+            response = self._data_response(live, counts)
             if not live.is_first_response_out:  # its time is taken before it is sent: no client may have it earlier
                 live.is_first_response_out = True
-                latencies.note_first_response(live, live.generate.is_stream)
+                latencies.note_first_response(live)
             if not is_final:
                 live.response_sender.send(response, flags=0)
             else:  # counted before it is sent, so that the client finds it in the metrics
-                counts[_FINISH_NAME[live.answers[0].finish_reason]] += 1
+                counts[_OUTCOME[live.answers[0].answer.finish_reason]] += 1
                 counts["input_tokens"] += live.num_input_tokens
                 latencies.note_end(live)
                 self._send_final(live, response)
 
     def _is_enough(self, live: LiveRequest) -> bool:
-        """Whether what is there makes a response before the end: text, and of tokens as many as the interval."""
-        if not any(answer.unsent_text for answer in live.answers):
+        """Whether what is there makes a response before the end: it shows, and has tokens as many as the interval."""
+        if not any(answer.answer.has_unsent for answer in live.answers):
             return False
-        most_tokens = max(answer.num_unsent_tokens for answer in live.answers)
+        most_tokens = max(answer.answer.num_unsent_tokens for answer in live.answers)
         return not live.is_first_response_out or most_tokens >= self._stream_interval
 
     def _take_in(self, live: LiveRequest, news: News) -> None:
-        delta = news.answer.push(news)
-        if delta.is_stopped and news.finish_reason is FinishReason.NONE:
+        is_ended = news.answer.answer.push(news)
+        if is_ended and news.finish_reason is FinishReason.NONE:
             live.mark_stopped(news.answer)
             self._cancel([news.answer.request_id])
 
-    def _data_response(self, live: LiveRequest, generate: GenerateRequest, counts: Counter[str]) -> Any:
-        """One response with what every answer has to say; each output has an element an answer."""
-        answers = live.answers
-        prefix = generate.text if generate.is_input_prepended else ""
-        tensors = [_text_tensor("text_output", [prefix + answer.take_text() for answer in answers])]
-        if generate.return_finish_reason:
-            tensors.append(_text_tensor("finish_reason", [_FINISH_NAME[answer.finish_reason] for answer in answers]))
-        if generate.return_cumulative_logprob:
-            sums = [answer.cumulative_logprob for answer in answers]
-            tensors.append(pb_utils.Tensor("cumulative_logprob", np.array(sums, dtype=np.float32)))
-        if generate.return_logprobs:
-            tensors.append(_text_tensor("logprobs", [answer.take_logprobs() for answer in answers]))
-        if live.prompt_figures is not None:
-            tensors.append(_text_tensor("prompt_logprobs", [live.prompt_figures.take_json()]))
-            live.prompt_figures = None
-        if generate.return_stop_reason:
-            tensors.append(_text_tensor("stop_reason", [answer.stop_reason for answer in answers]))
-        if generate.return_output_ids:
-            ids = [token_id for answer in answers for token_id in answer.take_ids()]
-            tensors.append(pb_utils.Tensor("output_ids", np.array(ids, dtype=np.int32)))
-        if generate.return_num_input_tokens:
-            tensors.append(_count_tensor("num_input_tokens", [live.num_input_tokens]))
-        num_tokens = [answer.take_num_tokens() for answer in answers]
-        if generate.return_num_output_tokens:
-            tensors.append(_count_tensor("num_output_tokens", num_tokens))
+    def _data_response(self, live: LiveRequest, counts: Counter[str]) -> Any:
+        """One response with what every answer has to say; what is the prompt's, only the first says."""
+        num_tokens = [answer.answer.num_unsent_tokens for answer in live.answers]
+        parts = [answer.answer.tensors() for answer in live.answers]
+        for answer, count in zip(live.answers, num_tokens, strict=True):
+            answer.num_sent_tokens += count
+        tensors = [pb_utils.Tensor(name, _joined([part[name] for part in parts if name in part])) for name in parts[0]]
         counts["responses"] += 1
         counts["output_tokens"] += sum(num_tokens)
-        if generate.is_stream and max(num_tokens) > 1:
+        if live.is_stream and max(num_tokens) > 1:
             counts["coalesced"] += 1
         return pb_utils.InferenceResponse(output_tensors=tensors)
 
@@ -237,9 +218,5 @@ class Responder:
             self.on_idle()
 
 
-def _text_tensor(name: str, texts: list[str]) -> Any:
-    return pb_utils.Tensor(name, np.array([text.encode(errors="replace") for text in texts], dtype=np.object_))
-
-
-def _count_tensor(name: str, counts: list[int]) -> Any:
-    return pb_utils.Tensor(name, np.array(counts, dtype=np.uint32))
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

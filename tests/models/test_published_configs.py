@@ -182,7 +182,7 @@ def test_r08f_requests_go_before_the_defaults_and_null_means_them() -> None:
     assert (params.temperature, params.top_k, params.max_tokens) == (1.0, 20, 2048)
     assert defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 2048}
     params, _ = read_params({}, VOCAB_SIZE)
-    assert (params.temperature, params.top_k, params.max_tokens) == (1.0, 0, 16)
+    assert (params.temperature, params.top_k, params.most_tokens) == (1.0, 0, 16)
 
 
 def test_r08f_do_sample_false_is_greedy(tmp_path: Path) -> None:

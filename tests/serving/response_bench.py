@@ -13,6 +13,7 @@ from cb_backend.sampling_params import SamplingParams
 from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.responder import Responder
+from cb_backend.serving.text_answer import TextAnswer
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.serving.fake_server import ResponseSender
 
@@ -51,15 +52,19 @@ class Bench:
             return_cumulative_logprob=True,
         )
         answers = [
-            LiveAnswer(
-                live, 1000 * index + self.next_id, OutputText(self.tokenizer, generate.params), self._figures(generate)
-            )
+            LiveAnswer(live, 1000 * index + self.next_id, self._answer(generate, is_first=index == 0))
             for index in range(generate.params.n)
         ]
-        asks_prompt = generate.params.prompt_logprobs
-        prompt = None if asks_prompt is None else PromptFigures(self.tokenizer, PROMPT_IDS, asks_prompt)
-        live.begin(generate, answers, len(PROMPT_IDS), start_others, prompt)
+        may_end = bool(generate.params.stop)
+        live.begin(answers, len(PROMPT_IDS), is_stream=is_stream, may_end_itself=may_end, start_others=start_others)
         return live, sender
 
-    def _figures(self, generate: GenerateRequest) -> OutputLogprobs | None:
-        return None if generate.params.logprobs is None else OutputLogprobs(self.tokenizer, None)
+    def _answer(self, generate: GenerateRequest, is_first: bool) -> TextAnswer:
+        num_top = generate.params.prompt_logprobs if is_first else None
+        return TextAnswer(
+            generate,
+            OutputText(self.tokenizer, generate.params),
+            None if generate.params.logprobs is None else OutputLogprobs(self.tokenizer, None),
+            len(PROMPT_IDS) if is_first else None,
+            None if num_top is None else PromptFigures(self.tokenizer, PROMPT_IDS, num_top),
+        )
