@@ -1,0 +1,142 @@
+"""The counts of the house: how large it is, how its rooms hang together, how many files a new feature touches.
+
+`python -m tests.unit.house` prints them, to be compared before and after a change of structure.
+
+A *room* is a package, at most two levels deep; a file that lies loose beside packages is a room of its own. An *arrow*
+goes from a room to another one that it imports. A room's *floor* is the longest way down from it, from 1. A *circle* is
+a set of rooms each of which can be reached from the others.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import grimp
+
+PACKAGE = "cb_backend"
+ROOT = Path(__file__).parents[2]
+RUNS_NEXT = f"{PACKAGE}/engine/scheduler"
+
+Arrows = dict[str, set[str]]  # room -> rooms that it imports
+
+
+class Size(NamedTuple):
+    files: int
+    lines: int
+
+
+class Reach(NamedTuple):
+    """How many files of the package a feature of one kind takes: those that name one that is there."""
+
+    kind: str
+    names: str  # regular expression of whole identifiers and strings
+    example: str
+
+
+REACHES = (
+    Reach("a row-wise sampling parameter", r"min_p", "min_p"),
+    Reach("a side result", r"PromptLogprobs|prompt_logprobs|ChunkLogprobs", "the prompt's log-probabilities"),
+    Reach("a weight format", r"fp8|Fp8\w*|FP8\w*|\w+_fp8|fp8_\w+", "fp8"),
+)
+
+
+def size_of(folder: Path) -> Size:
+    """Python files below a folder, and their lines."""
+    files = sorted(folder.rglob("*.py"))
+    return Size(len(files), sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files))
+
+
+# ---- rooms --------------------------------------------------------------------------------------------------------
+
+
+def room_of(module: str, packages: set[str]) -> str:
+    """The room that a module of the package lies in. packages: names of all packages."""
+    parts = module.split(".")
+    folder = module if module in packages else ".".join(parts[:-1])
+    room = ".".join(folder.split(".")[:3])
+    has_packages_beside = any(name.startswith(room + ".") for name in packages)
+    return module if room == PACKAGE or (has_packages_beside and room == folder) else room
+
+
+def arrows_of(root: str = PACKAGE) -> Arrows:
+    """Of all rooms; without what is imported for type checking only."""
+    graph = grimp.build_graph(root, exclude_type_checking_imports=True)
+    packages = {name for name in graph.modules if graph.find_children(name)}
+    arrows: Arrows = {}
+    for module in sorted(graph.modules - packages):
+        room = room_of(module, packages)
+        below = arrows.setdefault(room, set())
+        below |= {room_of(name, packages) for name in graph.find_modules_directly_imported_by(module)} - {room, root}
+    return arrows
+
+
+def circle_of(arrows: Arrows) -> list[str]:
+    """The rooms of one circle, in its order; empty if there is none."""
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def floors_of(arrows: Arrows) -> dict[str, int]:
+    """The floor of each room, where there is no circle."""
+    floors: dict[str, int] = {}
+    for room in TopologicalSorter(arrows).static_order():
+        floors[room] = 1 + max((floors[below] for below in arrows.get(room, ())), default=0)
+    return floors
+
+
+# ---- reaches ------------------------------------------------------------------------------------------------------
+
+
+def words_of(source: str) -> Iterator[str]:
+    """Identifiers of a source text, and those in strings that are nothing else; no comments, no documentation."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            yield token.string
+        elif token.type == tokenize.STRING and (match := re.fullmatch(r"""["'](\w+)["']""", token.string)):
+            yield match[1]
+
+
+def files_that_name(names: str, folder: Path) -> list[str]:
+    """Files below `folder` in which an identifier, or a string that is one word, matches `names`."""
+    is_named = re.compile(names).fullmatch
+    return [
+        str(file.relative_to(folder))
+        for file in sorted(folder.rglob("*.py"))
+        if any(is_named(word) for word in words_of(file.read_text(encoding="utf-8")))
+    ]
+
+
+# ---- what is printed ----------------------------------------------------------------------------------------------
+
+
+def report() -> list[str]:
+    package, scheduler = size_of(ROOT / PACKAGE), size_of(ROOT / RUNS_NEXT)
+    arrows = arrows_of()
+    circle = circle_of(arrows)
+    loose = [room for room in arrows if (ROOT / (room.replace(".", "/") + ".py")).is_file()]
+    lines = [
+        f"package: {package.lines} lines in {package.files} files",
+        f"what runs next ({RUNS_NEXT}): {scheduler.lines} lines in {scheduler.files} files",
+        f"rooms: {len(arrows)}, of which {len(loose)} are loose files",
+        f"floors: {'none, because of the circle' if circle else max(floors_of(arrows).values())}",
+        f"arrows: {sum(map(len, arrows.values()))}",
+        f"circles: {' -> '.join(circle) or 'none'}",
+        "a model family: 1 file (tests/models/test_new_family.py adds one by a file alone)",
+    ]
+    for reach in REACHES:
+        files = files_that_name(reach.names, ROOT / PACKAGE)
+        lines.append(f"{reach.kind}: {len(files)} files name {reach.example}: {', '.join(files)}")
+    return lines
+
+
+if __name__ == "__main__":
+    print(*report(), sep="\n")

@@ -1,0 +1,59 @@
+"""The counts of the house are right on small houses, and the house itself has no circle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit import house
+from tests.unit.house import arrows_of, circle_of, files_that_name, floors_of, room_of, size_of
+
+PACKAGES = {"cb_backend", "cb_backend.engine", "cb_backend.engine.runner", "cb_backend.layers"}
+
+
+def test_the_house_has_no_circle() -> None:
+    arrows = arrows_of()
+    assert circle_of(arrows) == []
+    assert "cb_backend.engine.scheduler" in arrows
+    assert "cb_backend.errors" in arrows["cb_backend.engine.scheduler"]
+    floors = floors_of(arrows)
+    assert all(floors[room] > floors[below] for room, all_below in arrows.items() for below in all_below)
+
+
+def test_a_circle_is_found() -> None:
+    assert set(circle_of({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+
+
+def test_floors_are_longest_ways_down() -> None:
+    assert floors_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"c": 1, "b": 2, "a": 3}
+
+
+def test_rooms_are_packages_and_loose_files() -> None:
+    rooms = {
+        "cb_backend.errors": "cb_backend.errors",
+        "cb_backend.layers.norm": "cb_backend.layers",
+        "cb_backend.engine.llm_engine": "cb_backend.engine.llm_engine",
+        "cb_backend.engine.runner.bad_words": "cb_backend.engine.runner",
+    }
+    assert {module: room_of(module, PACKAGES) for module in rooms} == rooms
+
+
+def test_names_are_counted_in_code_alone(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("min_p = 1\n")
+    (tmp_path / "key.py").write_text('x = {"min_p": 1}\n')
+    (tmp_path / "prose.py").write_text('"""Of min_p."""  # min_p\nmin_pixels = 1\n')
+    assert files_that_name("min_p", tmp_path) == ["code.py", "key.py"]
+    assert size_of(tmp_path) == (3, 4)
+
+
+def test_it_prints_every_count() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.house"], capture_output=True, text=True, timeout=120, cwd=house.ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    begins = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    kinds = [reach.kind for reach in house.REACHES]
+    counts = ["rooms", "floors", "arrows", "circles", "a model family"]
+    assert begins == ["package", f"what runs next ({house.RUNS_NEXT})", *counts, *kinds]
+    assert not [line for line in done.stdout.splitlines() if ": 0 " in line]
