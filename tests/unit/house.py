@@ -93,6 +93,26 @@ def floors_of(arrows: Arrows) -> dict[str, int]:
     return floors
 
 
+def storeys_of(arrows: Arrows) -> Arrows:
+    """The same house seen from further off: rooms of the first level only."""
+    seen: Arrows = {}
+    for room, below in arrows.items():
+        storey = _first_level(room)
+        seen.setdefault(storey, set()).update({_first_level(name) for name in below} - {storey})
+    return seen
+
+
+def _first_level(room: str) -> str:
+    return ".".join(room.split(".")[:2])
+
+
+def _counts(arrows: Arrows) -> str:
+    circle = circle_of(arrows)
+    floors = "no floors" if circle else f"{max(floors_of(arrows).values())} floors"
+    num_arrows = sum(map(len, arrows.values()))
+    return f"{len(arrows)} rooms, {floors}, {num_arrows} arrows, circle: {' -> '.join(circle) or 'none'}"
+
+
 # ---- reaches ------------------------------------------------------------------------------------------------------
 
 
@@ -121,15 +141,11 @@ def files_that_name(names: str, folder: Path) -> list[str]:
 def report() -> list[str]:
     package, scheduler = size_of(ROOT / PACKAGE), size_of(ROOT / RUNS_NEXT)
     arrows = arrows_of()
-    circle = circle_of(arrows)
-    loose = [room for room in arrows if (ROOT / (room.replace(".", "/") + ".py")).is_file()]
     lines = [
         f"package: {package.lines} lines in {package.files} files",
         f"what runs next ({RUNS_NEXT}): {scheduler.lines} lines in {scheduler.files} files",
-        f"rooms: {len(arrows)}, of which {len(loose)} are loose files",
-        f"floors: {'none, because of the circle' if circle else max(floors_of(arrows).values())}",
-        f"arrows: {sum(map(len, arrows.values()))}",
-        f"circles: {' -> '.join(circle) or 'none'}",
+        f"two levels deep: {_counts(arrows)}",
+        f"one level deep: {_counts(storeys_of(arrows))}",
         "a model family: 1 file (tests/models/test_new_family.py adds one by a file alone)",
     ]
     for reach in REACHES:
