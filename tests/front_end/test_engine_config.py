@@ -59,7 +59,7 @@ def test_values_as_people_write_them_and_at_their_borders(name: str, given: obje
         ({"data_parallel_size": 0}, "it must be between 1 and 64"),
         ({"admission_reserve": float("nan")}, "it must be between -10 and 10"),
         ({"dtype": "int8"}, "dtype is 'int8'; use one of auto, float32"),
-        ({"quantization": "awq"}, "quantization is 'awq'; use 'fp8', or remove it"),
+        ({"quantization": "bitsandbytes"}, "quantization is 'bitsandbytes'; use 'fp8', or remove it"),
         ({"device": "tpu"}, "device is 'tpu'; use one of auto, cpu, cuda"),
         ({"scheduling_policy": "best"}, "scheduling_policy is 'best'; use one of fcfs, static"),
         ({"prefill_policy": "hybrid"}, "changes nothing without max_itl_ms"),
