@@ -60,7 +60,7 @@ class SharedServer(Generic[T]):
 
     @staticmethod
     def _answers(process: ServerProcess) -> bool:
-        return http_status(process.http_address, "/v2/health/live", ANSWER_S) is not None
+        return http_status(process.http_address, "/v2/health/live", timeout=ANSWER_S) is not None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

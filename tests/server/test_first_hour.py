@@ -64,8 +64,9 @@ def test_h08_the_first_curl_and_the_first_python_say_something_to_a_chat_model(s
     assert all("max_tokens" in json.loads(body) for body in bodies)
     for body in bodies:
         assert post(server, **{**json.loads(body), "stream": False})["text_output"]
-    python = readme.split("```python\n")[1].split("```")[0]
-    assert "client.chat(" in python
+    blocks = [block.split("```")[0] for block in readme.split("```python\n")[1:]]
+    with_client = next(block for block in blocks if "from cb_client import" in block)
+    assert "client.chat(" in with_client
 
 
 def test_h08_generate_py_chats(server: RunningServer, reference: Reference) -> None:
