@@ -174,7 +174,7 @@ def test_dtype(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
         ({"head_dim": 15}, r"head_dim is 15"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; supported: silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); supported are"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"quantised \(bitsandbytes\); supported are"),
         ({"dtype": "float8_e4m3fn"}, r"dtype is 'float8_e4m3fn'; supported: float32, float16, bfloat16"),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, r"rope_type 'su'; supported .* default, linear, dynamic"),
         ({"rope_scaling": {"type": "linear"}}, r"does not set 'factor'"),
