@@ -104,7 +104,8 @@ OF_WEIGHTS = {
 }  # fmt: skip
 # Of what is around the logits: lengths, ends, types.
 OF_SERVING = {
-    "ModelSpec.max_position_embeddings", "ModelSpec.is_length_stretched", "ModelSpec.dtype", "ModelSpec.quantization", "ModelSpec.formats",
+    "ModelSpec.max_position_embeddings", "ModelSpec.is_length_stretched", "ModelSpec.dtype", "ModelSpec.quantization",
+    "ModelSpec.formats",
     "ModelSpec.eos_token_ids",
 }  # fmt: skip
 
