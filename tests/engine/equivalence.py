@@ -90,7 +90,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.7},
     "logit_bias": {"logit_bias": {5: 6.0, 9: -50.0}},
     "allowed ids": {"allowed_token_ids": tuple(range(10, 50))},
-    "bad words": {"bad_words": ("x",), "bad_words_token_ids": ((11,), (40, 41), (12, 13, 14))},
+    "bad words": {"bad_words_token_ids": ((11,), (40, 41), (12, 13, 14))},
     "stop ids after min_tokens": {"stop_token_ids": tuple(range(3, 40)), "min_tokens": 6},
     "logprobs": {"logprobs": 4},
     "long, eos ignored": _LONG,
