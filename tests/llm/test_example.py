@@ -48,6 +48,8 @@ def test_ctrl_c_leaves_with_130_and_nothing_behind(checkpoint: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background jobs have Ctrl-C ignored, and their children as well.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     for line in process.stderr:

@@ -145,11 +145,16 @@ def test_leaving_a_stream_ends_its_prompts(llm: LLM) -> None:
 
 def test_ctrl_c_ends_the_call_between_steps(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS * 50, params)
-    timer.join()
+    # Whoever runs the tests in the background of a shell may have Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS * 50, params)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert llm.generate(PROMPTS[0], GREEDY)[0].error is None
     assert is_idle(llm)
 
