@@ -24,6 +24,15 @@ def product(op: str, arch: int, when: dict[str, int], use: dict[str, int]) -> di
     return case(module, kernel, arch, {"op": op, "parameters": use, **sizes})
 
 
+def packed_product(op: str, arch: int, when: dict[str, int], use: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """An entry serves all numbers of so many bits; by the name of what they are."""
+    cases = {}
+    for kind, group in (("int4", 128), ("fp4", 32)) if when["bits"] == 4 else (("int8", 128), ("fp8", 128)):
+        call = {"op": op, "parameters": use, "num_rows": when["m"], "kind": kind, "group": group}
+        cases[kind] = case("linear_packed", "_linear_packed_kernel", arch, call)
+    return cases
+
+
 def cases_of(op: str, arch: int, when: dict[str, int], use: dict[str, int]) -> dict[str, dict[str, Any]]:
     """By name; none where the entry chooses a library."""
     given = ", ".join(f"{name} {value}" for name, value in when.items())
@@ -35,6 +44,8 @@ def cases_of(op: str, arch: int, when: dict[str, int], use: dict[str, int]) -> d
     if op == "prefill_attention":  # one entry serves both caches
         one = {f"{op}, {given}": {**prefill(arch, when["block_d"]), "parameters": use}}
         return one | {f"{op}, fp8 cache, {given}": {**prefill(arch, when["block_d"], kv_dtype=FP8), "parameters": use}}
+    if op.endswith("_packed"):
+        return {f"{op}, {kind}, {given}": one for kind, one in packed_product(op, arch, when, use).items()}
     found = {f"{op}, {given}": product(op, arch, when, use)}
     if "norm" in use:
         found[f"add_norm_{op}, {given}"] = product(f"add_norm_{op}", arch, when, use)
@@ -69,6 +80,7 @@ SPILLED = {
     "nvidia-h100-80gb-hbm3: prefill_attention, block_d 128, is_small 0, q_bytes 2": 48,
     "nvidia-h100-80gb-hbm3: prefill_attention, fp8 cache, block_d 128, is_small 0, q_bytes 2": 192,
     "nvidia-h100-80gb-hbm3: linear_silu_mul, n 3072, k 1024, m 32": 8,
+    "nvidia-h200: linear_packed, int4, n 4096, k 14336, m 128, bits 4": 16,
 }
 
 
