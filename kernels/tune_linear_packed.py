@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import multiprocessing
 import os
 import sys
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import about_card, relative_error, time_graph, write_csv
 from linear_shapes import Parameters, Shape, shapes_of, splits_for
 from roofline import MODELS
+from tune_linear_fp8 import best_of
 from tuned_table import own_path, put, read_table, write_table
 
 from cb_backend.cli.benchmarks.machine import measure_card
@@ -167,19 +167,6 @@ def compile_all(jobs: list[tuple[Shape, str, int, Parameters]], helpers: int) ->
         errors = [error for error in pool.imap_unordered(compile_one, distinct.values(), chunksize=4) if error]
     seconds = time.perf_counter() - started
     print(f"compiled {len(distinct)} variants in {seconds:.0f} s", *errors[:8], sep="\n  ", flush=True)
-
-
-def best_of(bench: Bench, tried: list[Parameters]) -> Parameters | None:
-    best, best_seconds = None, math.inf
-    for parameters in tried:
-        try:
-            seconds = bench.seconds(parameters)
-        except Exception as exception:  # as in compile_one
-            print(f"  left out {bench.shape.name} {bench.num_rows} {parameters}: {exception}"[:200], flush=True)
-            continue
-        if seconds < best_seconds:
-            best, best_seconds = parameters, seconds
-    return best
 
 
 def row(bench: Bench, name: str, parameters: Parameters | None, bandwidth: float) -> dict[str, Any]:

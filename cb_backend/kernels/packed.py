@@ -26,7 +26,6 @@ class PackedKind:
     bits: int
     offset: int | None = None  # integers: what is stored is value + offset; None: a float's bits
     has_zeros: bool = False  # an integer may have a zero point of its own a group and row, stored like the values
-    scale_exponent: int = 0  # scales are kept multiplied by 2 to this, in whose units the kernels make the numbers
 
     @property
     def per_word(self) -> int:

@@ -26,7 +26,7 @@ from cb_backend.models.packed_formats import (
 
 FP8 = "fp8"
 # What vLLM calls a method whose kernels it chooses by itself.
-SYNONYMS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "fp8": FP8}
+SYNONYMS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"}
 SUPPORTED = (
     "supported are float32, float16 and bfloat16 safetensors; fp8 with a scale a tensor, channel or block; AWQ, GPTQ"
     " and compressed-tensors of 4 and 8 bits; nvfp4; and GGUF"
@@ -193,11 +193,6 @@ def _compressed_fp8(
     group: dict[str, Any], weights: dict[str, Any], kept: list[str], patterns: list[str]
 ) -> Quantization:
     strategy = weights.get("strategy")
-    if strategy == "block":
-        block = weights.get("block_structure") or []
-        if not isinstance(block, list) or len(block) != 2 or block[1] != 128:
-            raise _UnsupportedError(f"a scale a block of {block}")
-        raise _UnsupportedError("a scale a block in this format")
     if strategy not in ("tensor", "channel"):
         raise _UnsupportedError(f"a scale a {strategy}")
     inputs = group.get("input_activations")

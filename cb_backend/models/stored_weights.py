@@ -143,18 +143,15 @@ def read_int_quantized(weight: Tensor, weight_scale: Tensor) -> StoredWeight:
     return StoredWeight(values, scales, None, "int8", weight.shape[1])
 
 
-def read_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> StoredWeight:
+def read_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> StoredWeight:
     """weight e4m3 [out, in]; scale float32 (or bf16): what the weight is multiplied by, whatever its name says.
 
-    One number, one a row [out, 1], or one a block of `block` elements [out / block, in / block], which become one a row
-    and 128 columns. Raises `ConfigError` for NaN elements and for blocks that are not of 128 columns.
+    One a block of `block` elements [out / block, in / block], which become one a row and 128 columns. Raises
+    `ConfigError` for NaN elements and for blocks that are not of 128 columns.
     """
     out_size, in_size = weight.shape
     if bool(weight.float().isnan().any()):
         raise ConfigError("weight holds numbers that are not finite")
-    if block is None:
-        scales = scale.float().reshape(-1, 1).expand(out_size, 1).contiguous()
-        return StoredWeight(weight.view(torch.uint8), scales, None, "fp8", in_size)
     if block[1] != FP8_BLOCK:
         raise ConfigError(f"weight_block_size is {list(block)}; blocks of 128 columns are supported")
     _shape("weight_scale_inv", scale, (-(-out_size // block[0]), -(-in_size // block[1])))
