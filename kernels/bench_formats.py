@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import about_card, time_graph, write_csv
-from published_models import config_values
+from published_models import OTHERS, config_values
 from roofline import MODELS
 
 from cb_backend.cli.benchmarks.machine import measure_card, model_shape
@@ -132,7 +132,7 @@ def measure(name: str, formats: list[str], rows: list[int], context: int, card: 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-3.1-8b", choices=list(MODELS))
+    parser.add_argument("--model", default="llama-3.1-8b", choices=[*MODELS, *OTHERS])
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", default="1,32,128,256")
     parser.add_argument("--context", type=int, default=1024)

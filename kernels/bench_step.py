@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from published_models import spec_of
+from published_models import OTHERS, spec_of
 from roofline import MODELS
 
 from cb_backend.cli.benchmarks.machine import conditions, measure_card, model_shape
@@ -167,7 +167,7 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="and gemma3-4b, phi-4, olmo3-7b")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"and {', '.join(OTHERS)}")
     parser.add_argument("--rows", default="1,64,256")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--ragged", action="store_true", help="contexts of 1/8 to 15/8 of --context")

@@ -14,8 +14,18 @@ from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.registry import read_spec
 from cb_backend.models.spec import ModelSpec
 
-# Of families that other switches of the kernels are for than those of `roofline.MODELS`.
+# Of other sizes, and of families that other switches of the kernels are for, than those of `roofline.MODELS`.
 OTHERS: dict[str, dict[str, Any]] = {
+    "llama-3.2-3b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    },
+    "llama-3.1-70b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    },
     "gemma3-4b": {
         "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
         "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
