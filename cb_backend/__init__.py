@@ -2,9 +2,9 @@
 
 The rooms, from the top down: `cli`, `serving` (the server's Python-backend interface), `llm` (the same answers in
 process, without a server), `study` (traffic measured and simulated), `front_end` (text in, text out, no torch),
-`engine` (scheduler and model runner), `models`, `kv_cache`, `layers`, `kernels`, and the plain data that passes
-between them (`config`, `traffic`, `sampling_params`, `token_rules`, `request`, `outputs`, `messages`, `errors`).
-Imports only go down this list.
+`engine` (scheduler and model runner), `models`, `kv_cache`, `layers`, `kernels`, `traffic` (what is sent when),
+`support` (small tools that know no room) and `contracts` (the plain data that passes between rooms). Imports only go
+down this list.
 
 As a library: `from cb_backend import LLM, SamplingParams`. The public names are imported when they are first asked
 for, so that `import cb_backend` costs nothing.
@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cb_backend.config import EngineConfig
+    from cb_backend.contracts.config import EngineConfig
     from cb_backend.llm.llm import LLM
     from cb_backend.llm.sampling import SamplingParams
 
@@ -25,7 +25,7 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 _HOMES = {
     "LLM": "cb_backend.llm.llm",
     "SamplingParams": "cb_backend.llm.sampling",
-    "EngineConfig": "cb_backend.config",
+    "EngineConfig": "cb_backend.contracts.config",
 }
 
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from cb_backend import LLM, SamplingParams
-from cb_backend.errors import CbError
+from cb_backend.contracts.errors import CbError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from load_generator.prompts import Vocabulary, calibrate, vocabulary_of_tokenize
 from load_generator.records import Status, write_history
 from load_generator.wire import count_input_tokens, why_no_model
 
-from cb_backend.process_watch import machine_cpu_seconds
+from cb_backend.support.process_watch import machine_cpu_seconds
 from cb_backend.traffic.traces import TraceError
 from cb_backend.traffic.workload import Lengths, WorkloadError
 

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import OPS, Case, cases_of
 from roofline import MODELS
 
-from cb_backend.cli.benchmarks.machine import conditions, measure_card
-from cb_backend.cli.benchmarks.roofline import CardLimits
+from cb_backend.study.machine import conditions, measure_card
+from cb_backend.study.roofline import CardLimits
 
 REPLAYS = 5
 MIN_LAUNCHES = 8  # in a graph

@@ -22,10 +22,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # after PYTHONPATH: another version's package can be measured with this file
 
-from cb_backend.config import engine_config_from_dict  # noqa: E402
+from cb_backend.contracts.config import engine_config_from_dict  # noqa: E402
+from cb_backend.contracts.step import NO_TOKEN  # noqa: E402
+from cb_backend.contracts.token_rules import TokenRules  # noqa: E402
 from cb_backend.engine.llm_engine import LLMEngine, create_engine  # noqa: E402
-from cb_backend.outputs import NO_TOKEN  # noqa: E402
-from cb_backend.token_rules import TokenRules  # noqa: E402
 
 PLAIN = TokenRules(max_tokens=1, temperature=0.6, ignore_eos=True, seed=0)
 KINDS = {

@@ -25,8 +25,6 @@ from bench import about_card, time_graph, write_csv
 from published_models import OTHERS, config_values
 from roofline import MODELS
 
-from cb_backend.cli.benchmarks.machine import measure_card, model_shape
-from cb_backend.cli.benchmarks.roofline import CardLimits, decode_seconds
 from cb_backend.kernels.fp8 import FP8
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
@@ -35,6 +33,8 @@ from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.registry import load_model, read_model_config
 from cb_backend.models.spec import ModelSpec
+from cb_backend.study.machine import measure_card, model_shape
+from cb_backend.study.roofline import CardLimits, decode_seconds
 
 # name: (quantization, kv_cache_dtype), as in model.json; and what the checkpoint's config says of its weights
 FORMATS = {

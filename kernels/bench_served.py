@@ -28,7 +28,7 @@ from cb_backend.cli.server.local_server import find_server  # noqa: E402
 from cb_backend.cli.server.model_repository import copy_with_model  # noqa: E402
 from cb_backend.cli.server.processes import descendants  # noqa: E402
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports  # noqa: E402
-from cb_backend.process_watch import process_cpu_seconds  # noqa: E402
+from cb_backend.support.process_watch import process_cpu_seconds  # noqa: E402
 
 HEADER = (
     "front ends  streams  out tok/s  responses/s  tok/resp   TTFT p50/p99 ms   ITL p50/p99 ms  errors"

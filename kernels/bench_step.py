@@ -5,7 +5,7 @@
     python kernels/bench_step.py --rows 1,256 --check    # dependent launches against plain ones: times, and every bit
 
 Weights are random, every row has the same context or (`--ragged`) one of 1/8 to 15/8 of it. The floor is that of
-`cb_backend.cli.benchmarks.roofline` at the bandwidth and rate measured in the run.
+`cb_backend.study.roofline` at the bandwidth and rate measured in the run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from published_models import OTHERS, spec_of
 from roofline import MODELS
 
-from cb_backend.cli.benchmarks.machine import conditions, measure_card, model_shape
-from cb_backend.cli.benchmarks.roofline import decode_seconds
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.step_shapes import StepShape
@@ -37,6 +35,8 @@ from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.quantization import module_formats
 from cb_backend.models.weights import fill_dummy
+from cb_backend.study.machine import conditions, measure_card, model_shape
+from cb_backend.study.roofline import decode_seconds
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096

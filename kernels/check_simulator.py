@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
 from cb_backend.study.bench import Setting, SimulatedBench
 from cb_backend.study.figures import Figures, figures
 from cb_backend.study.sample import sample_lengths, sample_trace

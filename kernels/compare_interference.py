@@ -2,7 +2,7 @@
 
     python kernels/compare_interference.py --vllm-kit DIR --model llama-3.2-1b --out results
 
-Workloads (`cb_backend/cli/benchmarks/workloads.py`): W8, 32 streams that decode and a prompt of 8,192 tokens each
+Workloads (`cb_backend/study/workloads.py`): W8, 32 streams that decode and a prompt of 8,192 tokens each
 second; W6-8 and W6-32, so many prompts of 8,192 tokens at once with 32 tokens out. The figure is the inter-token
 latency of streams while some long prompt has arrived and has no token yet; gaps outside such times would only dilute
 it. Both engines are driven in process, step by step, with random weights and the same token ids. vLLM has its defaults
@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from compare_vllm import PEER_SHELL, card_name, read_lines, run_process  # noqa: E402
 
 from cb_backend.cli.benchmarks.compare import refusal  # noqa: E402
-from cb_backend.cli.benchmarks.workloads import WORKLOADS, Draw, Workload, fixed, interference  # noqa: E402
+from cb_backend.study.workloads import WORKLOADS, Draw, Workload, fixed, interference  # noqa: E402
 
 LONG_PROMPT = 4096  # tokens; W6's and W8's long prompts have twice as many
 NUM_LONG = 6  # of W8
@@ -99,10 +99,10 @@ def workloads(vocab_size: int, repetition: int) -> list[Workload]:
 
 
 def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from cb_backend.config import engine_config_from_dict
+    from cb_backend.contracts.config import engine_config_from_dict
+    from cb_backend.contracts.token_rules import TokenRules
     from cb_backend.engine.llm_engine import create_engine
     from cb_backend.study.replay import fresh_engine
-    from cb_backend.token_rules import TokenRules
 
     arguments = {
         "model": str(args.model),

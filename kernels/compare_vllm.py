@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cb_backend.cli.benchmarks.compare import ArmCost, affordable_repetitions, peer_records, table  # noqa: E402
-from cb_backend.cli.benchmarks.machine import config_digest  # noqa: E402
-from cb_backend.cli.benchmarks.workloads import lengths_digest  # noqa: E402
+from cb_backend.study.machine import config_digest  # noqa: E402
+from cb_backend.study.workloads import lengths_digest  # noqa: E402
 
 START_SECONDS = {"ours": 30.0, "vllm": 100.0}  # first guess; replaced by what was seen
 SLACK = 5.0  # seconds kept back for the report

@@ -1,7 +1,7 @@
 """The least bytes and arithmetic of each kernel, for the three models the figures are given for.
 
 A kernel reads each input once and writes each output once; the larger of bytes / bandwidth and operations / rate is its
-floor. What a whole step or workload needs at least is `cb_backend.cli.benchmarks.roofline`, whose formulae run on these
+floor. What a whole step or workload needs at least is `cb_backend.study.roofline`, whose formulae run on these
 shapes.
 As a program it prints decode floors: `python kernels/roofline.py [--bandwidth 3.0e12] [--flops 790e12]`.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape, decode_seconds
+from cb_backend.study.roofline import CardLimits, ModelShape, decode_seconds
 
 MODELS = {
     "qwen3-0.6b": ModelShape(

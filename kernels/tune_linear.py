@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import TOLERANCE, about_card, relative_error, time_graph, write_csv
 from linear_shapes import ROW_GROUPS, Parameters, Shape, candidates, shapes_of
 
-from cb_backend.cli.benchmarks.machine import measure_card
 from cb_backend.kernels.launch import can_overlap, next_power_of_2, num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.rms_norm import rms_norm
 from cb_backend.kernels.silu_mul import silu_mul
+from cb_backend.study.machine import measure_card
 
 RowGroups = tuple[tuple[int, ...], ...]
 ROTATED_BYTES = 128 << 20

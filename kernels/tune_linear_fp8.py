@@ -30,12 +30,12 @@ from linear_shapes import Parameters, Shape, candidates, shapes_of
 from roofline import MODELS
 from tuned_table import own_path, read_table, write_table
 
-from cb_backend.cli.benchmarks.machine import measure_card
 from cb_backend.kernels.fp8 import Fp8Rows, quantize_rows_torch
 from cb_backend.kernels.launch import num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.linear_fp8 import linear_fp8, linear_fp8_torch, linear_silu_mul_fp8, linear_silu_mul_fp8_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
+from cb_backend.study.machine import measure_card
 
 ROTATED_BYTES = 128 << 20
 MARGIN = 0.99  # of the library's time: what our kernel must be under to be used

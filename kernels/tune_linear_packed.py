@@ -31,7 +31,6 @@ from roofline import MODELS
 from tune_linear_fp8 import best_of
 from tuned_table import own_path, put, read_table, write_table
 
-from cb_backend.cli.benchmarks.machine import measure_card
 from cb_backend.kernels.launch import num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.linear_packed import (
@@ -43,6 +42,7 @@ from cb_backend.kernels.linear_packed import (
 )
 from cb_backend.kernels.packed import KINDS, PackedWeight, pack
 from cb_backend.kernels.rms_norm import add_rms_norm
+from cb_backend.study.machine import measure_card
 
 GROUPS = {"int4": 128, "int8": 128, "fp8": 128, "mxfp4": 32, "nvfp4": 16}
 ROTATED_BYTES = 128 << 20

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from cb_backend.cli.engine_choice import add_engine_arguments, chosen_model
-from cb_backend.errors import UnavailableError
+from cb_backend.contracts.errors import UnavailableError
 from cb_backend.front_end.engines.engine_observer import reset_prefix_cache
 
 

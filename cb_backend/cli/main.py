@@ -10,7 +10,7 @@ import sys
 
 from cb_backend import __version__
 from cb_backend.cli.paths import CliError
-from cb_backend.errors import CbError
+from cb_backend.contracts.errors import CbError
 
 COMMANDS = {
     "serve": "start a Triton server on a model repository and stay with it",

@@ -34,7 +34,7 @@ from cb_backend.cli.server.model_repository import (
 from cb_backend.cli.server.server_log import is_worth_showing
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
 from cb_backend.cli.server.start_up import PartlyLoadedError, wait_ready_aloud
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import check_checkpoint_name
 
 SAID_ONCE = ("failed to load", "Failed to create instance", "error: creating server")  # in our own words at the end

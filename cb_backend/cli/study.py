@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend import __version__
-from cb_backend.argument_types import ints, json_object, unwritable
-from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
-from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.json_files import read_json_object
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.study import machine
 from cb_backend.study.bench import Setting
 from cb_backend.study.replay import Progress
 from cb_backend.study.report import html_report, text_report
 from cb_backend.study.sample import Sample, sample_lengths, sample_trace
 from cb_backend.study.step_times import StepTimes
 from cb_backend.study.sweep import Target
+from cb_backend.support.argument_types import ints, json_object, unwritable
+from cb_backend.support.json_files import read_json_object
 
 HELP = "what in-flight batching gains on your own traffic, and which settings to run it with"
 GRIDS = {  # by device: values of max_num_seqs and of max_num_batched_tokens

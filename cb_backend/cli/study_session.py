@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.errors import ConfigError
 from cb_backend.study.advice import Study, advise, checks, far_off
 from cb_backend.study.bench import Bench, RealBench, Setting, SimulatedBench, calibrate, first, fitted
 from cb_backend.study.figures import figures, prompt_time_share

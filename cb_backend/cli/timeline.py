@@ -8,7 +8,6 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from cb_backend.argument_types import output_file, positive_int
 from cb_backend.cli.engine_choice import add_engine_arguments, chosen_engine
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.axis import TimeAxis
@@ -16,6 +15,7 @@ from cb_backend.cli.timelines.panels import peaks_of
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
 from cb_backend.cli.timelines.svg import draw, page, sheet
 from cb_backend.front_end.engines.engine_observer import ask_for_steps, model_of
+from cb_backend.support.argument_types import output_file, positive_int
 
 TELL_EVERY_S = 2.0
 HELP = "draw who was in the batch, token by token: of a running engine, a saved log, or a demo"

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from cb_backend.process_watch import ProcessWatch, end_within
-from cb_backend.shared_regions import end_stubs
+from cb_backend.support.process_watch import ProcessWatch, end_within
+from cb_backend.support.shared_regions import end_stubs
 
 STUBS_GRACE_S = 3.0  # after the server's end, for front ends to end by themselves
 END_WITHIN_S = 5.0  # after that, for the loop to end by itself

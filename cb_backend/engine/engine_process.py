@@ -24,14 +24,9 @@ from pathlib import Path
 
 import msgspec
 
-from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.engine.ending import ServerEnding, leave
-from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
-from cb_backend.engine.garbage import GarbageSchedule
-from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
-from cb_backend.errors import CbError, ConfigError, ErrorCode
-from cb_backend.fault_points import reach
-from cb_backend.messages import (
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode
+from cb_backend.contracts.messages import (
     AddRequest,
     CancelRequests,
     EngineFailed,
@@ -43,9 +38,14 @@ from cb_backend.messages import (
     ResetPrefixCache,
     token_ids_from_bytes,
 )
-from cb_backend.queue_room import RefusedRequests
-from cb_backend.silence import SilenceClock
-from cb_backend.step_dump import DumpSteps
+from cb_backend.contracts.queue_room import RefusedRequests
+from cb_backend.contracts.step_dump import DumpSteps
+from cb_backend.engine.ending import ServerEnding, leave
+from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
+from cb_backend.engine.garbage import GarbageSchedule
+from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
+from cb_backend.support.fault_points import reach
+from cb_backend.support.silence import SilenceClock
 
 EXIT_DONE, EXIT_START_FAILED, EXIT_CONFIG_ERROR, EXIT_GAVE_UP = range(4)
 

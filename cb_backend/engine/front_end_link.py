@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from cb_backend.engine.step_messages import Shares, failures, step_output
-from cb_backend.errors import ErrorCode
-from cb_backend.messages import (
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.messages import (
     EngineFailed,
     EngineMessage,
     FrontEndMessage,
@@ -24,11 +23,12 @@ from cb_backend.messages import (
     decode_front_end_message,
     encode,
 )
-from cb_backend.outputs import EngineOutput
-from cb_backend.process_watch import ProcessWatch
-from cb_backend.queue_room import QueueRoom
-from cb_backend.request import REQUEST_ID_BITS
-from cb_backend.silence import SilenceClock
+from cb_backend.contracts.queue_room import QueueRoom
+from cb_backend.contracts.request import REQUEST_ID_BITS
+from cb_backend.contracts.step import EngineOutput
+from cb_backend.engine.step_messages import Shares, failures, step_output
+from cb_backend.support.process_watch import ProcessWatch
+from cb_backend.support.silence import SilenceClock
 
 # How long a failed start waits to tell why: for the first front end, which has started the engine but may not run just
 # now, and from then on for the others.

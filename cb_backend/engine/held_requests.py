@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cb_backend.errors import CbError
+from cb_backend.contracts.errors import CbError
 
 # Asked now and then, with the time: True, it has come; False, not yet; an error: it will not come.
 Condition = Callable[[float], CbError | bool]

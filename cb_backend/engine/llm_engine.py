@@ -18,7 +18,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
+from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
+from cb_backend.contracts.errors import CbError, ConfigError, InvalidRequestError
+from cb_backend.contracts.messages import EngineStats, ModelInfo
+from cb_backend.contracts.queue_room import QueueRoom
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.step import EngineOutput, Pending, Runner, StepPlan, StepResult
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
 from cb_backend.engine.grammar.grammar_wait import grammar_wait
 from cb_backend.engine.grammar.guide import Guide
@@ -26,15 +33,8 @@ from cb_backend.engine.grammar.guided_rows import FedStep, GuidedRows
 from cb_backend.engine.held_requests import HeldRequests
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
-from cb_backend.errors import CbError, ConfigError, InvalidRequestError
-from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.messages import EngineStats, ModelInfo
-from cb_backend.outputs import EngineOutput, Pending, Runner, StepPlan, StepResult
-from cb_backend.queue_room import QueueRoom
-from cb_backend.request import Request
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
+from cb_backend.support.fault_points import reach
 
 
 class RunnerFactory(Protocol):

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.buckets import BucketCounts, one_two_five
-from cb_backend.messages import Buckets, StepStats
-from cb_backend.outputs import EngineOutput, StepPlan
-from cb_backend.request import FinishReason
-from cb_backend.step_dump import StepDump
+from cb_backend.contracts.messages import Buckets, StepStats
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.step import EngineOutput, StepPlan
+from cb_backend.contracts.step_dump import StepDump
+from cb_backend.support.buckets import BucketCounts, one_two_five
 
 CAPACITY = 4096  # steps that are kept
 COUNT_EVERY = 512  # steps

@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.messages import StepOutput
+from cb_backend.contracts.packed_logprobs import Packed, pack
+from cb_backend.contracts.request import REQUEST_ID_BITS
+from cb_backend.contracts.step import Attachment, EngineOutput, Failure
 from cb_backend.engine.grammar.guide import NOT_ALLOWED, OUT_OF_STEP
-from cb_backend.errors import ErrorCode
-from cb_backend.messages import StepOutput
-from cb_backend.outputs import Attachment, EngineOutput, Failure
-from cb_backend.packed_logprobs import Packed, pack
-from cb_backend.request import REQUEST_ID_BITS
 
 T = TypeVar("T")
 

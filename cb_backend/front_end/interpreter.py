@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 
 
 def find_python() -> str:

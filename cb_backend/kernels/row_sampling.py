@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.token_rules import TokenRules
 
 
 @dataclass(frozen=True, slots=True)

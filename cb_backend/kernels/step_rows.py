@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cb_backend.contracts.step import RowStatus
 from cb_backend.kernels.launch import (
     await_previous,
     can_overlap,
@@ -24,7 +25,6 @@ from cb_backend.kernels.launch import (
 )
 from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.slot_state import SlotState
-from cb_backend.outputs import RowStatus
 
 
 class StepRows(NamedTuple):

@@ -16,9 +16,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.fault_points import reach
+from cb_backend.contracts.request import Request
 from cb_backend.kv_cache.block_pool import BlockPool, CachedBlock
-from cb_backend.request import Request
+from cb_backend.support.fault_points import reach
 
 HashBlock = Callable[[bytes, bytes], bytes]  # (digest of the parent, content) -> digest
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.fp8 import FP8, fp8_needs, is_fp8_capable
 from cb_backend.kv_cache.host_memory import host_memory
 

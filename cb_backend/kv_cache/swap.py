@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.step import StepPlan
 from cb_backend.kv_cache.storage import KVCacheStorage, free_memory, show_bytes
-from cb_backend.outputs import StepPlan
 
 _GIB = 1 << 30
 PIECE_BYTES = _GIB  # of host memory at a time, at most (or one block): little is lost where sizes are rounded up

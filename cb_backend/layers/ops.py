@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import make_dataclass
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels import (
     add_norm_linear,
     decode_attention,

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, pack
 from cb_backend.layers.group import Group
 from cb_backend.layers.linear import Linear

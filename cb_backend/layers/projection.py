@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.placement import Shard
 
 

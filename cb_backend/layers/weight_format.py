@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import KINDS
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.group import Group

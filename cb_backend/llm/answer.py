@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cb_backend.errors import CbError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.contracts.errors import CbError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, Delivered, TokenLogprob
+from cb_backend.contracts.request import FinishReason
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.llm.prompts import Prepared
 from cb_backend.llm.results import Chunk, CompletionOutput, RequestOutput, TokenFigures
-from cb_backend.packed_logprobs import ChunkLogprobs, Delivered, TokenLogprob
-from cb_backend.request import FinishReason
 
 _FINISH_NAME = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _NOT_COMPUTED = "the engine could not compute this prompt; the log says why"

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, UnavailableError
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
 from cb_backend.engine.step_messages import Shares, failures, step_output
-from cb_backend.errors import CbError, ConfigError, ErrorCode, UnavailableError
 from cb_backend.front_end.engines.request_sink import deliver
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.tokenizer import Tokenizer

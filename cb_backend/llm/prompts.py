@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.prompt import prompt_token_ids
@@ -19,8 +21,6 @@ from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.wire.token_choice import check_token_choice
 from cb_backend.llm.sampling import SamplingParams
-from cb_backend.messages import ModelInfo
-from cb_backend.token_rules import TokenRules
 
 # A text; token ids; chat messages; an object of messages and the chat template's arguments, as a server is sent it.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]

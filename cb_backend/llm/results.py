@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cb_backend.errors import CbError
+from cb_backend.contracts.errors import CbError
 
 # Of one token: token id -> {"logprob", "rank", "decoded_token"}; the token itself comes first, then the likeliest ones.
 TokenFigures = dict[int, dict[str, Any]]

@@ -17,11 +17,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.gguf.cache_key import conversion_key
 from cb_backend.models.gguf.source import find_models, is_gguf, is_gguf_name, listed
-from cb_backend.native_paths import native_path, shown_path
-from cb_backend.tokenizer_files import why_no_tokenizer
+from cb_backend.support.native_paths import native_path, shown_path
+from cb_backend.support.tokenizer_files import why_no_tokenizer
 
 logger = logging.getLogger("cb_backend.models")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 
 _MISSING = object()
 _MOST = (1 << 31) - 1

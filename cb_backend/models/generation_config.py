@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from cb_backend.errors import ConfigError, InvalidRequestError
-from cb_backend.json_files import read_json_object
+from cb_backend.contracts.errors import ConfigError, InvalidRequestError
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.models.config_reader import ConfigReader
-from cb_backend.token_rules import TokenRules
+from cb_backend.support.json_files import read_json_object
 
 NAME = "generation_config.json"
 _KINDS: dict[str, type] = {

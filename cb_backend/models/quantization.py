@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import MIN_GROUP
 from cb_backend.layers.packed_linear import StoredReader
 from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat, WeightFormat

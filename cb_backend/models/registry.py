@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from cb_backend.errors import ConfigError
-from cb_backend.json_files import read_json_object
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
@@ -22,6 +21,7 @@ from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.generation_config import read_generation_eos_ids
 from cb_backend.models.quantization import FP8, module_formats
 from cb_backend.models.spec import ModelSpec
+from cb_backend.support.json_files import read_json_object
 
 
 def family_names() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.rope_config import ROPE_TYPES, RopeConfig
 from cb_backend.models.config_reader import ConfigReader
 

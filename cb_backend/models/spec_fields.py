@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.config_reader import ConfigReader

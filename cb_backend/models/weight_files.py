@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cb_backend.errors import ConfigError
-from cb_backend.json_files import read_json_object
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.json_files import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
-from cb_backend.git_lfs import refuse_lfs_pointer
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.placement import Placement
 from cb_backend.models.spec import Names
 from cb_backend.models.weight_files import find_weight_files
+from cb_backend.support.git_lfs import refuse_lfs_pointer
 
 # Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
 HEAD = "lm_head.weight"

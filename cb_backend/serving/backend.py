@@ -21,8 +21,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from cb_backend.config import engine_folder, load_engine_config
-from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
@@ -32,8 +32,6 @@ from cb_backend.front_end.text.prompt import prompt_token_ids
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.wire.token_choice import check_token_choice
-from cb_backend.messages import AddRequest, token_ids_to_bytes
-from cb_backend.native_paths import native_path, shown_path
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import Answer, LiveAnswer, LiveRequest
@@ -42,7 +40,9 @@ from cb_backend.serving.model_parameters import check_parameter_names, sender_th
 from cb_backend.serving.responder import Responder
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
 from cb_backend.serving.text_answer import TextAnswer
-from cb_backend.shared_regions import note_regions, remove_regions_of_the_dead
+from cb_backend.support.native_paths import native_path, shown_path
+from cb_backend.support.shared_regions import note_regions, remove_regions_of_the_dead
+from cb_backend.support.version_folder import engine_folder, load_engine_config
 
 NUM_WORKERS = 2
 STOPPING = "the server is stopping this model; send the request to another server or again later"

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from cb_backend.errors import ErrorCode
+from cb_backend.contracts.errors import ErrorCode
 from cb_backend.serving.live_request import LiveRequest
 from cb_backend.serving.responder import Responder
 

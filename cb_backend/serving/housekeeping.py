@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from cb_backend.errors import ErrorCode
+from cb_backend.contracts.errors import ErrorCode
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.serving import server_arguments
 from cb_backend.serving.drain import DrainWatch, readiness_probe

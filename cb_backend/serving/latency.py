@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cb_backend.buckets import BucketCounts, one_two_five, total_of
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
+from cb_backend.support.buckets import BucketCounts, one_two_five, total_of
 
 # Bounds in seconds. They hold those that vLLM uses, so that its histograms can be made of the same counts.
 _FIRST_TOKEN = (

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from cb_backend.errors import ErrorCode
-from cb_backend.packed_logprobs import ChunkLogprobs, Delivered, TokenLogprob
-from cb_backend.request import FinishReason
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, Delivered, TokenLogprob
+from cb_backend.contracts.request import FinishReason
 
 
 class News(NamedTuple):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from cb_backend.messages import EngineStats, ModelInfo
+from cb_backend.contracts.messages import EngineStats, ModelInfo
 from cb_backend.serving import latency
 from cb_backend.serving.latency import Totals
 from cb_backend.serving.metric_exporter import MAX_OBSERVATIONS, HistogramFeed, MetricExporter

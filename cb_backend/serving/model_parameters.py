@@ -10,7 +10,7 @@ import difflib
 import logging
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.serving.responder import DEFAULT_SLOW_READER_TIMEOUT_S
 
 DEFAULT_SENDER_THREADS = 4

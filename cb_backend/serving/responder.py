@@ -20,8 +20,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from cb_backend.errors import ErrorCode
-from cb_backend.request import FinishReason
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.request import FinishReason
 from cb_backend.serving.latency import Latencies, ThreadLatencies
 from cb_backend.serving.live_request import LiveRequest, News
 from cb_backend.serving.senders import Senders, Tally

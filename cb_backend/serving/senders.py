@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from cb_backend.serving.latency import Latencies, ThreadLatencies
 from cb_backend.serving.live_request import LiveRequest
-from cb_backend.silence import SilenceClock
+from cb_backend.support.silence import SilenceClock
 
 HELD_UP_S = 0.25  # longer than a send takes on a busy machine; a false alarm costs the start of a thread
 TICK_S = 0.05

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from cb_backend.process_watch import ProcessWatch, end_within
-from cb_backend.shared_regions import regions_of, remove_regions
+from cb_backend.support.process_watch import ProcessWatch, end_within
+from cb_backend.support.shared_regions import regions_of, remove_regions
 
 OWN_COMMAND_LINE = Path("/proc/self/cmdline")
 EXIT_CODE = 1

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs
+from cb_backend.contracts.request import FinishReason
 from cb_backend.front_end.text.logprobs import NOT_ASKED_FOR, OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.wire.protocol import GenerateRequest
-from cb_backend.packed_logprobs import ChunkLogprobs
-from cb_backend.request import FinishReason
 from cb_backend.serving.live_request import News
 
 FINISH_NAME = {FinishReason.NONE: "None", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.front_end.wire.protocol import GenerateRequest
 from cb_backend.front_end.wire.trtllm_protocol import parse_trtllm_request
 from cb_backend.serving import backend

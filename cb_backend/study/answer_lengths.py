@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.step import MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.study.step_times import shape_of
 
 

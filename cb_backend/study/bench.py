@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError
 from cb_backend.study.replay import Progress, Replay, ReplayError, Say, fresh_engine, no_collections, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from cb_backend.process_watch import machine_cpu_seconds
+from cb_backend.support.process_watch import machine_cpu_seconds
 
 BUSY_SHARE = 0.1  # of the machine's CPU time, by others
 

@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.errors import CbError
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.step import EngineOutput
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.errors import CbError
-from cb_backend.outputs import EngineOutput
-from cb_backend.request import Request
 from cb_backend.study.answer_lengths import AnswerLengths
 from cb_backend.study.latencies import Latencies, latencies
 from cb_backend.study.traffic import Traffic
-from cb_backend.token_rules import TokenRules
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]

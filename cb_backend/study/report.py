@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from cb_backend.charts import COLOURS, Line, line_chart, page
 from cb_backend.study.advice import Study, percentiles
 from cb_backend.study.figures import CURVE_POINTS, Figures
 from cb_backend.study.sweep import AS_GOOD, MAX_PREEMPTION_RATE, Comparison, Trial, calm_trials
+from cb_backend.support.charts import COLOURS, Line, line_chart, page
 
 Table = list[list[str]]
 DEFINITIONS = (

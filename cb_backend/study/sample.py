@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.study.traffic import Traffic, traffic_of
 from cb_backend.traffic.traces import read_trace
 from cb_backend.traffic.workload import (

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.step import NO_TOKEN, MaskSource, StepPlan, StepResult, Want
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import NO_TOKEN, MaskSource, StepPlan, StepResult, Want
 from cb_backend.study.step_times import StepTimes, shape_of
 
 _SAMPLED = 0  # the token id of every sampled token

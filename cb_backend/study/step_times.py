@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.scheduler.non_negative import non_negative_solution
-from cb_backend.errors import ConfigError
-from cb_backend.outputs import StepPlan
 
 FORMAT = 1
 # Columns of a step's shape.

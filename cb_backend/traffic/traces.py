@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from cb_backend.errors import CbError
+from cb_backend.contracts.errors import CbError
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens that one of Mooncake's hash_ids stands for
 

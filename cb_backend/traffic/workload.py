@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.errors import CbError
+from cb_backend.contracts.errors import CbError
 from cb_backend.traffic.traces import TraceRow
 
 MAX_OPEN_LOOP_REQUESTS = 5_000_000  # a typo in --rate must not eat the memory

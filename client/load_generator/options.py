@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.argument_types import json_object, unwritable
+from cb_backend.support.argument_types import json_object, unwritable
 from cb_backend.traffic.traces import read_trace
 from cb_backend.traffic.workload import (
     LengthDistribution,

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cb_backend.charts import COLOURS, Line, line_chart, page
+from cb_backend.support.charts import COLOURS, Line, line_chart, page
 
 from . import summary
 

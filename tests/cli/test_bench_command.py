@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli.benchmarks import engine
-from cb_backend.cli.benchmarks.workloads import WORKLOADS, Draw, Workload
 from cb_backend.cli.main import main
+from cb_backend.study.workloads import WORKLOADS, Draw, Workload
 
 CONFIG = {
     "model_type": "llama",

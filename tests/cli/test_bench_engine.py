@@ -11,19 +11,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from cb_backend.cli.benchmarks.report import Limits, pairs_record, pass_record, step_table, table
-from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape, decode_seconds
-from cb_backend.cli.benchmarks.timed_pass import PassResult, run_pass
-from cb_backend.cli.benchmarks.workloads import Workload, offline
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.step import MaskSource, StepPlan
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.runner.step_graphs import StepGraphs
 from cb_backend.engine.step_shapes import StepShape
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import MaskSource, StepPlan
-from cb_backend.request import Request
+from cb_backend.study.pass_report import Limits, pairs_record, pass_record, step_table, table
 from cb_backend.study.replay import ReplayError, drive, fresh_engine
-from cb_backend.token_rules import TokenRules
+from cb_backend.study.roofline import CardLimits, ModelShape, decode_seconds
+from cb_backend.study.timed_pass import PassResult, run_pass
+from cb_backend.study.workloads import Workload, offline
 from tests.fakes.runners import FakePending, ScriptedRunner
 
 BLOCK_SIZE = 4

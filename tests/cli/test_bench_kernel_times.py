@@ -24,8 +24,8 @@ from cb_backend.cli.benchmarks.kernel_times import (
     window_table,
 )
 from cb_backend.cli.benchmarks.profiled_pass import ProfiledRunner, choose_windows, read_events
-from cb_backend.cli.benchmarks.workloads import Draw, Workload, fixed
 from cb_backend.cli.main import main
+from cb_backend.study.workloads import Draw, Workload, fixed
 from tests.cli.test_bench_command import CONFIG
 
 

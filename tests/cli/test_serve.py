@@ -22,9 +22,9 @@ from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.model_repository import check_model_repository, odd_characters, plain_path
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, check_ports, free_ports
 from cb_backend.cli.server.start_up import wait_ready_aloud
-from cb_backend.config import load_engine_config
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
+from cb_backend.support.version_folder import load_engine_config
 from tests.cli.test_server_process import make_repository
 
 

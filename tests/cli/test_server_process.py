@@ -30,7 +30,7 @@ from cb_backend.cli.server.server_process import (
     check_ports,
     free_ports,
 )
-from cb_backend.silence import SilenceClock
+from cb_backend.support.silence import SilenceClock
 from tests.waiting import WAIT_S, eventually
 
 LOAD_FAILURE = (

@@ -17,7 +17,7 @@ from cb_backend.cli.timelines.lanes import Leave, find_stays, summarise
 from cb_backend.cli.timelines.panels import PANEL_HEIGHT, peaks_of
 from cb_backend.cli.timelines.steps import Ended, Header, Joined, Row, Step, StepLogFile
 from cb_backend.cli.timelines.svg import draw, page
-from cb_backend.request import FinishReason
+from cb_backend.contracts.request import FinishReason
 
 STOP, LENGTH, ABORT = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ABORT)
 

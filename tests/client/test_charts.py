@@ -6,7 +6,7 @@ import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
-from cb_backend.charts import DIGIT_PX, LABEL_LENGTHS, WIDTH, Line, line_chart
+from cb_backend.support.charts import DIGIT_PX, LABEL_LENGTHS, WIDTH, Line, line_chart
 
 CHARACTER_PX = 8  # of 13 px text, at most on average
 

@@ -24,7 +24,7 @@ from load_generator.prompts import PromptBuilder, Vocabulary, calibrate, vocabul
 from load_generator.records import RequestRecord, Status
 from load_generator.summary import Slo, describe, judge_client, summarise
 
-from cb_backend import charts
+from cb_backend.support import charts
 from cb_backend.traffic.traces import TraceError, read_trace
 from cb_backend.traffic.workload import (
     LengthDistribution,

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cb_backend.cli.paths import checkout_path
-from cb_backend.config import load_engine_config
+from cb_backend.support.version_folder import load_engine_config
 from tests.deploy.files import BASE, DOCKER, deployment, documents, run_tool, server_flags
 
 OPERATOR_KINDS = ("PodMonitor", "Kustomization")  # no schema of Kubernetes itself

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.cli.paths import checkout_path
+from cb_backend.contracts.request_params import DEFAULT_MAX_TOKENS, MAX_N, RequestParams
+from cb_backend.contracts.scheduling import MAX_PRIORITY, MAX_TIMEOUT_MS, SchedulingParams
+from cb_backend.contracts.token_rules import BOUNDS
 from cb_backend.front_end.wire.parameters import PARAMETERS, UNSUPPORTED, UNSUPPORTED_TENSORS, Parameter
-from cb_backend.sampling_params import DEFAULT_MAX_TOKENS, MAX_N, RequestParams
-from cb_backend.scheduling_params import MAX_PRIORITY, MAX_TIMEOUT_MS, SchedulingParams
 from cb_backend.serving.model_config import INPUTS, OUTPUTS
-from cb_backend.token_rules import BOUNDS
 
 PAGE = Path("docs/guide/requests.md")
 

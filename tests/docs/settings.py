@@ -1,4 +1,4 @@
-"""`docs/guide/settings.md`, out of `cb_backend/config.py`: its fields, types, defaults and what their comments say.
+"""`docs/guide/settings.md`, out of `cb_backend/contracts/config.py`: its fields, types, defaults and their comments.
 
 python -m tests.docs.settings        # writes it; the suite holds it equal
 """
@@ -11,15 +11,15 @@ import json
 import re
 from pathlib import Path
 
-from cb_backend import config
-from cb_backend.config import EngineConfig
+from cb_backend.contracts import config
+from cb_backend.contracts.config import EngineConfig
 from tests.docs.tables import table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guide" / "settings.md"
 INTRO = """# Settings
 
-<!-- Written by `python -m tests.docs.settings` out of `cb_backend/config.py`; do not edit. -->
+<!-- Written by `python -m tests.docs.settings` out of `cb_backend/contracts/config.py`; do not edit. -->
 
 What `1/model.json` of a model may say, with vLLM's names. A key that is not here is refused by name. Values may be
 text where vLLM's own files write them so (`"enforce_eager": "true"`). `null` is the default where that is `null`."""
@@ -75,7 +75,7 @@ def page() -> str:
     for field in dataclasses.fields(EngineConfig):
         section, text = told[field.name]
         if not text:
-            raise ValueError(f"cb_backend/config.py says nothing of {field.name}; give it a comment")
+            raise ValueError(f"cb_backend/contracts/config.py says nothing of {field.name}; give it a comment")
         kind = re.sub(r"\s*\|\s*None", " or null", str(field.type))
         sections.setdefault(section, []).append([f"`{field.name}`", kind, _shown(field.default), _as_json(text)])
     parts = [INTRO]

@@ -54,7 +54,7 @@ def test_commands(text: str, complaint: str | None) -> None:
         ("see cb_backend/wings.py", ["cb_backend/wings.py"]),
         ("`tests/wings/` and ../kernels/bench.py and tests/peers/run_*.py", ["tests/wings"]),
         ("```diff\n+++ b/cb_backend/wings.py\n```\n cb_backend/wings.py and cb_backend/kernels/NAME.py", []),
-        ("`cb_backend/config.py`, docker/grafana.", []),
+        ("`cb_backend/contracts/config.py`, docker/grafana.", []),
     ],
 )
 def test_paths(text: str, wrong: list[str]) -> None:

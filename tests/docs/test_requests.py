@@ -7,11 +7,11 @@ import re
 import pytest
 
 from cb_backend.cli.paths import checkout_path
+from cb_backend.contracts.request_params import RequestParams
+from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.wire.parameters import BY_NAME, BY_TENSOR, PARAMETERS, UNSUPPORTED, UNSUPPORTED_TENSORS
 from cb_backend.front_end.wire.structured_json import STRUCTURED_NAMES
 from cb_backend.front_end.wire.trtllm_protocol import OTHER_INPUTS, SAME_INPUTS
-from cb_backend.sampling_params import RequestParams
-from cb_backend.scheduling_params import SchedulingParams
 from tests.docs.requests import PAGE, page
 
 _TENSOR = re.compile(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]')

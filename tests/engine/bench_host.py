@@ -33,14 +33,8 @@ import numpy as np
 import torch
 import zmq
 
-from cb_backend.config import engine_config_from_dict
-from cb_backend.engine.engine_process import EngineProcess
-from cb_backend.engine.front_end_link import FrontEndLink
-from cb_backend.engine.garbage import GarbageSchedule
-from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.engine.step_shapes import step_shapes
-from cb_backend.messages import (
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.messages import (
     AddRequest,
     Hello,
     StepOutput,
@@ -48,8 +42,14 @@ from cb_backend.messages import (
     encode,
     token_ids_to_bytes,
 )
-from cb_backend.request import make_request_id
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.request import make_request_id
+from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.engine_process import EngineProcess
+from cb_backend.engine.front_end_link import FrontEndLink
+from cb_backend.engine.garbage import GarbageSchedule
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.runner.slot_runner import SlotRunner
+from cb_backend.engine.step_shapes import step_shapes
 from tests.fakes.graphs import NoGraph
 
 CHECKPOINT: dict[str, Any] = {

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.step import NO_TOKEN, EngineOutput, Failure, PromptLogprobs, TokenLogprobs
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.outputs import NO_TOKEN, EngineOutput, Failure, PromptLogprobs, TokenLogprobs
-from cb_backend.request import FinishReason
-from cb_backend.token_rules import TokenRules
 from tests.oracles.reference_runner import ReferenceRunner
 
 MAX_STEPS = 20_000

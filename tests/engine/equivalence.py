@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, run, with_reference_runner
 from tests.engine.equivalence_cells import Cells
 from tests.kept_results import fingerprint

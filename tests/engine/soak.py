@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cb_backend.contracts.step import NO_TOKEN
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.outputs import NO_TOKEN
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.models.tiny_checkpoints import write_checkpoint
 

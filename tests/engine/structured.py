@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from cb_backend.contracts.structured_output import StructuredOutput
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.structured_output import StructuredOutput
-from cb_backend.token_rules import TokenRules
 from tests.engine import drive
 from tests.engine.drive import Run, run
 

@@ -11,8 +11,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from cb_backend.cli.benchmarks.workloads import Workload
 from cb_backend.cli.paths import checkout_path
+from cb_backend.study.workloads import Workload
 from tests.models.tiny_checkpoints import write_checkpoint
 
 LONG = 8192

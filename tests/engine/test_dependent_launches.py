@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.kernels import launch
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for
 from tests.models.tiny_checkpoints import write_checkpoint

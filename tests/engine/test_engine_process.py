@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import zmq
 
-from cb_backend.config import EngineConfig
-from cb_backend.engine import engine_process, front_end_link
-from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
-from cb_backend.messages import (
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -25,7 +23,9 @@ from cb_backend.messages import (
     decode_engine_message,
     encode,
 )
-from cb_backend.queue_room import QueueRoom
+from cb_backend.contracts.queue_room import QueueRoom
+from cb_backend.engine import engine_process, front_end_link
+from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from tests.waiting import WAIT_S
 
 WAIT_MS = round(1000 * WAIT_S)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import create_engine
-from cb_backend.request import FinishReason
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.models.tiny_checkpoints import CONFIGS, load_reference, write_checkpoint
 

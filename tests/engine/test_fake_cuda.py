@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import torch
 
+from cb_backend.contracts.structured_output import StructuredOutput
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.host_memory import HostMemory
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.structured_output import StructuredOutput
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, with_reference_runner
 from tests.engine.fake_cuda import FakeCuda, fake_device
 from tests.engine.structured import params, prompts, run_to_end

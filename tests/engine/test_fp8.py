@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.runner_factory import resolve_quantization
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.errors import ConfigError
 from cb_backend.kv_cache.storage import resolve_kv_dtype
 from cb_backend.models.registry import read_model_config
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, run
 from tests.models.tiny_checkpoints import write_checkpoint
 

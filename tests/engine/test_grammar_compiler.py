@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
+from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
+from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
 from cb_backend.engine.grammar.guide import TOO_COMPLEX, Guide
 from cb_backend.engine.grammar.mask_threads import MaskThreads
 from cb_backend.engine.grammar.token_table import TokenTable
-from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
-from cb_backend.structured_output import StructuredOutput
 from tests.engine.structured import json_schema
 from tests.front_end.conftest import (
     CONFIG,

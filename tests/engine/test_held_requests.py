@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cb_backend import fault_points
+from cb_backend.contracts.errors import InvalidRequestError, UnavailableError
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.engine.grammar import grammar_wait
 from cb_backend.engine.grammar.grammar_compiler import Grammar, GrammarCompiler
-from cb_backend.errors import InvalidRequestError, UnavailableError
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.structured_output import StructuredOutput
+from cb_backend.support import fault_points
 from tests.engine.structured import GRAMMARS, engine_for, params
 
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, run
 from tests.models.tiny_checkpoints import write_checkpoint
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner import cuda_warm_up
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
-from cb_backend.errors import ConfigError
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.engine.fake_cuda import FakeCuda, FakeGraph, fake_device
 

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
+from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
 from cb_backend.engine.grammar.guide import Guide
 from cb_backend.engine.grammar.token_table import TokenTable
-from cb_backend.structured_output import StructuredOutput
 from tests.front_end.conftest import byte_fallback_backend, byte_level_backend
 
 SPECIAL = ["<|im_end|>", "<|tool|>", "</s>"]

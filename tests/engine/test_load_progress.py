@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.runner import load_progress, runner_factory
 from cb_backend.engine.runner.load_progress import LoadProgress
-from cb_backend.errors import ConfigError
 from cb_backend.models import registry
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
 

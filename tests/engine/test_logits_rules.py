@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.step import JoinedRow
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows
-from cb_backend.errors import InvalidRequestError
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.outputs import JoinedRow
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import engine_for, run
 from tests.models.tiny_checkpoints import load_reference, random_tokens
 

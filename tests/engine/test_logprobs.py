@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.token_rules import TokenRules
 from tests.engine.drive import Run, check_figures, engine_for, run
 from tests.models.tiny_checkpoints import random_tokens, reference_logits
 

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cb_backend.contracts.step import MaskSource, StepPlan
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.kernels.fp8 import FP8, is_fp8_capable
 from cb_backend.layers.attention import Attention
-from cb_backend.outputs import MaskSource, StepPlan
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import Run, config, run
 from tests.engine.test_slot_runner import slot_engine
 from tests.models.paged_model import PagedModel

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.structured_output import StructuredOutput
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.request import FinishReason
-from cb_backend.structured_output import StructuredOutput
-from cb_backend.token_rules import TokenRules
 from tests.engine.structured import EOS_ID, engine_for, prompts, run_to_end
 from tests.oracles.reference_runner import ReferenceRunner
 from tests.server.tiny_checkpoint import VOCAB_SIZE

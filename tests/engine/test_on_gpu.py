@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.engine.runner import cuda_warm_up
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.runner.step_graphs import Replayable
 from cb_backend.engine.step_shapes import StepShape
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.engine.test_equal_to_transformers import prompts_for
 from tests.engine.test_prompt_logprobs import check as check_prompt

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.token_rules import MAX_PROMPT_LOGPROBS, TokenRules
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.engine.runner.prompt_logprobs import TOKENS_AT_ONCE
-from cb_backend.errors import InvalidRequestError
-from cb_backend.token_rules import MAX_PROMPT_LOGPROBS, TokenRules
 from tests.engine.drive import Run, check_figures, config, engine_for, run
 from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from cb_backend.cli.benchmarks.accuracy import PROMPTS
 from cb_backend.cli.demo_model import demo_model_dir
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import create_engine
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 
 NUM_TOKENS = 48

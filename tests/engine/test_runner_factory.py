@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.engine.runner import runner_factory
-from cb_backend.errors import ConfigError
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.runner import host_memory, slot_runner, step_buffers
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.step_shapes import StepShape, step_shapes
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run, with_reference_runner
 from tests.engine.test_equal_to_transformers import prompts_for
 from tests.models.tiny_checkpoints import write_checkpoint

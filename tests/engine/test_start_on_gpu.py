@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner import cuda_warm_up
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import step_shapes
-from cb_backend.errors import ConfigError
 from tests.engine.drive import config
 from tests.engine.fake_cuda import FakeCuda, fake_device
 from tests.engine.test_runner_factory import full_gpu

@@ -8,15 +8,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cb_backend.buckets import BucketCounts, one_two_five, total_of
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.step import EngineOutput, StepPlan
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.step_log import StepLog
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import EngineOutput, StepPlan
-from cb_backend.request import FinishReason
-from cb_backend.token_rules import TokenRules
+from cb_backend.support.buckets import BucketCounts, one_two_five, total_of
 from tests.fakes.runners import ScriptedRunner
 
 

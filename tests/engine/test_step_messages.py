@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from cb_backend.contracts.request import FinishReason, make_request_id
+from cb_backend.contracts.step import EngineOutput, PromptLogprobs, TokenLogprobs
 from cb_backend.engine.step_messages import Shares, step_output
-from cb_backend.outputs import EngineOutput, PromptLogprobs, TokenLogprobs
-from cb_backend.request import FinishReason, make_request_id
 
 IDS = np.array([make_request_id(front_end, number) for front_end, number in ((1, 7), (2, 8), (1, 9))])
 

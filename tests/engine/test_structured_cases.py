@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.request import FinishReason
 from cb_backend.engine.grammar.guide import NOT_ALLOWED
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.request import FinishReason
 from tests.engine.structured import (
     EOS_ID,
     GRAMMARS,

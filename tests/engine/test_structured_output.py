@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.kv_cache.swap import BlockSwapper
-from cb_backend.request import FinishReason
-from cb_backend.structured_output import StructuredOutput
 from tests.engine.drive import Run
 from tests.engine.structured import (
     ALL_PARAMS,

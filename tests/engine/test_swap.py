@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.step import Copies, StepPlan
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.errors import ConfigError
 from cb_backend.kv_cache import swap
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks, pinned_bytes
-from cb_backend.outputs import Copies, StepPlan
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run, with_reference_runner
 from tests.models.tiny_checkpoints import write_checkpoint
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import NO_TOKEN, MaskSource, RowStatus, StepPlan, StepResult, Want
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.step import NO_TOKEN, MaskSource, RowStatus, StepPlan, StepResult, Want
 
 VOCAB_SIZE = 261
 FAILING_STEP_TOKEN = 256  # a prompt with it makes its whole step raise

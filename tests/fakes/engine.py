@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.request import FinishReason, Request
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.step import NO_TOKEN, EngineOutput, NoMasks, StepPlan
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_TOKEN, EngineOutput, NoMasks, StepPlan
-from cb_backend.request import FinishReason, Request
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
 from tests.fakes.runners import FakePending, ScriptedRunner
 
 MAX_STEPS = 20_000

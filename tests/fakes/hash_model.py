@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from cb_backend.config import EngineConfig
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import MaskSource, StepPlan
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.step import MaskSource, StepPlan
 from tests.fakes.runners import FakePending, HashModel, HashRunner
 
 VOCAB_SIZE = 256  # with the byte tokenizer of `counting_runner`, whose special tokens are then never sampled

@@ -18,8 +18,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.outputs import NO_TOKEN, JoinedRow, MaskSource, RowStatus, StepPlan, StepResult, Want
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.step import NO_TOKEN, JoinedRow, MaskSource, RowStatus, StepPlan, StepResult, Want
+from cb_backend.contracts.token_rules import TokenRules
 
 _CELL = struct.Struct("=3q")  # (token, position, salt)
 _EMPTY_CELL = _CELL.pack(-1, -1, -1)

@@ -19,14 +19,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from torch import Tensor
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.step import MaskSource, StepPlan
 from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import MaskSource, StepPlan
 from tests.fakes.counting_runner import byte_characters
 
 WORDS = ["DEF", "HI", " stop", "a b", "c!d", "London", " London", "New", " York", " Delhi", "\ufffd"]

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
-from cb_backend.shared_regions import note_regions
+from cb_backend.support.shared_regions import note_regions
 
 
 def hold_the_lock() -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.step import MaskSource, Pending, StepPlan
 from cb_backend.engine.runner import runner_factory
 from cb_backend.kv_cache.block_pool import BlockPool
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import MaskSource, Pending, StepPlan
 
 ENVIRONMENT = "CB_TEST_FAULTS"
 POISON = {"nan row": float("nan"), "inf row": float("inf"), "-inf row": float("-inf")}
@@ -59,7 +59,7 @@ class FaultFile:
 
 
 class FaultyRunner:
-    """Implements `outputs.Runner` over another one."""
+    """Implements `step.Runner` over another one."""
 
     def __init__(self, runner: Any, faults: FaultFile) -> None:
         self._runner = runner

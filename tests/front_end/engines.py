@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.errors import ErrorCode
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
-from cb_backend.messages import AddRequest, token_ids_to_bytes
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
 from tests.waiting import WAIT_S
 
 

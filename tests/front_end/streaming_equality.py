@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer as BackendTokenizer
 
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.request_params import SamplingParams
 from cb_backend.front_end.text.detokenizer import MAX_HELD_RUN_BYTES, REPLACEMENT
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
 from tests.front_end.real_tokenizers import NAMES, tokenizer_folder
 
 PHRASES = [

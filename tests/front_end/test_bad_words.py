@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request_params import SamplingParams
 from cb_backend.front_end.text.bad_words import bad_word_ids, word_forms
-from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import ByteFallbackKit, ByteLevelKit
 
 

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.front_end.text import chat_template as chat_template_module
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.chat_template import ChatTemplate

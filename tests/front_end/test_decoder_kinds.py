@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from cb_backend.front_end.text.detokenizer import IncrementalDetokenizer
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.token_pieces import DecoderKind, TokenPieces
+from cb_backend.support.token_pieces import DecoderKind, TokenPieces
 from tests.front_end.conftest import byte_fallback_backend, byte_level_backend
 
 SPACE, FALLBACK = decoders.Replace("▁", " "), [decoders.ByteFallback(), decoders.Fuse()]

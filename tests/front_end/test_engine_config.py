@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.config import MAX_RUN_AHEAD, EngineConfig, engine_config_from_dict, load_engine_config
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.version_folder import load_engine_config
 
 INFINITE = float("inf")
 

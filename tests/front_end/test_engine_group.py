@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError, ErrorCode
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError, ErrorCode
 from cb_backend.front_end.engines.engine_launch import share_environment, visible_gpus
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.front_end.engines import answer, counting_config, is_running, submit

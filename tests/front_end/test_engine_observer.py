@@ -17,7 +17,7 @@ import pytest
 
 from cb_backend.cli.main import main
 from cb_backend.cli.timelines.steps import from_dump
-from cb_backend.errors import UnavailableError
+from cb_backend.contracts.errors import UnavailableError
 from cb_backend.front_end.engines.engine_observer import (
     ask_for_steps,
     model_of,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.config import engine_folder
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.version_folder import engine_folder
 
 
 def make(repository: Path, name: str, version: str, text: str) -> Path:

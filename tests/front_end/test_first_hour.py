@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.structured_output import StructuredOutput
+from cb_backend.contracts.token_rules import MAX_TOKENS
 from cb_backend.front_end.wire.protocol import parse_request
 from cb_backend.front_end.wire.trtllm_protocol import parse_trtllm_request
-from cb_backend.sampling_params import SamplingParams
-from cb_backend.structured_output import StructuredOutput
-from cb_backend.token_rules import MAX_TOKENS
 
 VOCAB_SIZE = 500
 

@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, StepLogprobs, TokenLogprob, pack
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.step import PromptLogprobs, TokenLogprobs
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
-from cb_backend.outputs import PromptLogprobs, TokenLogprobs
-from cb_backend.packed_logprobs import ChunkLogprobs, StepLogprobs, TokenLogprob, pack
-from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
 from tests.front_end.conftest import CJK, ByteFallbackKit, ByteLevelKit, Kit
 
 

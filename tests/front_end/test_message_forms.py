@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cb_backend.errors import ConfigError, InvalidRequestError
+from cb_backend.contracts.errors import ConfigError, InvalidRequestError
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.message_forms import MessageForms
 from cb_backend.front_end.text.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cb_backend import fault_points
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.request_params import SamplingParams
 from cb_backend.front_end.text.output_text import OutputText
-from cb_backend.request import FinishReason
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.support import fault_points
 from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit
 
 MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

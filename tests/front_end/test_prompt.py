@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.prompt import prompt_token_ids
 from cb_backend.front_end.wire.protocol import parse_request

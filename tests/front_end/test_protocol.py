@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
-from cb_backend.sampling_params import SamplingParams
-from cb_backend.token_rules import TokenRules
 
 VOCAB_SIZE = 500
 

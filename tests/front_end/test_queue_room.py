@@ -8,11 +8,11 @@ from collections import deque
 
 import pytest
 
-from cb_backend.errors import UnavailableError
+from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.messages import AddRequest
+from cb_backend.contracts.queue_room import KnownRoom, QueueRoom
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
-from cb_backend.messages import AddRequest
-from cb_backend.queue_room import KnownRoom, QueueRoom
-from cb_backend.token_rules import TokenRules
 from tests.front_end.engines import Sink, counting_config, submit
 from tests.front_end.test_supervisor import Fleet, engine_pid, fleet
 from tests.simulation.network import SimulatedClient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cb_backend.contracts.messages import token_ids_to_bytes
 from cb_backend.front_end.engines.routing import LOAD_FACTOR, choose_engine, prefix_key
-from cb_backend.messages import token_ids_to_bytes
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

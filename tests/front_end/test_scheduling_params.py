@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.scheduling import MAX_TIMEOUT_MS, SchedulingParams
 from cb_backend.front_end.wire.sampling_json import read_params
-from cb_backend.scheduling_params import MAX_TIMEOUT_MS, SchedulingParams
 
 
 def scheduling(values: dict[str, Any]) -> SchedulingParams:

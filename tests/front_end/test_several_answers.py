@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.sampling_params import SamplingParams
+from cb_backend.contracts.request_params import SamplingParams
 from tests.front_end.test_protocol import params, refusal
 
 

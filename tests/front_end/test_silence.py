@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cb_backend.silence import SilenceClock
+from cb_backend.support.silence import SilenceClock
 
 
 def test_silence_counts_what_was_listened_to() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.detokenizer import IncrementalDetokenizer
 from cb_backend.front_end.text.tokenizer import Tokenizer

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.wire.sampling_json import read_params
-from cb_backend.structured_output import (
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.structured_output import (
     ANY_JSON_OBJECT,
     MAX_CHOICE_BYTES,
     MAX_CHOICES,
@@ -17,6 +16,7 @@ from cb_backend.structured_output import (
     MAX_NESTING,
     StructuredOutput,
 )
+from cb_backend.front_end.wire.sampling_json import read_params
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError, ErrorCode, UnavailableError
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError, ErrorCode, UnavailableError
+from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.engines import engine_client, engine_keeper
 from cb_backend.front_end.engines.engine_launch import engine_environment
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
-from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
 from tests.front_end.engines import (
     Sink,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.wire.token_choice import check_token_choice
-from cb_backend.token_rules import TokenRules
 
 EOS = (0, 9)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.errors import ConfigError, InvalidRequestError
+from cb_backend.contracts.errors import ConfigError, InvalidRequestError
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from tests.front_end.conftest import ByteFallbackKit, ByteLevelKit, byte_level_backend
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.structured_output import ANY_JSON_OBJECT, StructuredOutput
 from cb_backend.front_end.wire.protocol import GenerateRequest
 from cb_backend.front_end.wire.trtllm_protocol import parse_trtllm_request
-from cb_backend.structured_output import ANY_JSON_OBJECT, StructuredOutput
 
 VOCAB_SIZE = 500
 TYPES = {

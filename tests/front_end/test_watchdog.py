@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cb_backend.errors import ErrorCode
+from cb_backend.contracts.errors import ErrorCode
 from cb_backend.front_end.engines import engine_client
 from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.front_end.engines.supervisor import EngineSupervisor

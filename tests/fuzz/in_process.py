@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.messages import AddRequest, decode_front_end_message, encode, token_ids_to_bytes
 from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.prompt import prompt_token_ids
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import parse_request
 from cb_backend.front_end.wire.token_choice import check_token_choice
-from cb_backend.messages import AddRequest, decode_front_end_message, encode, token_ids_to_bytes
 from tests.fuzz.mutations import FuzzedRequest, make_request
 from tests.server.cases.case import assert_clean
 

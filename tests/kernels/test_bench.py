@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape
 from cb_backend.cli.paths import checkout_path
+from cb_backend.study.roofline import CardLimits, ModelShape
 
 CARD = CardLimits(bandwidth=1e12, flops=1e14)
 SMALL = ModelShape(

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cb_backend.cli.benchmarks.machine import model_shape
 from cb_backend.cli.paths import checkout_path
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.quantization import module_formats
+from cb_backend.study.machine import model_shape
 
 # billions of parameters, those of the input embedding left out where there are two
 SIZES = {

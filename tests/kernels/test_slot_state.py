@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.step import JoinedRow, RowStatus
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots, new_slot_state
 from cb_backend.kernels import sample, slot_state, step_rows
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
-from cb_backend.outputs import JoinedRow, RowStatus
-from cb_backend.token_rules import TokenRules
 
 NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 5, 4, 37
 PADDING = NUM_SLOTS - 1

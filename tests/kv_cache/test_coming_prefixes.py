@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.kv_cache.manager import KVCacheManager, keyed_block_hash
-from cb_backend.request import Request
-from cb_backend.token_rules import TokenRules
 
 BLOCK = 4
 SHARED = list(range(16))  # four blocks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cb_backend import LLM, SamplingParams
-from cb_backend.errors import ConfigError, InvalidRequestError, UnavailableError
+from cb_backend.contracts.errors import ConfigError, InvalidRequestError, UnavailableError
 from tests.llm.conftest import ARGUMENTS
 from tests.server.tiny_checkpoint import Reference
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import resolve_checkpoint
 from tests.models.paged_model import PagedModel
 from tests.models.tiny_checkpoints import random_tokens, reference_logits

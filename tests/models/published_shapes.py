@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import resolve_checkpoint
 from tests.models import test_fp8_weights
 from tests.models.paged_model import PagedModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kv_cache.storage import bytes_per_block
 from tests.models.paged_model import PagedModel
 from tests.models.tiny_checkpoints import ORIGINAL_LEN, ROPES, random_tokens, reference_logits, write_checkpoint

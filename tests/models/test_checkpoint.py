@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models import checkpoint
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from tests.models.gguf_files import tiny_gguf

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from tests.models.paged_model import PagedModel
 from tests.models.tiny_checkpoints import load_reference, random_tokens, write_checkpoint
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers import fp8_linear
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.mlp import MLP

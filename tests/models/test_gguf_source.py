@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli import demo_model
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models import checkpoint
 from cb_backend.models.checkpoint import check_checkpoint_name, resolve_checkpoint
 from cb_backend.models.gguf import cache_key

@@ -10,13 +10,13 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
-from cb_backend.errors import ConfigError
 from cb_backend.front_end.text.tokenizer import Tokenizer as FrontEndTokenizer
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from cb_backend.models.registry import read_model_config
-from cb_backend.structured_output import StructuredOutput
-from cb_backend.token_pieces import DecoderKind
+from cb_backend.support.token_pieces import DecoderKind
 from tests.models.gguf_checks import assert_refused
 from tests.models.gguf_files import (
     BYTE_MERGES,

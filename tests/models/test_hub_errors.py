@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import resolve_checkpoint
 
 httpx = pytest.importorskip("httpx")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.attention import halves_apart
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.group import Group, NoGroup

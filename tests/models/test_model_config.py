@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.registry import read_model_config, resolve_dtype
 from tests.models.tiny_checkpoints import TEXT_FAMILIES
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models import families
 from cb_backend.models.registry import family_names, read_model_config
 from tests.models.paged_model import PagedModel

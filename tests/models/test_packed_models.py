@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.registry import read_model_config
 from tests.models import quantised_writers as writers
 from tests.models.paged_model import PagedModel

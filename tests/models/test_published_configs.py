@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.runner.runner_factory import create_runner
-from cb_backend.errors import ConfigError
 from cb_backend.front_end.wire.sampling_json import read_params
 from cb_backend.models.generation_config import read_sampling_defaults
 from cb_backend.models.registry import read_model_config, resolve_dtype

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.registry import load_model, read_model_config
 from cb_backend.models.weight_files import INDEX
-from cb_backend.tokenizer_files import load_tokenizer
+from cb_backend.support.tokenizer_files import load_tokenizer
 from tests.models.paged_model import CPU, PagedModel
 from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from cb_backend.cli.demo_model import ensure_demo_model
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import create_engine
-from cb_backend.token_rules import TokenRules
 from tests.engine.drive import config, run
 from tests.models.paged_model import PagedModel
 

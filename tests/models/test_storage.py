@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kv_cache import storage
 from cb_backend.kv_cache.storage import KVCacheStorage, bytes_per_block, num_blocks_for, size_kv_cache
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import StoredWeight, dequantise_packed_torch, pack
 from cb_backend.models import stored_weights as module
 from tests.models import quantised_writers as writers

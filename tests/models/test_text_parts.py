@@ -16,7 +16,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.registry import read_model_config
 from tests.models.paged_model import PagedModel
 from tests.models.tiny_checkpoints import random_tokens

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.registry import load_model, read_model_config

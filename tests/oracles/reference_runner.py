@@ -11,18 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.engine.runner.input_batch import InputBatch
-from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, LogitsRules, status_with_rules
-from cb_backend.engine.runner.logprobs import LogprobsOfStep
-from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
-from cb_backend.engine.runner.row_masks import RowMasks
-from cb_backend.kernels.row_sampling import ROW_PARAMETERS
-from cb_backend.kv_cache.storage import KVCacheStorage
-from cb_backend.kv_cache.swap import BlockSwapper
-from cb_backend.layers.ops import Ops
-from cb_backend.layers.step_metadata import StepMetadata
-from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import (
+from cb_backend.contracts.step import (
     NO_TOKEN,
     Attachment,
     Failure,
@@ -34,6 +23,17 @@ from cb_backend.outputs import (
     TokenLogprobs,
     Want,
 )
+from cb_backend.engine.runner.input_batch import InputBatch
+from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, LogitsRules, status_with_rules
+from cb_backend.engine.runner.logprobs import LogprobsOfStep
+from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.runner.row_masks import RowMasks
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.kv_cache.swap import BlockSwapper
+from cb_backend.layers.ops import Ops
+from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.models.decoder import DecoderForCausalLM
 
 
 class CompletedStep:
@@ -86,7 +86,7 @@ class HostBatch(InputBatch):
 
 
 class ReferenceRunner:
-    """Implements `outputs.Runner`. `execute` returns when the step is done."""
+    """Implements `step.Runner`. `execute` returns when the step is done."""
 
     def __init__(
         self,

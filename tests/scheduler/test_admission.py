@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
 from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS
-from cb_backend.outputs import StepPlan
-from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 PREFIX = list(range(500, 1300))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.contracts.scheduling import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 

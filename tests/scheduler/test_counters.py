@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cb_backend.messages import EngineStats
+from cb_backend.contracts.messages import EngineStats
 from tests.fakes.engine import FakeEngine
 from tests.simulation.nth_failure import rich_scenario
 from tests.simulation.scenario import Fault

@@ -12,10 +12,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.fair_share import MAX_REMEMBERED, FairShare, Flow, fair_order
-from cb_backend.request import Request
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 
 

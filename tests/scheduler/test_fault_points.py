@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cb_backend.fault_points import armed
+from cb_backend.support.fault_points import armed
 from tests.fakes.engine import FakeEngine
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS
-from cb_backend.outputs import StepPlan
 from tests.fakes.engine import FakeEngine
 from tests.fakes.graphs import graphs_of
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cb_backend.config import engine_config_from_dict
-from cb_backend.errors import ConfigError
-from cb_backend.outputs import StepPlan
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.step import StepPlan
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.traffic import Traffic

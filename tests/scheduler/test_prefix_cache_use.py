@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.request import Request
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 
 SHARED = list(range(100, 140))  # ten blocks of four

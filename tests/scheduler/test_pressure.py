@@ -10,11 +10,11 @@ import random
 import numpy as np
 import pytest
 
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.engine.scheduler.admission_policy import FcfsAdmission
 from cb_backend.engine.scheduler.output_lengths import MAX_SAMPLES, OutputLengths, most_growth
-from cb_backend.errors import ConfigError
-from cb_backend.request import Request
-from cb_backend.scheduling_params import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 STOP = 99

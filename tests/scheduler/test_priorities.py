@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from cb_backend.errors import InvalidRequestError, UnavailableError
-from cb_backend.request import FinishReason, RequestStatus
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.contracts.errors import InvalidRequestError, UnavailableError
+from cb_backend.contracts.request import FinishReason, RequestStatus
+from cb_backend.contracts.scheduling import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.errors import UnavailableError
-from cb_backend.queue_room import TOLD_BELOW, QueueRoom
+from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.queue_room import TOLD_BELOW, QueueRoom
 from tests.fakes.engine import FakeEngine
 
 

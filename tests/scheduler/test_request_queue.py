@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.fair_share import FairShare
 from cb_backend.engine.scheduler.request_queue import RequestQueue
-from cb_backend.errors import UnavailableError
-from cb_backend.request import Request
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
 
 
 def add(queue: RequestQueue, request_id: int, tenant: str = "", priority: int = 0, length: int = 4) -> Request:

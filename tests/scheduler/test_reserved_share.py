@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.errors import ConfigError
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.scheduling import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
+from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
+from cb_backend.contracts.errors import InvalidRequestError, UnavailableError
+from cb_backend.contracts.request import FinishReason, Request, RequestStatus
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.step import StepPlan, StepResult
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.scheduler import Scheduler
-from cb_backend.errors import InvalidRequestError, UnavailableError
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import StepPlan, StepResult
-from cb_backend.request import FinishReason, Request, RequestStatus
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 
 

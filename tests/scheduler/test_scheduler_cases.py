@@ -14,9 +14,9 @@ import random
 import numpy as np
 import pytest
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.outputs import Failure, RowStatus, StepResult
-from cb_backend.request import FinishReason, RequestStatus
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request import FinishReason, RequestStatus
+from cb_backend.contracts.step import Failure, RowStatus, StepResult
 from tests.fakes.engine import FakeEngine
 
 

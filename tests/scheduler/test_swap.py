@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cb_backend.contracts.request import FinishReason, Request, RequestStatus
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.step import StepPlan
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS, SwapSpace
-from cb_backend.outputs import StepPlan
-from cb_backend.request import FinishReason, Request, RequestStatus
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
 from tests.fakes.engine import FakeEngine
 from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.expectations import check_cached_content

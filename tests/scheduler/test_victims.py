@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.contracts.scheduling import SchedulingParams
 from tests.fakes.engine import FakeEngine
 
 URGENT, LOW = SchedulingParams(priority=-1), SchedulingParams(priority=1)

@@ -11,7 +11,7 @@ from tests.serving import fake_server
 
 fake_server.install()
 
-from cb_backend.errors import ErrorCode  # noqa: E402
+from cb_backend.contracts.errors import ErrorCode  # noqa: E402
 from tests.serving.response_bench import Bench  # noqa: E402
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest
-from cb_backend.sampling_params import SamplingParams
-from cb_backend.scheduling_params import SchedulingParams
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest
 from cb_backend.serving.responder import Responder
 from cb_backend.serving.text_answer import TextAnswer

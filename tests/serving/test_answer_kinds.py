@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cb_backend.packed_logprobs import ChunkLogprobs
-from cb_backend.request import FinishReason
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs
+from cb_backend.contracts.request import FinishReason
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest, News
 from tests.serving.fake_server import ResponseSender
 from tests.serving.response_bench import Bench

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cb_backend.errors import CbError, ConfigError
+from cb_backend.contracts.errors import CbError, ConfigError
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.front_end.engines import is_running
 from tests.serving.fake_server import InferenceRequest, Metric, MetricFamily, TritonError, TritonModelException

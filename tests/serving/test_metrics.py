@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cb_backend.buckets import BucketCounts
-from cb_backend.messages import Buckets, EngineStats, ModelInfo, StepStats
+from cb_backend.contracts.messages import Buckets, EngineStats, ModelInfo, StepStats
 from cb_backend.serving.latency import BOUNDS, Latencies, Totals
 from cb_backend.serving.metric_exporter import MAX_OBSERVATIONS, MetricExporter
 from cb_backend.serving.metrics import EngineReport, Metrics
+from cb_backend.support.buckets import BucketCounts
 from tests.serving.fake_server import MetricFamily
 
 INFO = ModelInfo(

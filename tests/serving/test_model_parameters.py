@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.serving.model_parameters import (
     check_parameter_names,
     excludes_input,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from cb_backend.errors import ErrorCode
-from cb_backend.request import FinishReason
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.request import FinishReason
 from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.publisher import BURST_S, MAX_SHARE, Publisher
 from tests.serving.response_bench import Bench

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cb_backend.errors import ErrorCode
-from cb_backend.request import FinishReason
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.request import FinishReason
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.live_request import LiveRequest
 from tests.serving.fake_server import ResponseSender, TritonError, TritonModelException, text_of

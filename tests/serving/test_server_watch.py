@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from cb_backend.front_end.engines.runtime_dir import remove_leftovers
-from cb_backend.process_watch import ProcessWatch, process_start_time
 from cb_backend.serving.server_watch import start_server_watch
-from cb_backend.shared_regions import REGION_PREFIX, SHARED_MEMORY
+from cb_backend.support.process_watch import ProcessWatch, process_start_time
+from cb_backend.support.shared_regions import REGION_PREFIX, SHARED_MEMORY
 from tests.waiting import WAIT_S, eventually
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from cb_backend.outputs import PromptLogprobs
-from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob, pack
-from cb_backend.request import FinishReason
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, TokenLogprob, pack
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.step import PromptLogprobs
 from tests.serving.response_bench import Bench
 
 LENGTH = int(FinishReason.LENGTH)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend import shared_regions
-from cb_backend.process_watch import process_start_time
-from cb_backend.shared_regions import (
+from cb_backend.support import shared_regions
+from cb_backend.support.process_watch import process_start_time
+from cb_backend.support.shared_regions import (
     REGION_PREFIX,
     end_stubs,
     note_regions,

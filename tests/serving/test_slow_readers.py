@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cb_backend.errors import ErrorCode
-from cb_backend.request import FinishReason
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.request import FinishReason
 from cb_backend.serving.cancellation import CancellationPoller
 from cb_backend.serving.live_request import LiveRequest
 from cb_backend.serving.senders import Senders, Tally
-from cb_backend.silence import SilenceClock
+from cb_backend.support.silence import SilenceClock
 from tests.serving.fake_server import ResponseSender, TritonError
 from tests.serving.response_bench import Bench
 from tests.waiting import WAIT_S, eventually

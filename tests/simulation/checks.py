@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from cb_backend.contracts.errors import CbError, InvalidRequestError, UnavailableError
+from cb_backend.contracts.request import Request, RequestStatus
+from cb_backend.contracts.step import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
-from cb_backend.errors import CbError, InvalidRequestError, UnavailableError
-from cb_backend.outputs import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
-from cb_backend.request import Request, RequestStatus
 from tests.fakes.runners import FakePending, HashRunner
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from cb_backend.errors import ErrorCode
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.packed_logprobs import Delivered
+from cb_backend.contracts.request import FinishReason
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.packed_logprobs import Delivered
-from cb_backend.request import FinishReason
 from tests.fakes.counting_runner import write_byte_tokenizer
 from tests.simulation.network import SimulatedClient
 from tests.simulation.scenario import Arrival

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from cb_backend.config import EngineConfig
-from cb_backend.fault_points import POINTS
-from cb_backend.request import make_request_id
-from cb_backend.sampling_params import RequestParams
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.structured_output import StructuredOutput
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.request import make_request_id
+from cb_backend.contracts.request_params import RequestParams
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.structured_output import StructuredOutput
+from cb_backend.support.fault_points import POINTS
 from tests.simulation.grammars import SLOW_TURNS, make_grammar
 from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
 

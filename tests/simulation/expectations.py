@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.request import Request
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.request import Request
 from tests.fakes.runners import HashModel, HashRunner, salt_number
 from tests.simulation.scenario import Arrival, Scenario
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.engine.grammar.grammar_wait import COMPILE_TIMEOUT_S
-from cb_backend.errors import InvalidRequestError
-from cb_backend.structured_output import StructuredOutput
 
 SLOW_TURNS = 600  # of a grammar that is given up at its time limit, if turns take time
 

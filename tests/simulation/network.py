@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import zmq
 
+from cb_backend.contracts.messages import Hello, encode
+from cb_backend.contracts.queue_room import QueueRoom
 from cb_backend.engine import front_end_link
 from cb_backend.engine.front_end_link import FrontEndLink
 from cb_backend.engine.step_messages import Shares
 from cb_backend.front_end.engines.engine_client import EngineClient
-from cb_backend.messages import Hello, encode
-from cb_backend.queue_room import QueueRoom
 
 
 class Wires:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cb_backend.config import EngineConfig
-from cb_backend.request import make_request_id
-from cb_backend.sampling_params import RequestParams
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.request import make_request_id
+from cb_backend.contracts.request_params import RequestParams
+from cb_backend.contracts.scheduling import SchedulingParams
 from tests.simulation.scenario import Arrival, Fault, Scenario
 from tests.simulation.world import World
 

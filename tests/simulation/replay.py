@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import StepTimes

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from cb_backend.config import EngineConfig
-from cb_backend.sampling_params import RequestParams
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.request_params import RequestParams
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.token_rules import TokenRules
 
 STEP_TRAITS = ("copies out", "copies in", "is relied on", "has lost a row")
 CANCEL_STATES = ("compiling", "waiting", "prefilling", "decoding", "preempted", "swapped", "ended")

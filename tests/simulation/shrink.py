@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError
-from cb_backend.scheduling_params import SchedulingParams
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.scheduling import SchedulingParams
 from tests.simulation.scenario import Arrival, Scenario
 from tests.simulation.world import World
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from multiprocessing.pool import Pool
 
-from cb_backend.fault_points import POINTS
+from cb_backend.support.fault_points import POINTS
 from tests.simulation.draw import make_scenario
 from tests.simulation.nth_failure import points_failing
 from tests.simulation.scenario import CANCEL_STATES, STEP_TRAITS

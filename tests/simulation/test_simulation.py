@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.fault_points import POINTS
 from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.support.fault_points import POINTS
 from tests.simulation.draw import make_scenario
 from tests.simulation.nth_failure import points_failing, rich_scenario
 from tests.simulation.scenario import Scenario

@@ -12,14 +12,22 @@ import logging
 from collections import Counter, deque
 from contextlib import nullcontext, suppress
 
-from cb_backend import fault_points
+from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.messages import (
+    AddRequest,
+    CancelRequests,
+    EngineFailed,
+    Goodbye,
+    ModelInfo,
+    encode,
+    token_ids_to_bytes,
+)
+from cb_backend.contracts.request import RequestStatus, split_request_id
 from cb_backend.engine.engine_process import EngineProcess, GaveUpError
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
-from cb_backend.errors import UnavailableError
 from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import HashBlock
-from cb_backend.messages import AddRequest, CancelRequests, EngineFailed, Goodbye, ModelInfo, encode, token_ids_to_bytes
-from cb_backend.request import RequestStatus, split_request_id
+from cb_backend.support import fault_points
 from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.checks import CheckedEngine
 from tests.simulation.clients import FAILED, GONE, INTERNAL, REFUSED, UNAVAILABLE, Answer

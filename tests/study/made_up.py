@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.messages import ModelInfo
+from cb_backend.contracts.step import MaskSource, StepPlan
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.messages import ModelInfo
-from cb_backend.outputs import MaskSource, StepPlan
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import Law, StepTimes

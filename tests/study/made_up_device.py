@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cb_backend.contracts.step import MaskSource, StepPlan
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import MaskSource, StepPlan
 from cb_backend.study.bench import RealBench, Setting, settings_of
 from cb_backend.study.replay import Progress, Replay, fresh_engine, replay
 from cb_backend.study.simulator import PendingStep, SimulatedRunner, VirtualClock, simulated_engine

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cb_backend.errors import ConfigError
-from cb_backend.outputs import StepPlan
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.step import StepPlan
 from cb_backend.study.step_times import StepTimes, fit_laws, shape_of
 from tests.study.made_up import step_times
 

@@ -16,7 +16,7 @@ def test_the_house_has_no_circle() -> None:
     arrows = arrows_of()
     assert circle_of(arrows) == circle_of(storeys_of(arrows)) == []
     assert "cb_backend.engine.scheduler" in arrows
-    assert "cb_backend.errors" in arrows["cb_backend.engine.scheduler"]
+    assert "cb_backend.contracts" in arrows["cb_backend.engine.scheduler"]
     floors = floors_of(arrows)
     assert all(floors[room] > floors[below] for room, all_below in arrows.items() for below in all_below)
 

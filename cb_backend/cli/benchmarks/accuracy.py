@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.cli.benchmarks.machine import conditions
 from cb_backend.cli.demo_model import ensure_demo_model
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.errors import ConfigError
-from cb_backend.token_rules import TokenRules
+from cb_backend.study.machine import conditions
 
 HELP = "logit error and greedy agreement of fp8 weights and an fp8 KV cache"
 # Beside the reference; each is a set of engine arguments.

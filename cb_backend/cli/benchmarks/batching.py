@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cb_backend import __version__
-from cb_backend.argument_types import positive_int
-from cb_backend.cli.benchmarks.machine import commit, cpu_name
 from cb_backend.cli.paths import CliError
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.study.machine import commit, cpu_name
 from cb_backend.study.replay import fresh_engine
-from cb_backend.token_rules import TokenRules
+from cb_backend.support.argument_types import positive_int
 
 HELP = "compare in-flight batching with static batches and one request at a time"
 

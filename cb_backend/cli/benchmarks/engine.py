@@ -15,12 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cb_backend.argument_types import ints, json_object, output_file, positive_float, positive_int
-from cb_backend.cli.benchmarks import machine
 from cb_backend.cli.benchmarks.kernel_times import window_table
-from cb_backend.cli.benchmarks.report import LEGEND, Limits, Record, pairs_record, pass_record, step_table, table
-from cb_backend.cli.benchmarks.timed_pass import run_pass
-from cb_backend.cli.benchmarks.workloads import (
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.models.spec import ModelSpec
+from cb_backend.study import machine
+from cb_backend.study.pass_report import LEGEND, Limits, Record, pairs_record, pass_record, step_table, table
+from cb_backend.study.replay import fresh_engine
+from cb_backend.study.timed_pass import run_pass
+from cb_backend.study.workloads import (
     LATENCY_PAIRS,
     WORKLOADS,
     Draw,
@@ -29,11 +33,7 @@ from cb_backend.cli.benchmarks.workloads import (
     fixed,
     latency_pairs,
 )
-from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.errors import ConfigError
-from cb_backend.models.spec import ModelSpec
-from cb_backend.study.replay import fresh_engine
+from cb_backend.support.argument_types import ints, json_object, output_file, positive_float, positive_int
 
 HELP = "throughput, latency and host time of the engine on fixed workloads, beside the card's limit"
 PEER_MAX_MODEL_LEN = 4096  # what the peers run with; longer only where a workload needs it

@@ -15,10 +15,10 @@ import torch
 from torch.autograd import DeviceType
 
 from cb_backend.cli.benchmarks.kernel_times import Event, summarize
-from cb_backend.cli.benchmarks.timed_pass import run_pass
-from cb_backend.cli.benchmarks.workloads import Workload
+from cb_backend.contracts.step import MaskSource, Pending, StepPlan
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import MaskSource, Pending, StepPlan
+from cb_backend.study.timed_pass import run_pass
+from cb_backend.study.workloads import Workload
 
 # Waits of the host, which the profiler counts among the device's events.
 _WAIT = re.compile(r"(Context|Stream|Event) Sync|Stream Wait Event")

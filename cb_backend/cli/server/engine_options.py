@@ -1,6 +1,6 @@
 """Engine arguments on a command line: those of `model.json`, spelled as vLLM spells them (`--max-model-len`).
 
-The list of them, their types and their limits are `cb_backend.config`'s.
+The list of them, their types and their limits are `cb_backend.contracts.config`'s.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import Field, asdict, fields
 from typing import Any
 
 from cb_backend.cli.paths import CliError
-from cb_backend.config import EngineConfig, engine_config_from_dict
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
 
 _NOT_AN_OPTION = ("model", "worker_cls")  # an argument of its own; for tests and experiments
 _PREFIX = "engine_"  # of the parsed values: `seed` or `device` may be another option of a command

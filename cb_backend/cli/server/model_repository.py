@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from cb_backend.cli.paths import CliError
-from cb_backend.config import engine_folder, load_engine_config
-from cb_backend.errors import ConfigError
-from cb_backend.json_files import read_json_object
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import check_checkpoint_name
+from cb_backend.support.json_files import read_json_object
+from cb_backend.support.version_folder import engine_folder, load_engine_config
 
 _SHELL_CHARACTERS = frozenset(" \t\n\r'\"\\$`&;|<>()*?[]{}!#~")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cb_backend.process_watch import process_stat
+from cb_backend.support.process_watch import process_stat
 
 
 class _Stat(NamedTuple):

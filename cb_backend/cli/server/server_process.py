@@ -25,7 +25,7 @@ from cb_backend.cli.server.processes import ProcessId, dead_children, descendant
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
 from cb_backend.serving import server_arguments
 from cb_backend.serving.server_arguments import access_headers, client_host, is_on, listen_address
-from cb_backend.silence import SilenceClock
+from cb_backend.support.silence import SilenceClock
 
 READY_POLL_S = 0.1
 KILL_GRACE_S = 5.0  # for what the server leaves behind, after it has ended

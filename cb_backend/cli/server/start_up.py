@@ -15,7 +15,7 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.model_repository import odd_characters
 from cb_backend.cli.server.server_log import load_failures
 from cb_backend.cli.server.server_process import ServerProcess
-from cb_backend.silence import SilenceClock
+from cb_backend.support.silence import SilenceClock
 
 LOOK_S = 0.5
 PROGRESS_EVERY_S = 10.0

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
-from cb_backend.config import engine_config_from_dict
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
-from cb_backend.token_rules import TokenRules
 
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,7 +10,7 @@ from enum import Enum
 from itertools import islice
 
 from cb_backend.cli.timelines.steps import Step
-from cb_backend.request import FinishReason
+from cb_backend.contracts.request import FinishReason
 
 MIN_LANES = 8  # or as many as there are slots
 

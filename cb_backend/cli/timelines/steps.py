@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from cb_backend.cli.paths import CliError
-from cb_backend.step_dump import StepDump
+from cb_backend.contracts.step_dump import StepDump
 
 FORMAT = 1
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from cb_backend.cli.timelines.axis import LEFT, RIGHT, WIDTH, TimeAxis
 from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, lanes_of, summarise
 from cb_backend.cli.timelines.panels import PANELS_HEIGHT, draw_panels, peaks_of
 from cb_backend.cli.timelines.steps import StepLogFile
-from cb_backend.request import split_request_id
+from cb_backend.contracts.request import split_request_id
 
 TOP = 80
 LANES_HEIGHT, MIN_LANE, MAX_LANE = 620, 2.5, 24.0

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
+from cb_backend.contracts.structured_output import StructuredOutput
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.grammar.guide import TOO_COMPLEX, Guide
 from cb_backend.engine.grammar.token_table import TokenTable
-from cb_backend.errors import CbError, ConfigError, ErrorCode, InvalidRequestError
-from cb_backend.structured_output import StructuredOutput
-from cb_backend.token_rules import TokenRules
 
 if TYPE_CHECKING:  # imported at first use, so that nobody else pays for it
     from llguidance import LLMatcher, LLTokenizer

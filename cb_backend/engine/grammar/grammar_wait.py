@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from cb_backend.contracts.errors import CbError, InvalidRequestError
+from cb_backend.contracts.request import Request
 from cb_backend.engine.grammar.grammar_compiler import Grammar, GrammarCompiler
-from cb_backend.errors import CbError, InvalidRequestError
-from cb_backend.request import Request
 
 COMPILE_TIMEOUT_S = 30.0  # of waiting, on a machine that is busy; the work itself ends by its own limits
 TOO_SLOW = (

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.step import NO_TOKEN, Failure, JoinedRow, RowStatus, StepPlan, StepResult, TokenMasks
 from cb_backend.engine.grammar.guide import OUT_OF_STEP, Guide
 from cb_backend.engine.grammar.mask_threads import MaskThreads
-from cb_backend.outputs import NO_TOKEN, Failure, JoinedRow, RowStatus, StepPlan, StepResult, TokenMasks
 
 
 class LaunchedStep(Protocol):
@@ -61,7 +61,7 @@ class FedStep:
 
 
 class GuidedRows:
-    """Implements `outputs.MaskSource`. One caller at a time."""
+    """Implements `step.MaskSource`. One caller at a time."""
 
     def __init__(self) -> None:
         self.is_asked = False  # masks were asked for, and the step they are for has not been launched yet

@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from cb_backend.errors import ConfigError
-from cb_backend.token_pieces import TokenPieces
-from cb_backend.tokenizer_files import load_tokenizer
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.token_pieces import TokenPieces
+from cb_backend.support.tokenizer_files import load_tokenizer
 
 
 class TokenTable:

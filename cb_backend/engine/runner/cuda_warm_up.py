@@ -14,17 +14,17 @@ import time
 import numpy as np
 import torch
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.step import JoinedRow, NoMasks, StepPlan, Want
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
-from cb_backend.errors import ConfigError
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import new_storage, size_kv_cache
 from cb_backend.layers.ops import Ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.spec import ModelSpec
-from cb_backend.outputs import JoinedRow, NoMasks, StepPlan, Want
-from cb_backend.token_rules import TokenRules
 
 GRAPH_MEMORY = 512 << 20  # kept free for graph capture and library workspaces
 MIB = 1 << 20

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.contracts.step import JoinedRow, StepPlan
+from cb_backend.contracts.token_rules import MAX_STOP_TOKEN_IDS
 from cb_backend.engine.runner.input_batch import is_sampled_apart, min_position
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS, neutral_rows
 from cb_backend.kernels.slot_state import JOINED_VALUES, NUM_JOINED_WORDS, SlotState
-from cb_backend.outputs import JoinedRow, StepPlan
-from cb_backend.token_rules import MAX_STOP_TOKEN_IDS
 
 # Room for a request's own stop ids and the model's end-of-sequence ids.
 MAX_STOP_IDS_PER_SLOT = MAX_STOP_TOKEN_IDS + 16

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.config import MAX_RUN_AHEAD
+from cb_backend.contracts.config import MAX_RUN_AHEAD
 from cb_backend.engine.runner.step_buffers import padding, split
 from cb_backend.engine.step_shapes import StepShape
 

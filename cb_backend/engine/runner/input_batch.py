@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.outputs import JoinedRow, StepPlan
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.step import JoinedRow, StepPlan
+from cb_backend.contracts.token_rules import TokenRules
 
 
 def is_sampled_apart(params: TokenRules) -> bool:

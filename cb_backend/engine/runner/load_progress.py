@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.kv_cache.storage import free_memory, show_bytes
 
 BAR_WIDTH = 20

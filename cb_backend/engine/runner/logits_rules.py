@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.contracts.step import JoinedRow, RowStatus
+from cb_backend.contracts.token_rules import MAX_LOGIT_BIASES, TokenRules
 from cb_backend.engine.runner.bad_words import BadWords
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.engine.runner.input_batch import is_sampled_apart, min_position
 from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.token_marks import FORBIDDEN, PROMPT
 from cb_backend.layers.ops import Ops
-from cb_backend.outputs import JoinedRow, RowStatus
-from cb_backend.token_rules import MAX_LOGIT_BIASES, TokenRules
 
 NO_TOKEN_LEFT = (
     "no token is left that all of the request's rules allow (structured output, allowed_token_ids, bad_words,"

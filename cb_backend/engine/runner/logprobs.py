@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.contracts.step import TokenLogprobs
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.layers.ops import Ops
-from cb_backend.outputs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,10 +7,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cb_backend.contracts.step import (
+    NO_TOKEN,
+    ROW_OK,
+    TOKENS_WANTED,
+    Attachment,
+    Failure,
+    RowStatus,
+    StepPlan,
+    StepResult,
+)
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.logprobs import PendingLogprobs
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs
-from cb_backend.outputs import NO_TOKEN, ROW_OK, TOKENS_WANTED, Attachment, Failure, RowStatus, StepPlan, StepResult
 
 
 class PendingStep(msgspec.Struct, frozen=True, eq=False):

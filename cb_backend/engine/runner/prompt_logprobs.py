@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cb_backend.contracts.step import PromptLogprobs, StepPlan
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.runner.logprobs import to_host
 from cb_backend.layers.ops import Ops
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import PromptLogprobs, StepPlan
 
 TOKENS_AT_ONCE = 128  # logits of so many tokens exist at a time
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.contracts.step import NO_TOKEN, JoinedRow, MaskSource, TokenMasks
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.layers.ops import Ops
-from cb_backend.outputs import NO_TOKEN, JoinedRow, MaskSource, TokenMasks
 
 
 class RowMasks:

@@ -11,24 +11,24 @@ from pathlib import Path
 
 import torch
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.messages import ModelInfo
 from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
 from cb_backend.engine.runner.load_progress import LoadProgress
 from cb_backend.engine.runner.slot_runner import SlotRunner
-from cb_backend.errors import ConfigError
 from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
 from cb_backend.kv_cache.storage import bytes_per_block, new_storage, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.messages import ModelInfo
 from cb_backend.models.checkpoint import has_tokenizer, resolve_checkpoint, resolve_tokenizer
 from cb_backend.models.generation_config import read_sampling_defaults
 from cb_backend.models.quantization import FP8, SYNONYMS
 from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.spec_fields import within_vocabulary
-from cb_backend.tokenizer_files import load_tokenizer, token_text
+from cb_backend.support.tokenizer_files import load_tokenizer, token_text
 
 
 def resolve_device(name: str) -> torch.device:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.contracts.step import TOKENS_WANTED, MaskSource, StepPlan
 from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
 from cb_backend.engine.runner.host_memory import HostMemory
 from cb_backend.engine.runner.input_batch import InputBatch, is_sampled_apart
@@ -31,11 +32,10 @@ from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.ops import Ops
 from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.outputs import TOKENS_WANTED, MaskSource, StepPlan
 
 
 class SlotRunner:
-    """Implements `outputs.Runner` with run-ahead."""
+    """Implements `step.Runner` with run-ahead."""
 
     def __init__(
         self,

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.contracts.step import TOKENS_WANTED, StepPlan
 from cb_backend.engine.runner.device_state import copy_to
 from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.row_sampling import neutral_rows
 from cb_backend.kernels.step_rows import StepRows
-from cb_backend.outputs import TOKENS_WANTED, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ reserved for a high class is given to it past everybody else. This module does n
 
 from __future__ import annotations
 
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request import Request, check_prompt_length
 from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy
 from cb_backend.engine.scheduler.preemption import Preemption, is_protected
 from cb_backend.engine.scheduler.prefill import SHORT_FACTOR, PrefillPlanner
@@ -18,9 +20,7 @@ from cb_backend.engine.scheduler.slot_table import SlotTable
 from cb_backend.engine.scheduler.step_plan import PlanBuilder
 from cb_backend.engine.scheduler.step_result import StepResults
 from cb_backend.engine.scheduler.swap_space import SwapSpace
-from cb_backend.errors import InvalidRequestError
 from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS, KVCacheManager
-from cb_backend.request import Request, check_prompt_length
 
 LOOKAHEAD = 8
 MAX_OVERTAKEN = 16

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import numpy as np
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.request import Request
 from cb_backend.engine.scheduler.output_lengths import most_growth
 from cb_backend.engine.scheduler.slot_table import SlotTable
 from cb_backend.engine.scheduler.step_result import StepResults
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.request import Request
 
 NO_RESERVE = -10.0  # of `admission_reserve`: nothing is kept for what running requests are going to need
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from cb_backend.request import Request, RequestStatus
+from cb_backend.contracts.request import Request, RequestStatus
 
 
 class Deadlines:

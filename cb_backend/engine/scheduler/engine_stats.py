@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from cb_backend.contracts.messages import EngineStats
 from cb_backend.engine.scheduler.request_queue import RequestQueue
 from cb_backend.engine.scheduler.slot_table import SlotTable
 from cb_backend.engine.scheduler.step_result import StepCounters
 from cb_backend.engine.scheduler.swap_space import SwapSpace
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.messages import EngineStats
 
 
 def engine_stats(

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cb_backend.request import QueueKey, Request
+from cb_backend.contracts.request import QueueKey, Request
 
 Flow = tuple[int, str | None]  # priority, tenant; None: requests that were preempted, whoever sent them
 

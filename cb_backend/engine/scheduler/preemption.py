@@ -11,15 +11,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.request import Request, RequestStatus
 from cb_backend.engine.scheduler.in_flight import InFlightSteps
 from cb_backend.engine.scheduler.request_queue import RequestQueue
 from cb_backend.engine.scheduler.slot_table import SlotTable
 from cb_backend.engine.scheduler.step_plan import DecodeBatch
 from cb_backend.engine.scheduler.step_result import StepCounters, StepResults
 from cb_backend.engine.scheduler.swap_space import SwapSpace
-from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.request import Request, RequestStatus
+from cb_backend.support.fault_points import reach
 
 MAX_PREEMPTIONS = 4
 

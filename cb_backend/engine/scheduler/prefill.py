@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from cb_backend.config import EngineConfig
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.step import NOTHING_WANTED, TOKENS_WANTED
 from cb_backend.engine.scheduler.slot_table import SlotTable
 from cb_backend.engine.scheduler.step_plan import PlanBuilder
 from cb_backend.engine.scheduler.step_time import Pace
 from cb_backend.engine.step_shapes import FullSteps
-from cb_backend.outputs import NOTHING_WANTED, TOKENS_WANTED
 
 SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
 _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step

@@ -13,10 +13,10 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.queue_room import MUCH_ROOM, TOLD_BELOW, QueueRoom
+from cb_backend.contracts.request import QueueKey, Request
 from cb_backend.engine.scheduler.fair_share import FairShare, Flow, fair_order
-from cb_backend.errors import UnavailableError
-from cb_backend.queue_room import MUCH_ROOM, TOLD_BELOW, QueueRoom
-from cb_backend.request import QueueKey, Request
 
 _LONGEST_HINT_S = 60
 

@@ -11,7 +11,12 @@ what time it is it is told (`set_time`): without that, time stands still, and no
 
 from __future__ import annotations
 
-from cb_backend.config import MAX_RUN_AHEAD, EngineConfig
+from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.messages import EngineStats
+from cb_backend.contracts.queue_room import MUCH_ROOM, QueueRoom
+from cb_backend.contracts.request import Request, RequestStatus
+from cb_backend.contracts.step import EngineOutput, StepPlan, StepResult
 from cb_backend.engine.scheduler.admission import Admission, check_fits_alone
 from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
 from cb_backend.engine.scheduler.deadlines import Deadlines
@@ -26,13 +31,8 @@ from cb_backend.engine.scheduler.step_plan import DecodeBatch, PlanBuilder, laun
 from cb_backend.engine.scheduler.step_result import StepCounters, StepResults
 from cb_backend.engine.scheduler.step_time import Pace
 from cb_backend.engine.scheduler.swap_space import SwapSpace
-from cb_backend.errors import InvalidRequestError
-from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.messages import EngineStats
-from cb_backend.outputs import EngineOutput, StepPlan, StepResult
-from cb_backend.queue_room import MUCH_ROOM, QueueRoom
-from cb_backend.request import Request, RequestStatus
+from cb_backend.support.fault_points import reach
 
 
 class Scheduler:

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.fault_points import reach
-from cb_backend.request import NO_SLOT, FinishReason, Request
+from cb_backend.contracts.request import NO_SLOT, FinishReason, Request
+from cb_backend.support.fault_points import reach
 
 _NO_STOP_ID = -1
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.step import NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
 from cb_backend.engine.scheduler.in_flight import LaunchedStep
 from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
-from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
-from cb_backend.request import Request
+from cb_backend.support.fault_points import reach
 
 
 def _frozen(array: NDArray) -> NDArray:

@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.request import FinishReason, Request, RequestStatus
+from cb_backend.contracts.step import NO_TOKEN, ROW_OK, Attachment, EngineOutput, Failure, StepResult
 from cb_backend.engine.scheduler.fair_share import FairShare
 from cb_backend.engine.scheduler.in_flight import InFlightSteps, LaunchedStep
 from cb_backend.engine.scheduler.output_lengths import OutputLengths
 from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
-from cb_backend.fault_points import reach
 from cb_backend.kv_cache.manager import KVCacheManager
-from cb_backend.outputs import NO_TOKEN, ROW_OK, Attachment, EngineOutput, Failure, StepResult
-from cb_backend.request import FinishReason, Request, RequestStatus
+from cb_backend.support.fault_points import reach
 
 _OUTPUT_LEARNING_RATE = 0.05
 _STATUS_OF_REASON = {

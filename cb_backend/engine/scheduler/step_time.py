@@ -15,8 +15,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.scheduler.non_negative import non_negative_solution
-from cb_backend.outputs import StepPlan
 
 MIN_PREFILL_TOKENS = 16  # a step's prompt tokens even where the limit leaves no room: prompts must go on
 _FORGETTING = 0.99

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cb_backend.fault_points import reach
-from cb_backend.request import Request
+from cb_backend.contracts.request import Request
+from cb_backend.support.fault_points import reach
 
 _NOT_LAUNCHED = 0
 # What moving a token out and in costs, in tokens computed again, and what moving costs at all: a few kernel launches

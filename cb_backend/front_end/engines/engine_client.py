@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 import zmq
 
-from cb_backend.errors import ErrorCode, UnavailableError
-from cb_backend.front_end.engines.request_sink import RequestSink, deliver, tell_error
-from cb_backend.front_end.engines.runtime_dir import EngineLife
-from cb_backend.messages import (
+from cb_backend.contracts.errors import ErrorCode, UnavailableError
+from cb_backend.contracts.messages import (
     AddRequest,
     Alive,
     CancelRequests,
@@ -36,9 +34,11 @@ from cb_backend.messages import (
     decode_engine_message,
     encode,
 )
-from cb_backend.process_watch import ProcessWatch
-from cb_backend.queue_room import KnownRoom, QueueRoom
-from cb_backend.silence import SilenceClock
+from cb_backend.contracts.queue_room import KnownRoom, QueueRoom
+from cb_backend.front_end.engines.request_sink import RequestSink, deliver, tell_error
+from cb_backend.front_end.engines.runtime_dir import EngineLife
+from cb_backend.support.process_watch import ProcessWatch
+from cb_backend.support.silence import SilenceClock
 
 ENGINE_GONE = "the engine stopped and is being started again; send the request again"
 ENGINE_STARTING = "the engine is starting; send the request again"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from cb_backend.errors import UnavailableError
+from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.messages import AddRequest, ModelInfo
+from cb_backend.contracts.request import make_request_id
 from cb_backend.front_end.engines.engine_client import ENGINE_GONE, EngineClient
 from cb_backend.front_end.engines.request_sink import RequestSink
 from cb_backend.front_end.engines.routing import choose_engine, prefix_key
-from cb_backend.messages import AddRequest, ModelInfo
-from cb_backend.request import make_request_id
 
 
 class EngineGroup:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.front_end.engines.runtime_dir import EngineLife, RuntimeDir
-from cb_backend.process_watch import ProcessWatch, process_start_time
+from cb_backend.support.process_watch import ProcessWatch, process_start_time
 
 FIRST_RESTART_DELAY_S = 0.5
 MAX_DELAY_AFTER_START_S = 30.0  # it died before it was ready: it will probably do so again

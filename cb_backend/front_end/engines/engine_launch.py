@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import cb_backend
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError
-from cb_backend.native_paths import native_path
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.native_paths import native_path
 
 ENGINE_MODULE = "cb_backend.engine.engine_process"
 

@@ -11,17 +11,17 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from cb_backend.errors import UnavailableError
-from cb_backend.front_end.engines.runtime_dir import EngineLife, read_engines, runtime_base
-from cb_backend.messages import (
+from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.messages import (
     EngineStats,
     FrontEndMessage,
     ResetPrefixCache,
     decode_engine_message,
     encode,
 )
-from cb_backend.process_watch import process_start_time
-from cb_backend.step_dump import DumpSteps, StepDump
+from cb_backend.contracts.step_dump import DumpSteps, StepDump
+from cb_backend.front_end.engines.runtime_dir import EngineLife, read_engines, runtime_base
+from cb_backend.support.process_watch import process_start_time
 
 T = TypeVar("T")
 

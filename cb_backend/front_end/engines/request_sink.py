@@ -11,11 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from cb_backend.errors import ErrorCode
-from cb_backend.fault_points import reach
-from cb_backend.messages import StepOutput
-from cb_backend.outputs import NO_TOKEN
-from cb_backend.packed_logprobs import Delivered, Packed
+from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.messages import StepOutput
+from cb_backend.contracts.packed_logprobs import Delivered, Packed
+from cb_backend.contracts.step import NO_TOKEN
+from cb_backend.support.fault_points import reach
 
 NOT_DELIVERED = "an answer of the engine could not be used; the server's log says why"
 

@@ -19,9 +19,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cb_backend.errors import ConfigError
-from cb_backend.process_watch import process_start_time
-from cb_backend.shared_regions import end_stubs
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.process_watch import process_start_time
+from cb_backend.support.shared_regions import end_stubs
 
 MAX_SOCKET_PATH = 100  # the kernel's limit for a socket's path is 107 bytes
 

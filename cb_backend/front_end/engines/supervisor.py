@@ -14,15 +14,15 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from cb_backend.config import EngineConfig
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.messages import ModelInfo
 from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.front_end.engines.engine_group import EngineGroup
 from cb_backend.front_end.engines.engine_keeper import EngineKeeper
 from cb_backend.front_end.engines.engine_launch import launch_engine
 from cb_backend.front_end.engines.runtime_dir import RuntimeDir, folder_name
 from cb_backend.front_end.interpreter import find_python
-from cb_backend.messages import ModelInfo
 
 CHECK_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 10.0

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.token_rules import MAX_BAD_WORD_TOKENS
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.token_rules import MAX_BAD_WORD_TOKENS
 
 _BEFORE = "\n"  # stands for any text in front of a word that is no space
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.front_end.text.chat_template import ChatTemplate
 from cb_backend.front_end.text.template_files import DEFAULT, TOOL_USE
 from cb_backend.front_end.text.tokenizer import Tokenizer

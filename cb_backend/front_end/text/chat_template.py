@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cb_backend.errors import CbError, InvalidRequestError
+from cb_backend.contracts.errors import CbError, InvalidRequestError
 from cb_backend.front_end.interpreter import find_python
 from cb_backend.front_end.text.message_forms import MessageForms, find_forms
-from cb_backend.native_paths import native_path
-from cb_backend.process_watch import process_cpu_seconds
+from cb_backend.support.native_paths import native_path
+from cb_backend.support.process_watch import process_cpu_seconds
 
 RENDER_TIMEOUT_S = 2.0  # of a core
 START_TIMEOUT_S = 20.0  # of a core

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.token_pieces import DecoderKind, TokenPieces
+from cb_backend.support.token_pieces import DecoderKind, TokenPieces
 
 REPLACEMENT = "\ufffd"
 # A byte-fallback run is decoded as a whole: one bad byte turns all of it into replacement characters. To equal

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, TokenLogprob
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.packed_logprobs import ChunkLogprobs, TokenLogprob
 
 NOT_ASKED_FOR = "null"  # the output `logprobs` of a request without the parameter
 _LOWEST = -9999.0  # JSON has no -Infinity

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 
 Message = dict[str, Any]
 MAX_PROBING_S = 10.0  # a template that hangs is asked no more, and taken for one that wants text

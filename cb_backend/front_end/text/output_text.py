@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cb_backend.fault_points import reach
+from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.front_end.text.detokenizer import IncrementalDetokenizer
 from cb_backend.front_end.text.stop_strings import StopStringMatcher
 from cb_backend.front_end.text.tokenizer import Tokenizer
-from cb_backend.request import FinishReason
-from cb_backend.sampling_params import RequestParams
+from cb_backend.support.fault_points import reach
 
 
 class TextDelta(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request import check_prompt_length
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest
-from cb_backend.request import check_prompt_length
 
 # Text that is to be truncated may be this many times longer than the model's length before it is refused unread.
 _MAX_TRUNCATION = 16

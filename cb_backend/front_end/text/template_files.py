@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"

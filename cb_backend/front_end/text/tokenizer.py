@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.front_end.text.template_files import read_chat_templates
-from cb_backend.native_paths import native_path
-from cb_backend.token_pieces import DecoderKind, TokenPieces
-from cb_backend.tokenizer_files import load_tokenizer, named_tokens
+from cb_backend.support.native_paths import native_path
+from cb_backend.support.token_pieces import DecoderKind, TokenPieces
+from cb_backend.support.tokenizer_files import load_tokenizer, named_tokens
 
 # A normalizer may shrink text before it is cut into tokens: canonical composition makes 3 bytes of 9 at most.
 _MAX_NORMALIZER_SHRINK = 4

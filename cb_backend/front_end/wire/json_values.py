@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 
 MAX_DIGITS = 40  # of one integer: beyond, conversion alone would cost time
 MAX_SHOWN = 60  # characters of a client's value that an error repeats

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from cb_backend.contracts.request_params import MAX_STOP_STRINGS
+from cb_backend.contracts.token_rules import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from cb_backend.front_end.wire.json_values import (
     read_biases,
     read_bool,
@@ -21,8 +23,6 @@ from cb_backend.front_end.wire.json_values import (
     read_text,
     read_token_ids,
 )
-from cb_backend.sampling_params import MAX_STOP_STRINGS
-from cb_backend.token_rules import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 
 Reader = Callable[[str, Any], Any]  # of a name and a client's value; raises `InvalidRequestError`
 Target = Literal["request", "scheduling"]

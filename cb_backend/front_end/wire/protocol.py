@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request_params import RequestParams
+from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.wire.sampling_json import check_json_size, load_parameters, read_params
-from cb_backend.sampling_params import RequestParams
-from cb_backend.scheduling_params import SchedulingParams
 
 # Clients of vllm_backend compare with this text.
 STREAM_WITH_INPUT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."

@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request_params import MAX_STOP_STRINGS, RequestParams
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.structured_output import MAX_GRAMMAR_BYTES
 from cb_backend.front_end.wire.json_values import MAX_SHOWN, equals, load_json, read_structure, show
 from cb_backend.front_end.wire.parameters import BY_NAME, UNSUPPORTED, Target, Unsupported
 from cb_backend.front_end.wire.structured_json import STRUCTURED_NAMES, read_structured_output
-from cb_backend.sampling_params import MAX_STOP_STRINGS, RequestParams
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.structured_output import MAX_GRAMMAR_BYTES
 
 # All that is allowed fits: stop strings with every character escaped, and a grammar whose text is escaped twice.
 MAX_JSON_BYTES = 512 * 1024

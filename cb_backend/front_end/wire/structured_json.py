@@ -11,9 +11,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.front_end.wire.json_values import load_json, read_bool, read_text, show
-from cb_backend.structured_output import (
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.structured_output import (
     ANY_JSON_OBJECT,
     MAX_CHOICE_BYTES,
     MAX_CHOICES,
@@ -21,6 +20,7 @@ from cb_backend.structured_output import (
     MAX_NESTING,
     StructuredOutput,
 )
+from cb_backend.front_end.wire.json_values import load_json, read_bool, read_text, show
 
 _OBJECT_NAMES = ("structured_outputs", "guided_decoding")
 _FLAT_NAMES = {

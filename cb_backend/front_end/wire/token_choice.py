@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.token_rules import TokenRules
 
 
 def check_token_choice(rules: TokenRules, eos_token_ids: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.front_end.wire.json_values import show
 from cb_backend.front_end.wire.parameters import BY_TENSOR, UNSUPPORTED_TENSORS, Parameter
 from cb_backend.front_end.wire.protocol import GenerateRequest, make_request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.families import ministral, ministral3
 from cb_backend.models.spec import ModelSpec

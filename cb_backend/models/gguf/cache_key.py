@@ -6,9 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.gguf.source import files_beside, find_parts
-from cb_backend.tokenizer_files import CONVERSION_NOTE
+from cb_backend.support.tokenizer_files import CONVERSION_NOTE
 
 # Of what a conversion writes. To be raised with every change of it: older conversions are then made again.
 VERSION = 2

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.cache_key import VERSION
 from cb_backend.models.gguf.model_settings import read_generation_settings, read_model_settings, read_vocab_size
@@ -22,7 +22,7 @@ from cb_backend.models.gguf.vocabulary import Vocabulary, read_vocabulary
 from cb_backend.models.registry import read_model_config, read_spec
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import open_checkpoint
-from cb_backend.tokenizer_files import CONVERSION_NOTE
+from cb_backend.support.tokenizer_files import CONVERSION_NOTE
 
 
 def convert(path: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.rope_scaling import read_rope_parameters
 from cb_backend.models.gguf.source import GgufSource, listed

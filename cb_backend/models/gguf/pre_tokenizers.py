@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.source import GgufSource
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 
 # Beside the file, and read where they are: the original tokenizer, and a chat template that overrides the file's.
 TOKENIZER = "tokenizer.json"

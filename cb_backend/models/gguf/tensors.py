@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.gguf.model_settings import EMBEDDING
 from cb_backend.models.gguf.model_settings import HEAD as GGUF_HEAD
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS

@@ -14,11 +14,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from cb_backend.errors import ConfigError
-from cb_backend.json_files import read_json_object
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.gguf.pre_tokenizers import apply_rule, find_rule
 from cb_backend.models.gguf.source import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, GgufSource
 from cb_backend.models.gguf.vocabulary import BYTE_LEVEL, SENTENCEPIECE, TokenType, Vocabulary
+from cb_backend.support.json_files import read_json_object
 
 _SPACE = "▁"  # sentencepiece's
 _NAMED = ("bos", "eos", "unk", "pad")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.gguf.pre_tokenizers import adds_bos_by_default
 from cb_backend.models.gguf.source import GgufSource

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
-from cb_backend.native_paths import native_path
+from cb_backend.support.native_paths import native_path
 
 FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.token_rules import TokenRules
 from tests.fakes.hash_model import MODEL
 from tests.fakes.scripted_model import EOS, SECOND_EOS, script
 from tests.server.cases.case import Case, over_transports

@@ -13,9 +13,9 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.token_rules import TokenRules
 
 NO_SLOT = -1
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.config import engine_config_from_dict, engine_folder, load_engine_config
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.version_folder import engine_folder, load_engine_config
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape, ideal_schedule, prefill_seconds
-from cb_backend.cli.benchmarks.timed_pass import PassResult
-from cb_backend.cli.benchmarks.workloads import Workload
 from cb_backend.study.latencies import batch_histogram, summary
+from cb_backend.study.roofline import CardLimits, ModelShape, ideal_schedule, prefill_seconds
+from cb_backend.study.timed_pass import PassResult
+from cb_backend.study.workloads import Workload
 
 Record = dict[str, Any]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from cb_backend.cli.benchmarks.steps import StepLog, watch
-from cb_backend.cli.benchmarks.workloads import Workload
+from cb_backend.contracts.messages import EngineStats
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.messages import EngineStats
-from cb_backend.request import Request
 from cb_backend.study.latencies import Latencies
 from cb_backend.study.replay import drive, no_collections, token_latencies
-from cb_backend.token_rules import TokenRules
+from cb_backend.study.steps import StepLog, watch
+from cb_backend.study.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)

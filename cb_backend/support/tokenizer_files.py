@@ -14,9 +14,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
-from cb_backend.errors import ConfigError
-from cb_backend.git_lfs import refuse_lfs_pointer
-from cb_backend.json_files import read_json_object
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.git_lfs import refuse_lfs_pointer
+from cb_backend.support.json_files import read_json_object
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CONVERSION_NOTE = "conversion.json"  # in a converted checkpoint's folder: by which version, and why without a tokenizer

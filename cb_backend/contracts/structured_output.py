@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 

@@ -7,15 +7,11 @@ tutorials write them so (`"enforce_eager": "true"`). This module does not know c
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from cb_backend.errors import ConfigError
-from cb_backend.json_files import read_json_object
-from cb_backend.native_paths import native_path
-from cb_backend.scheduling_params import MAX_PRIORITY
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.scheduling import MAX_PRIORITY
 
 DTYPES = {
     "auto": "auto",
@@ -172,41 +168,6 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 _MAX_SHOWN = 80  # characters of a value that an error repeats
-
-
-def load_engine_config(path: Path) -> EngineConfig:
-    """Read `model.json`. Raises `ConfigError` that names the key and the remedy; model paths stay as written."""
-    if not path.is_file():
-        raise ConfigError(f"{path.name} is missing in the model's version folder; it must at least name a model")
-    return engine_config_from_dict(read_json_object(path, refuses_twins=True))
-
-
-def engine_folder(version: Path) -> Path:
-    """The version folder whose `model.json` holds the engine arguments of a model: its own, or another model's.
-
-    A model.json of `{"engine_of": "llm"}` makes a model another front of the engine of `llm`, its neighbour in the
-    repository (the newest version of it). Raises `ConfigError` if there is no such model or something stands beside it.
-    """
-    try:
-        arguments = read_json_object(version / "model.json", refuses_twins=True)
-    except ConfigError:
-        return version  # for `load_engine_config` to explain
-    if "engine_of" not in arguments:
-        return version
-    name = arguments["engine_of"]
-    if len(arguments) > 1:
-        raise ConfigError("model.json sets 'engine_of', so the engine arguments are that model's; remove the others")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise ConfigError(f"'engine_of' in model.json is {name!r}; name a model of the same repository")
-    neighbour = version.parent.parent / native_path(name)
-    versions = sorted((int(p.name) for p in neighbour.glob("*") if p.name.isdigit()), reverse=True)
-    if not versions or neighbour == version.parent or "engine_of" in _text(neighbour / str(versions[0]) / "model.json"):
-        raise ConfigError(f"'engine_of' in model.json is {name!r}, which is no model with an engine in this repository")
-    return neighbour / str(versions[0])
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def engine_config_from_dict(arguments: dict[str, Any], place: str = " in model.json") -> EngineConfig:

@@ -1,6 +1,6 @@
 """How one request wants to be treated beside others: its place in the queue, its patience, whose cache it shares.
 
-Like `sampling_params`, but for the scheduler: nothing here changes which tokens come out. This module checks values;
+Like `request_params`, but for the scheduler: nothing here changes which tokens come out. This module checks values;
 reading them from the wire is `front_end`'s work.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.contracts.errors import InvalidRequestError
 
 MAX_PRIORITY = 100  # either sign
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000

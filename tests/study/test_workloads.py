@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cb_backend.cli.benchmarks.workloads import (
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.study.workloads import (
     WORKLOADS,
     Draw,
     Workload,
@@ -19,7 +20,6 @@ from cb_backend.cli.benchmarks.workloads import (
     latency_pairs,
     lengths_digest,
 )
-from cb_backend.errors import ConfigError
 from cb_backend.traffic.traces import TraceError
 
 VOCAB = 128_256

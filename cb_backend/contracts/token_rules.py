@@ -1,6 +1,6 @@
 """What the engine obeys for one answer: how its tokens are chosen, and when it ends.
 
-`SamplingRules` is what a client's parameters (`sampling_params.RequestParams`) and the engine's rules say in the same
+`SamplingRules` is what a client's parameters (`request_params.RequestParams`) and the engine's rules say in the same
 words: each field, its default and its bounds stand here once. Names and defaults are vLLM's.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.structured_output import StructuredOutput
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.structured_output import StructuredOutput
 
 # Below this temperature the distribution is numerically a single point; vLLM draws the line at the same value.
 GREEDY_TEMPERATURE = 1e-5

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from cb_backend.errors import InvalidRequestError
-from cb_backend.token_rules import (
+from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.token_rules import (
     BOUNDS,
     MAX_BAD_WORDS,
     MAX_SEED,

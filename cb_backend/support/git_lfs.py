@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 
 _FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend import __version__
-from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape
 from cb_backend.layers.weight_format import PackedFormat
 from cb_backend.models.spec import ModelSpec
-from cb_backend.process_watch import process_start_time
+from cb_backend.study.roofline import CardLimits, ModelShape
+from cb_backend.support.process_watch import process_start_time
 
 REPEATS = 5  # of each measurement; the best one counts, because a limit is what can be reached
 FP8_SPEED = 2.0  # of the tensor cores, beside 16-bit products (Hopper's and Ada's data sheets)

@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cb_backend.errors import ConfigError
-from cb_backend.git_lfs import refuse_lfs_pointer
-from cb_backend.native_paths import shown_path
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.git_lfs import refuse_lfs_pointer
+from cb_backend.support.native_paths import shown_path
 
 
 def read_json_object(path: Path, *, refuses_twins: bool = False) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.token_rules import TokenRules
 
 NO_TOKEN = -1  # in token_ids: this row has no new token (a prefill chunk that is not the last, a row that failed)
 NO_ADAPTER = -1

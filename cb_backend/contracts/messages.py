@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.packed_logprobs import Packed
-from cb_backend.queue_room import QueueRoom, RefusedRequests
-from cb_backend.scheduling_params import SchedulingParams
-from cb_backend.step_dump import DumpSteps, StepDump
-from cb_backend.token_rules import TokenRules
+from cb_backend.contracts.packed_logprobs import Packed
+from cb_backend.contracts.queue_room import QueueRoom, RefusedRequests
+from cb_backend.contracts.scheduling import SchedulingParams
+from cb_backend.contracts.step_dump import DumpSteps, StepDump
+from cb_backend.contracts.token_rules import TokenRules
 
 # ---- front end to engine ----------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepOutput(msgspec.Struct, tag=True, frozen=True):
-    """What one step (or several, when the engine coalesces) produced for one front end: see `outputs.EngineOutput`."""
+    """What one step (or several, when the engine coalesces) produced for one front end: see `step.EngineOutput`."""
 
     step_id: int
     request_ids: bytes  # int64 [num_entries]

@@ -1,7 +1,7 @@
 """What steps give requests beside tokens, on its way to a front end: arrays as little-endian bytes, and back.
 
 Packing is the engine's and costs the same few calls whatever the number of tokens; unpacking is the front end's. What
-the figures mean is said in `outputs`.
+the figures mean is said in `step`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.outputs import Attachment, PromptLogprobs, TokenLogprobs
+from cb_backend.contracts.step import Attachment, PromptLogprobs, TokenLogprobs
 
 
 class TokenLogprob(NamedTuple):
@@ -44,7 +44,7 @@ class PackedFigures(msgspec.Struct, frozen=True):
 
 
 class StepLogprobs(msgspec.Struct, tag=True, frozen=True):
-    """`outputs.TokenLogprobs`: of the new tokens of requests that ask."""
+    """`step.TokenLogprobs`: of the new tokens of requests that ask."""
 
     owners: bytes  # int64 [n] request ids
     figures: PackedFigures
@@ -55,7 +55,7 @@ class StepLogprobs(msgspec.Struct, tag=True, frozen=True):
 
 
 class ChunkLogprobs(msgspec.Struct, tag=True, frozen=True):
-    """`outputs.PromptLogprobs`: of some tokens of one prompt, one after the other."""
+    """`step.PromptLogprobs`: of some tokens of one prompt, one after the other."""
 
     owner: int  # request id
     first: int  # position of the first of them in the prompt
@@ -69,7 +69,7 @@ class ChunkLogprobs(msgspec.Struct, tag=True, frozen=True):
         return self.figures.unpack()
 
 
-Packed = StepLogprobs | ChunkLogprobs  # an `outputs.Attachment` of one front end's requests
+Packed = StepLogprobs | ChunkLogprobs  # an `step.Attachment` of one front end's requests
 Delivered = TokenLogprob | ChunkLogprobs  # and what a request's sink gets of it
 
 

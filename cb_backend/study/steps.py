@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.cli.benchmarks.roofline import CardLimits, ModelShape, step_seconds
+from cb_backend.contracts.step import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.outputs import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.study.latencies import summary
+from cb_backend.study.roofline import CardLimits, ModelShape, step_seconds
 
 ROWS_OF_KIND = 32  # decode steps are told apart by these
 FULL_BATCH = 0.9  # a decode step counts as full from this share of the largest batch of the pass

@@ -13,7 +13,7 @@ import re
 import time
 from pathlib import Path
 
-from cb_backend.process_watch import ProcessWatch, process_start_time
+from cb_backend.support.process_watch import ProcessWatch, process_start_time
 
 SHARED_MEMORY = Path("/dev/shm")
 REGION_PREFIX = "triton_python_backend_shm_region_"

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from cb_backend.cli.benchmarks.roofline import (
+from cb_backend.study.roofline import (
     CardLimits,
     ModelShape,
     decode_seconds,

@@ -1,0 +1,1 @@
+"""Small tools that several rooms need and that know none of them."""

@@ -1,0 +1,46 @@
+"""The version folder of a model in the server's repository: where its engine arguments stand, and reading them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.json_files import read_json_object
+from cb_backend.support.native_paths import native_path
+
+
+def load_engine_config(path: Path) -> EngineConfig:
+    """Read `model.json`. Raises `ConfigError` that names the key and the remedy; model paths stay as written."""
+    if not path.is_file():
+        raise ConfigError(f"{path.name} is missing in the model's version folder; it must at least name a model")
+    return engine_config_from_dict(read_json_object(path, refuses_twins=True))
+
+
+def engine_folder(version: Path) -> Path:
+    """The version folder whose `model.json` holds the engine arguments of a model: its own, or another model's.
+
+    A model.json of `{"engine_of": "llm"}` makes a model another front of the engine of `llm`, its neighbour in the
+    repository (the newest version of it). Raises `ConfigError` if there is no such model or something stands beside it.
+    """
+    try:
+        arguments = read_json_object(version / "model.json", refuses_twins=True)
+    except ConfigError:
+        return version  # for `load_engine_config` to explain
+    if "engine_of" not in arguments:
+        return version
+    name = arguments["engine_of"]
+    if len(arguments) > 1:
+        raise ConfigError("model.json sets 'engine_of', so the engine arguments are that model's; remove the others")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise ConfigError(f"'engine_of' in model.json is {name!r}; name a model of the same repository")
+    neighbour = version.parent.parent / native_path(name)
+    versions = sorted((int(p.name) for p in neighbour.glob("*") if p.name.isdigit()), reverse=True)
+    if not versions or neighbour == version.parent or "engine_of" in _text(neighbour / str(versions[0]) / "model.json"):
+        raise ConfigError(f"'engine_of' in model.json is {name!r}, which is no model with an engine in this repository")
+    return neighbour / str(versions[0])
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
