@@ -37,6 +37,14 @@ def _norm_weights(q_norm_ptr, k_norm_ptr, is_q, column, is_inside):
 
 
 @jit()
+def _weighted(normed, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
+    """Normed heads times their weights, fp32 rounded to `dtype`."""
+    if ROUNDS_FIRST:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * weight).to(dtype).to(tl.float32)
+
+
+@jit()
 def _angles(angles_ptr, column, HALF: tl.constexpr):
     """(cosine, sine with its sign) by which each column is turned."""
     angle = tl.where(column < HALF, column, column - HALF)
@@ -105,11 +113,9 @@ def _qkv_post_kernel(
     rotated, rotated_partner = x.to(tl.float32), x_partner.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / HEAD_DIM + eps)[:, None]
-        rotated, rotated_partner = rotated * scale, rotated_partner * scale
-        if ROUNDS_FIRST:
-            rotated, rotated_partner = rotated.to(x.dtype).to(tl.float32), rotated_partner.to(x.dtype).to(tl.float32)
-        rotated = (rotated * weight).to(x.dtype).to(tl.float32)
-        rotated_partner = (rotated_partner * partner_weight).to(x.dtype).to(tl.float32)
+        # NOTE: one after the other: side by side the compiler orders what comes before the wait worse.
+        rotated = _weighted(rotated * scale, weight, x.dtype, ROUNDS_FIRST)
+        rotated_partner = _weighted(rotated_partner * scale, partner_weight, x.dtype, ROUNDS_FIRST)
     rotated = (rotated * cos[None, :] + rotated_partner * sin[None, :]).to(x.dtype)
     if HAS_Q_SCALE:
         q_scale = tl.load(angles_ptr + 2 * HALF).to(x.dtype).to(tl.float32)

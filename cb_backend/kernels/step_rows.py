@@ -113,7 +113,7 @@ def prepare_rows_torch(slots: Tensor, num_decode: int, state: SlotState, block_s
     out.seq_lens[:num_decode] = num_tokens
 
 
-_COMMIT_ROWS = 16  # a program
+_COMMIT_ROWS = 4  # a program of one warp
 
 
 @jit("num_rows")
@@ -137,11 +137,10 @@ def _commit_tokens_kernel(
     STOP_BLOCK: tl.constexpr,
 ):
     let_next_start(IS_DEPENDENT)
-    await_previous(IS_DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
-    token_id = tl.load(sampled_ptr + row, mask=is_row, other=0)
-    is_failed = tl.load(is_failed_ptr + row, mask=is_row, other=0).to(tl.int1)
+    # All but the sampler's results was there before the step's first layer (see `launch.can_overlap`): it is read while
+    # the sampler works, so that a step does not wait for stop ids that most rows do not have.
     position = tl.load(sample_positions_ptr + row, mask=is_row, other=0)
     keep = position > 0
     slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
@@ -151,10 +150,14 @@ def _commit_tokens_kernel(
         mask=keep[:, None] & (column < NUM_STOP_IDS)[None, :],
         other=-1,
     )
-    is_stop = tl.max((stop_ids == token_id[:, None]).to(tl.int32), axis=1) > 0
     num_tokens = (position + 1).to(tl.int32)
-    is_stop &= num_tokens >= tl.load(min_positions_ptr + slot, mask=keep, other=0)
-    is_last = is_stop | is_failed | (num_tokens >= tl.load(max_total_tokens_ptr + slot, mask=keep, other=0))
+    may_stop = num_tokens >= tl.load(min_positions_ptr + slot, mask=keep, other=0)
+    is_last = num_tokens >= tl.load(max_total_tokens_ptr + slot, mask=keep, other=0)
+    await_previous(IS_DEPENDENT)
+    token_id = tl.load(sampled_ptr + row, mask=is_row, other=0)
+    is_failed = tl.load(is_failed_ptr + row, mask=is_row, other=0).to(tl.int1)
+    is_stop = tl.max((stop_ids == token_id[:, None]).to(tl.int32), axis=1) > 0
+    is_last = is_last | is_failed | (is_stop & may_stop)
     tl.store(last_token_ptr + slot, token_id, mask=keep)
     tl.store(num_tokens_ptr + slot, tl.where(is_last, 0, num_tokens), mask=keep)
     tl.store(result_ptr + row, token_id, mask=is_row)
@@ -171,14 +174,18 @@ def commit_tokens(
     state: SlotState,
     result: Tensor,
 ) -> None:
-    """`commit_tokens_torch` in one launch. `result` is contiguous."""
+    """`commit_tokens_torch` in one launch. `result` is contiguous.
+
+    All but `sampled` and `is_failed` may be read before the kernels launched since the last plain launch are complete:
+    none of them must have written it.
+    """
     num_rows, num_stop_ids = slots.shape[0], state.stop_ids.shape[1]
     _commit_tokens_kernel[(-(-num_rows // _COMMIT_ROWS),)](
         slots, sampled, is_failed, sample_positions, min_positions,
         state.last_token, state.num_tokens, state.max_total_tokens, state.stop_ids, result, num_rows,
         NOT_FINITE=int(RowStatus.NOT_FINITE), ENDED=int(RowStatus.ENDED), NUM_STOP_IDS=num_stop_ids,
         IS_DEPENDENT=can_overlap(slots.device), BLOCK=_COMMIT_ROWS, STOP_BLOCK=next_power_of_2(num_stop_ids),
-        num_warps=4, **dependent_options(slots.device, num_rows),
+        num_warps=1, **dependent_options(slots.device, num_rows),
     )  # fmt: skip
 
 
@@ -223,10 +230,12 @@ def _mask_stop_ids_kernel(
     BLOCK: tl.constexpr,
 ):
     let_next_start(IS_DEPENDENT)
-    await_previous(IS_DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if tl.load(sample_positions_ptr + row) < tl.load(min_positions_ptr + slot):
+    is_too_short = tl.load(sample_positions_ptr + row) < tl.load(min_positions_ptr + slot)
+    # Which was there before the step's first layer; the logits are just being made.
+    await_previous(IS_DEPENDENT)
+    if is_too_short:
         column = tl.arange(0, BLOCK)
         token_id = tl.load(stop_ids_ptr + slot * num_stop_ids + column, mask=column < num_stop_ids, other=-1)
         tl.store(logits_ptr + row.to(tl.int64) * logits_stride + token_id, float("-inf"), mask=token_id >= 0)
@@ -235,7 +244,7 @@ def _mask_stop_ids_kernel(
 def mask_stop_ids(
     logits: Tensor, slots: Tensor, sample_positions: Tensor, min_positions: Tensor, stop_ids: Tensor
 ) -> None:
-    """`mask_stop_ids_torch` in one launch."""
+    """`mask_stop_ids_torch` in one launch. All but the logits may be read early, as in `commit_tokens`."""
     _mask_stop_ids_kernel[(slots.shape[0],)](
         logits, slots, sample_positions, min_positions, stop_ids, logits.stride(0), stop_ids.shape[1],
         IS_DEPENDENT=can_overlap(logits.device), BLOCK=next_power_of_2(stop_ids.shape[1]),

@@ -291,5 +291,7 @@ def test_a_dependent_launch_waits_before_it_touches_results(name: str, compiled:
         "decode",
         "qkv_post",
         "linear_packed",
+        "commit_tokens",
+        "mask_stop_ids",
     )  # weights; the plan, the slots' state, angles
     assert (report["loads_before_wait"] > 0) == name.startswith(reads_early)
