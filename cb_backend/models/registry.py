@@ -67,7 +67,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     measured: Callable[[int], None] | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     has_kv_scales: bool = False,
     quantization: str | None = None,
     max_model_len: int | None = None,
@@ -75,9 +75,9 @@ def load_model(
     """Build the model and fill it from the folder's safetensors, or with random numbers (`load_format` dummy).
 
     `measured` is called with the bytes that the weights will take on the device, before memory is asked for; it may
-    raise. `progress` is called with 0.25, 0.5, 0.75 and 1.0 as that share of the bytes is loaded. `has_kv_scales`: the
-    cache is to be fp8, so the scales of keys and values that the checkpoint may bring are used (1.0 where it has
-    none).
+    raise. `progress` is called with the bytes that have been read of the files and those to read, at each piece.
+    `has_kv_scales`: the cache is to be fp8, so the scales of keys and values that the checkpoint may bring are used
+    (1.0 where it has none).
     `quantization` fp8: the layers' matrices are quantised while they are loaded, if they are not in the file.
     `max_model_len`: the longest context that will come; None: the longest the checkpoint is meant for.
     Raises `ConfigError` that names file and tensor.
@@ -119,7 +119,7 @@ def _open_weights(
     if spec.tie_word_embeddings:
         source = source.with_head_as(f"{spec.names.prefix}embed_tokens.weight", spec.names)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
-    has_own_head = not spec.tie_word_embeddings or spec.names.head in source.files
+    has_own_head = not spec.tie_word_embeddings or spec.names.head in source.tensors
     # Wrong sizes in a config are named before memory of such sizes is asked for.
     sizes = replace(make, device=torch.device("meta"))
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
@@ -132,7 +132,7 @@ def _open_weights(
 def _as_named(spec: ModelSpec, source: weights.CheckpointFiles) -> ModelSpec:
     """The specification with the names that the files have."""
     for names in (spec.names, *spec.other_names):
-        if f"{names.prefix}embed_tokens.weight" in source.files:
+        if f"{names.prefix}embed_tokens.weight" in source.tensors:
             return replace(spec, names=names)
     return spec
 

@@ -47,12 +47,29 @@ def test_h14_the_size_is_that_of_the_weights_in_the_dtype_they_get(
     assert sizes == [sum(placement.target.numel() for placement in runner.model.placements()) * bytes_each]
 
 
-def test_h15_one_bar_with_name_bytes_and_seconds(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_h15_one_bar_with_name_bytes_rate_and_seconds() -> None:
     said: list[str] = []
     progress = LoadProgress("org/name", torch.device("cpu"), said.append)
     progress.begin(3 << 20)
-    progress.at(0.25)
-    progress.at(1.0)
+    for done in (1, 2, 3, 4, 5, 8):
+        progress.at(done << 20, 8 << 20)
     assert said[0] == "loading org/name: 3072.0 KiB of weights"
-    assert re.fullmatch(r"loading org/name: \[#{5}\.{15}\]  25%, 768\.0 KiB in \d+\.\d s", said[1])
-    assert re.fullmatch(r"loading org/name: \[#{20}\] 100%, 3072\.0 KiB in \d+\.\d s", said[2])
+    rate = r"read in \d+\.\d s( \(\d+\.\d\d GB/s\))?"
+    assert re.fullmatch(r"loading org/name: \[#{5}\.{15}\]  25%, 2048\.0 KiB of 8192\.0 KiB " + rate, said[1])
+    assert re.fullmatch(r"loading org/name: \[#{10}\.{10}\]  50%, 4096\.0 KiB of 8192\.0 KiB " + rate, said[2])
+    assert re.fullmatch(r"loading org/name: \[#{20}\] 100%, 8192\.0 KiB of 8192\.0 KiB " + rate, said[3])
+    assert len(said) == 4
+
+
+def test_h15_a_slow_disk_is_told_of_between_the_quarters(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = iter((0.0, 0.0, 9.0, 11.0, 12.0, 22.0))
+    monkeypatch.setattr(load_progress.time, "monotonic", lambda: next(clock))
+    progress = LoadProgress("org/name", torch.device("cpu"), said.append)
+    progress.begin(100 << 20)
+    for percent in (1, 2, 3, 4):
+        progress.at(percent << 20, 100 << 20)
+    assert [line.partition("]")[2] for line in said[1:]] == [
+        "   2%, 2048.0 KiB of 0.10 GiB read in 11.0 s (0.00 GB/s)",
+        "   4%, 4096.0 KiB of 0.10 GiB read in 22.0 s (0.00 GB/s)",
+    ]

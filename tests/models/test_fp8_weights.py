@@ -115,10 +115,8 @@ def test_matrices_are_quantised_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(fp8_linear, "_ELEMENTS_AT_ONCE", 200)
     monkeypatch.setattr(fp8_linear, "quantize_rows_torch", counted)
-    progress: list[float] = []
-    parts = load(folder, quantization="fp8", progress=progress.append)
+    parts = load(folder, quantization="fp8")
     assert max(seen) <= 200
-    assert progress == [0.25, 0.5, 0.75, 1.0]
     for one, other in zip(whole.layers, parts.layers, strict=True):
         for a, b in ((one.mlp.down_proj, other.mlp.down_proj), (one.self_attn.qkv_proj, other.self_attn.qkv_proj)):
             assert isinstance(a, Fp8Linear)

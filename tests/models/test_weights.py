@@ -77,11 +77,13 @@ def test_old_rotary_buffers_are_ignored(checkpoint: Path) -> None:
     load(checkpoint)
 
 
-def test_progress_is_reported_in_quarters(whole: Path, sharded: Path) -> None:
+def test_progress_is_reported_in_bytes_of_the_files(whole: Path, sharded: Path) -> None:
     for folder in (whole, sharded):
-        seen: list[float] = []
-        load(folder, progress=seen.append)
-        assert seen == [0.25, 0.5, 0.75, 1.0]
+        seen: list[tuple[int, int]] = []
+        load(folder, progress=lambda *bytes_read, seen=seen: seen.append(bytes_read))
+        total = sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+        assert seen[-1] == (total, total)
+        assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path, whole: Path) -> None:

@@ -11,6 +11,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.kv_cache.storage import free_memory, show_bytes
 
 BAR_WIDTH = 20
+LONGEST_SILENCE = 10.0  # seconds: a slow disk is told of oftener than at each quarter
 
 
 class LoadProgress:
@@ -20,8 +21,8 @@ class LoadProgress:
         self._name = name
         self._device = device
         self._log = log
-        self._num_bytes = 0
-        self._started = time.monotonic()
+        self._started = self._told = time.monotonic()
+        self._next_quarter = 1
 
     def begin(self, num_bytes: int) -> None:
         """`num_bytes` of weights will be on the device. Raises `ConfigError` with the figures if it has not so many."""
@@ -32,14 +33,18 @@ class LoadProgress:
                 f"{show_bytes(free_bytes)} of {show_bytes(total_bytes)} are free on the {self._device.type} device. "
                 "Use a smaller model or dtype, or quantization 'fp8', or end what else uses the memory"
             )
-        self._num_bytes, self._started = num_bytes, time.monotonic()
+        self._started = self._told = time.monotonic()
         self._log(f"loading {self._name}: {show_bytes(num_bytes)} of weights")
 
-    def at(self, fraction: float) -> None:
-        """So much of them is there."""
-        done = round(BAR_WIDTH * fraction)
-        seconds = time.monotonic() - self._started
+    def at(self, done: int, total: int) -> None:
+        """`done` of the `total` bytes of the files have been read. Tells of it at each quarter, and after a silence."""
+        now = time.monotonic()
+        if 4 * done < self._next_quarter * total and now - self._told < LONGEST_SILENCE:
+            return
+        self._told, self._next_quarter = now, 4 * done // total + 1
+        filled, seconds = BAR_WIDTH * done // total, now - self._started
+        rate = f" ({done / seconds / 1e9:.2f} GB/s)" if seconds > 0 else ""
         self._log(
-            f"loading {self._name}: [{'#' * done}{'.' * (BAR_WIDTH - done)}] {fraction:4.0%}, "
-            f"{show_bytes(int(fraction * self._num_bytes))} in {seconds:.1f} s"
+            f"loading {self._name}: [{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {done / total:4.0%}, "
+            f"{show_bytes(done)} of {show_bytes(total)} read in {seconds:.1f} s{rate}"
         )

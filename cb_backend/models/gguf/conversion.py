@@ -65,7 +65,11 @@ def _check(
     factors = source.tensors.get(ROPE_FACTORS)
     for what, expected, found in (
         ("its settings", config, read),
-        ("its tensors", {place.name: place.shape for place in places.values()}, written.shapes),
+        (
+            "its tensors",
+            {place.name: place.shape for place in places.values()},
+            {name: stored.shape for name, stored in written.tensors.items()},
+        ),
         ("its ends of an answer", vocabulary.end_ids, read.eos_token_ids),
         ("its rotary factors", () if factors is None else tuple(factors.packed.tolist()), read.ropes[0].long_factor),
     ):
