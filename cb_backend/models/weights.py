@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.placement import Placement, Shard
 from cb_backend.models.safetensors_files import StoredTensor, read_header
