@@ -24,6 +24,8 @@ class Ropes:
         has_identity: bool = False,
     ) -> None:
         """has_identity: after the others comes one that turns nothing, for layers that are not told positions."""
+        if device.type == "meta":  # an outline; the first operation there would import a second's worth of torch
+            device = torch.device("cpu")
         # cos 1 and sin 0 for every position: one row, repeated without memory
         row = torch.cat((torch.ones(rotary_dim // 2), torch.zeros(rotary_dim // 2))).to(device)
         self._identity = row.expand(max_model_len, rotary_dim) if has_identity else None

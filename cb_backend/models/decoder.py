@@ -91,8 +91,10 @@ class DecoderForCausalLM:
             scale=spec.residual_scale,
             divisor=spec.logits_divisor,
         )
-        embedding = self.embed_tokens.weight
-        self.lm_head = make.head(torch.empty_like(embedding) if has_own_head else embedding, spec.logits_softcap)
+        weight = self.embed_tokens.weight
+        if has_own_head:
+            weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        self.lm_head = make.head(weight, spec.logits_softcap)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,7 @@ class FakeCuda(TorchFunctionMode):
         self.capturing: FakeGraph | None = None
         self._pending: list[_Copy] = []
         self._num_settled = 0
+        self._lock = threading.RLock()  # threads that read weights are on the device as well
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -190,7 +192,7 @@ class FakeCuda(TorchFunctionMode):
 
     def _transfer(self, target: Tensor, source: Tensor, is_late: bool) -> Tensor:
         """Between the memories; returns `target`. Waits unless it is one piece of pinned memory and `is_late`."""
-        with torch.no_grad():
+        with torch.no_grad(), self._lock:
             host = source if is_on_device(target) else target
             is_piece = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
             if not (is_late and is_piece and _is_pinned(host)):
@@ -230,7 +232,7 @@ class FakeCuda(TorchFunctionMode):
 
     def settle(self, until: int) -> None:
         """The device has done everything before `until`."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._lock:
             while self._num_settled < until:
                 copy = self._pending.pop(0)
                 self._num_settled += 1
@@ -275,11 +277,36 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         def __init__(self) -> None:
             self._at = 0
 
-        def record(self) -> None:
+        def record(self, stream: object = None) -> None:
             self._at = fake.now
 
         def synchronize(self) -> None:
             fake.settle(self._at)
+
+    class Stream:
+        """All streams are one here: what is launched first is done first."""
+
+        def __init__(self, device: torch.device | None = None) -> None:
+            pass
+
+        def wait_stream(self, other: Stream) -> None:
+            pass
+
+        def wait_event(self, event: Event) -> None:
+            pass
+
+        def record_event(self) -> Event:
+            event = Event()
+            event.record()
+            return event
+
+        def synchronize(self) -> None:
+            fake.settle(fake.now)
+
+    class Thread(threading.Thread):
+        def run(self) -> None:
+            with fake:  # modes are a thread's own
+                super().run()
 
     run_step = SlotRunner.run_step
 
@@ -289,7 +316,12 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         run_step(runner, buffers)
 
     monkeypatch.setattr(SlotRunner, "run_step", run_or_capture)
+    monkeypatch.setattr(threading, "Thread", Thread)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     stand_ins = {
+        "Stream": Stream,
+        "current_stream": lambda device=None: Stream(),
+        "stream": contextlib.nullcontext,
         "is_available": lambda: True,
         "Event": Event,
         "CUDAGraph": FakeGraph,
