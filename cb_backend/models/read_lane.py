@@ -82,7 +82,7 @@ class ReadLane:
 
 
 def _read_into(file: int, offset: int, into: Tensor) -> None:
-    view = memoryview(into.numpy())
+    view = into.numpy().data
     done = 0
     while done < len(view):
         count = os.preadv(file, [view[done:]], offset + done)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,19 @@ def test_broken_checkpoint_is_refused_by_name(checkpoint: Path, damage: Callable
     with pytest.raises(ConfigError, match=message) as caught:
         load(checkpoint)
     assert str(checkpoint) not in str(caught.value)
+
+
+def test_an_outline_does_not_import_what_only_compilers_need(whole: Path, tmp_path: Path) -> None:
+    """The first operation on torch's device "meta" imports a second's worth of modules; sizes need none."""
+    tied = write_checkpoint("llama-tied", tmp_path)
+    code = (
+        "import sys, torch; from pathlib import Path; from cb_backend.layers.ops import resolve_ops;"
+        "from cb_backend.models.registry import load_model, read_model_config;"
+        "[load_model(folder, read_model_config(folder), ops=resolve_ops('torch'), dtype=torch.float32,"
+        " device=torch.device('cpu')) for folder in map(Path, sys.argv[1:])];"
+        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(whole), str(tied)], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.strip() == "[]"

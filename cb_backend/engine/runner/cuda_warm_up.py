@@ -19,6 +19,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.step import JoinedRow, NoMasks, StepPlan, Want
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.slot_runner import SlotRunner
+from cb_backend.engine.runner.start_account import StartAccount
 from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.storage import new_storage, size_kv_cache
@@ -47,14 +48,15 @@ def create_cuda_runner(
     ops: Ops,
     max_model_len: int,
     kv_dtype: torch.dtype,
+    account: StartAccount,
 ) -> SlotRunner:
     """Warm up, size the cache, capture. Raises `ConfigError` that says what to lower when memory does not suffice."""
     device = torch.device("cuda")
-    start = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     small = new_storage(config, spec, 2, kv_dtype, device)
     runner = SlotRunner(model, ops, small, config.max_num_seqs, max_model_len)
     _compile_kernels(runner, min(config.max_num_seqs, config.max_num_batched_tokens))
+    account.ends("kernels", "steps' state")
     try:
         warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, spec.vocab_size)
         shapes = [] if config.enforce_eager or not model.ropes.is_static else _shapes_to_capture(runner, config)
@@ -64,9 +66,11 @@ def create_cuda_runner(
             " does not fit the GPU's memory beside the weights; lower one of them"
         ) from None
     torch.cuda.synchronize()
-    log(f"warm-up took {time.perf_counter() - start:.1f} s")
-    num_blocks, shapes = _size_cache(config, spec, kv_dtype, device, shapes)
+    step_bytes = _largest_step_bytes()
+    account.ends("warm-up", "steps' state")
+    num_blocks, shapes = _size_cache(config, spec, kv_dtype, device, shapes, step_bytes)
     runner.storage = new_storage(config, spec, num_blocks, kv_dtype, device)
+    account.ends("cache", "KV cache")
     log(
         f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB of"
         f" {str(kv_dtype).removeprefix('torch.')}"
@@ -74,6 +78,8 @@ def create_cuda_runner(
     if shapes:
         runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
         runner.memory.prepare(runner.graphs.shapes)
+    account.ends("graphs", "graphs")
+    account.tell(step_bytes)
     return runner
 
 
@@ -163,12 +169,12 @@ def _size_cache(
     kv_dtype: torch.dtype,
     device: torch.device,
     shapes: list[StepShape],
+    step_bytes: int,
 ) -> tuple[int, list[StepShape]]:
     """(blocks of the cache, shapes to capture): not the large ones where the memory suffices but for them.
 
     Graphs have a pool of their own, which takes as much as the largest step that they hold: beside the step itself.
     """
-    step_bytes = _largest_step_bytes()
     small = [shape for shape in shapes if not shape.is_large]
     if len(small) < len(shapes):
         # Where the configuration names the cache's size, it may not fit any more.

@@ -17,6 +17,7 @@ from cb_backend.contracts.messages import ModelInfo
 from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
 from cb_backend.engine.runner.load_progress import LoadProgress
 from cb_backend.engine.runner.slot_runner import SlotRunner
+from cb_backend.engine.runner.start_account import StartAccount
 from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
 from cb_backend.kv_cache.storage import bytes_per_block, new_storage, resolve_kv_dtype, size_kv_cache
@@ -102,6 +103,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy, `MemoryError`
     where the device or the host has too little."""
     device = resolve_device(config.device)
+    account = StartAccount(device, log)
     folder = resolve_checkpoint(config.model)
     spec = read_model_config(folder)
     dtype = resolve_dtype(config.dtype, spec, device)
@@ -114,6 +116,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     wants_defaults = config.generation_config == "auto"
     sampling_defaults = read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {}
     ops = resolve_ops(resolve_attention_backend(config.attention_backend, device))
+    account.ends("checkpoint")
     progress = LoadProgress(config.model, device, log)
     model = load_model(
         folder,
@@ -129,12 +132,15 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         quantization=quantization,
         max_model_len=max_model_len,
     )
+    account.weights(model)
     if device.type == "cuda":
-        runner = create_cuda_runner(config, spec, model, ops, max_model_len, kv_dtype)
+        runner = create_cuda_runner(config, spec, model, ops, max_model_len, kv_dtype, account)
     else:
         num_blocks = size_kv_cache(config, spec, kv_dtype, device)
         storage = new_storage(config, spec, num_blocks, kv_dtype, device)
         runner = SlotRunner(model, ops, storage, config.max_num_seqs, max_model_len)
+        account.ends("cache", "KV cache", storage.data.nbytes)
+        account.tell()
     num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(spec, config.block_size, kv_dtype))
     if num_host_blocks:
         runner.swapper = BlockSwapper(runner.storage, num_host_blocks)
