@@ -130,6 +130,7 @@ class _Reading:
         self._pieces = self._cut()
         self._events: queue.SimpleQueue[int | _Whole | BaseException | None] = queue.SimpleQueue()
         self._is_stopped = False
+        self._is_inference = torch.is_inference_mode_enabled()  # a thread's own, and targets may be made in it
 
     def run(self, num_lanes: int) -> Generator[int, None, None]:
         """Yields the bytes of each piece that is there."""
@@ -183,7 +184,7 @@ class _Reading:
 
     def _work(self, lane: ReadLane) -> None:
         try:
-            with lane:
+            with lane, torch.inference_mode(self._is_inference):
                 while True:
                     with self._next_piece:
                         piece = None if self._is_stopped else next(self._pieces, None)

@@ -74,6 +74,14 @@ def test_copied_elements_are_those_that_torch_casts(many: Path, num_lanes: int, 
     assert [name for name, tensor in expected.items() if not same(tensor.to(targets[name].dtype), targets[name])] == []
 
 
+def test_targets_made_in_inference_mode_are_filled(many: Path) -> None:
+    expected = load_file(many)
+    with torch.inference_mode():
+        targets = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+        read_tensors([Read(each.name, each, targets[each.name]) for each in read_header(many)], CPU, num_lanes=2)
+        assert [name for name, tensor in expected.items() if not same(tensor, targets[name])] == []
+
+
 def test_rows_of_a_tensor_are_read_alone(many: Path) -> None:
     stored = next(each for each in read_header(many) if each.name == "BF16.33x65")
     part = read_tensor(stored.rows(5, 20))
