@@ -10,7 +10,8 @@ from torch import Tensor
 from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention, halves_apart
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
-from cb_backend.layers.linear import CappedLMHead, Embedding, Linear, LMHead, ScaledEmbedding
+from cb_backend.layers.linear import Embedding, Linear, ScaledEmbedding
+from cb_backend.layers.lm_head import CappedHead, LMHead, OwnHead, TiedHead
 from cb_backend.layers.mlp import MLP, Block, GeluMLP
 from cb_backend.layers.norm import Junction, RMSNorm
 from cb_backend.layers.op_signatures import ModelOps
@@ -48,8 +49,18 @@ class LayerMaker:
             device=self.device,
         )
 
-    def head(self, weight: Tensor, softcap: float = 0.0) -> LMHead:
-        return CappedLMHead(weight, self.ops, softcap) if softcap else LMHead(weight, self.ops)
+    def tied_head(self, embedding: Tensor, softcap: float = 0.0) -> LMHead:
+        """By the embedding's weight [vocab_size, hidden_size]."""
+        return self._capped(TiedHead(embedding, self.ops), softcap)
+
+    def own_head(self, name: str, vocab_size: int, hidden_size: int, softcap: float = 0.0) -> LMHead:
+        """In the format of its name."""
+        parent, _, part = name.rpartition(".")
+        product = self.linear(Projection(name=parent, in_size=hidden_size, parts={part: vocab_size}))
+        return self._capped(OwnHead(product), softcap)
+
+    def _capped(self, head: LMHead, softcap: float) -> LMHead:
+        return CappedHead(head, self.ops, softcap) if softcap else head
 
     def norm(self, name: str, spec: NormSpec, size: int) -> RMSNorm:
         return RMSNorm(name, spec, size, dtype=self.dtype, device=self.device)

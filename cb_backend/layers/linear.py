@@ -51,6 +51,10 @@ class Linear:
         """[num_tokens, in_size] -> [num_tokens, out_size]."""
         return self.ops.linear(x, self.weight, self.bias)
 
+    def into(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """The product of a projection of one part, whatever the step; in `out` where given."""
+        return self.ops.linear(x, self.weight, self.bias, out)
+
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         """(the product of what leaves the junction, the residual stream); x and residual [num_tokens, in_size]."""
         norm_weight = junction.plain_weight
@@ -117,26 +121,3 @@ class ScaledEmbedding(Embedding):
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return super().__call__(token_ids).mul_(self.scale)  # a plain launch as well
-
-
-class LMHead:
-    """Hidden states to logits. A tied head shares the embedding's weight and owns no tensor."""
-
-    def __init__(self, weight: Tensor, ops: ModelOps) -> None:
-        self.ops = ops
-        self.weight = weight  # [vocab_size, hidden_size]
-
-    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size], in `out` where given."""
-        return self.ops.linear(hidden, self.weight, None, out)
-
-
-class CappedLMHead(LMHead):
-    """Logits are kept between -cap and cap."""
-
-    def __init__(self, weight: Tensor, ops: ModelOps, cap: float) -> None:
-        super().__init__(weight, ops)
-        self.cap = cap
-
-    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.ops.cap_logits(super().__call__(hidden, out), self.cap)

@@ -103,6 +103,10 @@ class PackedLinear(Linear):
         products = [self._product(x, piece) for piece in self.pieces]
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
+    def into(self, x: Tensor, out: Tensor | None) -> Tensor:
+        (piece,) = self.pieces
+        return self.ops.linear_packed(_ordered(x, piece.order), piece.weight, self.bias, out)
+
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         normed, total = junction.add(x, residual)
         return self(normed, step), total

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 class Projection:
     """Several projections of the same input are one weight, so one product: `parts` in row order."""
 
-    name: str  # of the module in the checkpoint that holds the parts
+    name: str  # of the module in the checkpoint that holds the parts; empty: they are at the top
     in_size: int
     parts: Mapping[str, int]  # name in the checkpoint -> number of output features
     has_bias: bool = False
@@ -46,6 +46,10 @@ class Projection:
     transforms: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of a part's rows, by its name
     is_gated: bool = False  # its product is used as silu(first half) * second half, and not otherwise
     stored_as: str | None = None  # name of the one module that holds all parts in the checkpoint; None: they are apart
+
+    def module(self, part: str) -> str:
+        """The full name of a part, or of what stores all parts."""
+        return f"{self.name}.{part}" if self.name else part
 
     def sizes(self, group_size: int) -> tuple[int, int]:
         """(out_size, in_size) on each device of a group. Raises `ConfigError` where the group does not divide them."""
@@ -77,7 +81,7 @@ class Projection:
                 columns = self.in_size // group_size
                 weight_shard = Shard(1, columns * rank, columns, self.in_size)
             yield Part(
-                f"{self.name}.{self.stored_as or name}",
+                self.module(self.stored_as or name),
                 slice(row, row + size),
                 weight_shard,
                 shard,

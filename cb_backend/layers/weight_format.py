@@ -93,10 +93,16 @@ class ModuleFormats:
     def __call__(self, module: str) -> WeightFormat:
         return next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)
 
+    def with_plain(self, module: str) -> ModuleFormats:
+        """The same, but for one module that is as it is in an unquantised checkpoint."""
+        changed = ModuleFormats(self._default, (), self.ignored)
+        changed._exceptions = [(re.compile(re.escape(module)), PlainFormat()), *self._exceptions]
+        return changed
+
     def of(self, projection: Projection) -> WeightFormat:
         """The format that all parts have. Raises `ConfigError` where they differ: they are one weight."""
         stored = [projection.stored_as] if projection.stored_as else list(projection.parts)
-        formats = {f"{projection.name}.{part}": self(f"{projection.name}.{part}") for part in stored}
+        formats = {module: self(module) for module in map(projection.module, stored)}
         if len({found.name for found in formats.values()}) > 1:
             given = ", ".join(f"{module} is {found.name}" for module, found in formats.items())
             raise ConfigError(f"{given}: supported is one format for projections of the same input")

@@ -91,23 +91,23 @@ class DecoderForCausalLM:
             scale=spec.residual_scale,
             divisor=spec.logits_divisor,
         )
-        weight = self.embed_tokens.weight
+        self._make = make
+        self.has_own_head = has_own_head
         if has_own_head:
-            weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        self.lm_head = make.head(weight, spec.logits_softcap)
+            size = spec.vocab_size, spec.hidden_size
+            self.lm_head = make.own_head(spec.names.head_module, *size, spec.logits_softcap)
+        else:
+            self.tie_head()
 
     @property
     def dtype(self) -> torch.dtype:
         """Of hidden states and logits."""
         return self.embed_tokens.weight.dtype
 
-    @property
-    def has_own_head(self) -> bool:
-        return self.lm_head.weight is not self.embed_tokens.weight
-
     def tie_head(self) -> None:
         """Give up the head's own weight and use the embedding's."""
-        self.lm_head.weight = self.embed_tokens.weight
+        self.has_own_head = False
+        self.lm_head = self._make.tied_head(self.embed_tokens.weight, self.spec.logits_softcap)
 
     def __call__(self, token_ids: Tensor, step: StepMetadata, kv_caches: Sequence[Tensor]) -> Tensor:
         """[num_tokens] int32 or int64 -> [num_tokens, hidden_size], the final norm applied.
@@ -140,5 +140,4 @@ class DecoderForCausalLM:
         for layer in self.layers:
             yield from layer.placements()
         yield from self.to_head.placements()
-        if self.has_own_head:
-            yield Placement(self.spec.names.head, self.lm_head.weight)
+        yield from self.lm_head.placements()

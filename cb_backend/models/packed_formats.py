@@ -181,3 +181,21 @@ class Nvfp4Reader:
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         values, scales, factor = tensors.values()
         return stored_weights.read_nvfp4(values, scales, factor, is_divisor=not self.is_modelopt)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Reader:
+    """fp4 with a power of two as the scale of 32 elements: compressed-tensors `mxfp4-pack-quantized`."""
+
+    kind: str = "fp4"
+    group: int = 32
+    name: str = "mxfp4"
+
+    def tensors(self, out_size: int, in_size: int) -> Shapes:
+        if in_size % 32:
+            raise ConfigError(f"mxfp4: {in_size} inputs of a matrix are not a multiple of 32")
+        return {"weight_packed": (out_size, in_size // 2), "weight_scale": (out_size, in_size // 32)}
+
+    def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
+        blocks = tensors["weight_packed"]
+        return stored_weights.read_mxfp4(blocks.view(blocks.shape[0], -1, 16), tensors["weight_scale"])

@@ -20,6 +20,7 @@ from cb_backend.models.packed_formats import (
     Fp8BlockReader,
     GptqReader,
     IntQuantizedReader,
+    Mxfp4Reader,
     Nvfp4Reader,
     PackQuantizedReader,
 )
@@ -29,9 +30,11 @@ FP8 = "fp8"
 SYNONYMS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"}
 SUPPORTED = (
     "supported are float32, float16 and bfloat16 safetensors; fp8 with a scale a tensor, channel or block; AWQ, GPTQ"
-    " and compressed-tensors of 4 and 8 bits; nvfp4; and GGUF"
+    " and compressed-tensors of 4 and 8 bits; nvfp4 and mxfp4; and GGUF. Use another quantisation of the model, or the"
+    " unquantised one with the engine argument quantization 'fp8'"
 )
 _KEPT = ("lm_head",)  # modules that may be left as they are where all others are fp8
+_HEAD = r"(.*\.)?lm_head"
 # Scales that checkpoints bring for inputs, which are not quantised here, or by themselves.
 _INPUTS = r".*\.(input_scale|input_global_scale|input_zero_point)"
 
@@ -50,7 +53,7 @@ def read_quantization(config: Any, where: str = "config.json") -> Quantization |
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: 'quantization_config' must be an object, found {config!r}")
     method = config.get("quant_method", "modelopt" if "quant_algo" in config else "unknown")
-    reader = _METHODS.get(method)
+    reader = METHODS.get(method) if isinstance(method, str) else None
     try:
         if reader is None:
             raise _UnsupportedError("")
@@ -62,7 +65,7 @@ def read_quantization(config: Any, where: str = "config.json") -> Quantization |
 
 def module_formats(quantization: str | None) -> ModuleFormats:
     """The formats of a model's modules: fp8, or as they come."""
-    return ModuleFormats(Fp8Format() if quantization == FP8 else PlainFormat())
+    return ModuleFormats(Fp8Format() if quantization == FP8 else PlainFormat(), [(_HEAD, PlainFormat())])
 
 
 class _UnsupportedError(Exception):
@@ -113,7 +116,8 @@ def _read_fp8(config: dict[str, Any]) -> Quantization:
     if block:
         if not isinstance(block, list) or len(block) != 2 or block[1] != 128:
             raise _UnsupportedError(f"a scale a block of {block} weights")
-        return _packed("fp8_blocks", Fp8BlockReader((int(block[0]), int(block[1]))), [_exactly(name) for name in kept])
+        reader = Fp8BlockReader((int(block[0]), int(block[1])))
+        return _packed("fp8_blocks", reader, [_HEAD, *map(_exactly, kept)])
     left_out = [name for name in kept if name not in _KEPT]
     if left_out:
         raise _UnsupportedError(f"{left_out[0]} left out")
@@ -121,13 +125,14 @@ def _read_fp8(config: dict[str, Any]) -> Quantization:
 
 
 def _read_awq(config: dict[str, Any]) -> Quantization:
-    version = str(config.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise _UnsupportedError(f"version {version!r}")
+    for key in ("version", "format", "checkpoint_format"):  # as writers of different years call it
+        if str(config.get(key) or "gemm").lower() != "gemm":
+            raise _UnsupportedError(f"{key} {config[key]!r}")
     if config.get("zero_point", True) is not True:
         raise _UnsupportedError(f"zero_point {config['zero_point']!r}")
     _bits(config, "bits", (4,))
-    kept = [f".*{re.escape(name)}.*" for name in _names(config, "modules_to_not_convert")]  # parts of names, in AWQ
+    # Parts of names, in AWQ, which has no quantised head.
+    kept = [_HEAD, *(f".*{re.escape(name)}.*" for name in _names(config, "modules_to_not_convert"))]
     group = _group(config, 4, "group_size", "q_group_size")
     if group == -1:
         raise _UnsupportedError("group_size -1")
@@ -135,18 +140,19 @@ def _read_awq(config: dict[str, Any]) -> Quantization:
 
 
 def _read_gptq(config: dict[str, Any]) -> Quantization:
-    form = config.get("checkpoint_format", "gptq")
+    key = next((name for name in ("checkpoint_format", "format") if config.get(name) is not None), "format")
+    form = config.get(key, "gptq")
     if form not in ("gptq", "gptq_v2"):
-        raise _UnsupportedError(f"checkpoint_format {form!r}")
-    if config.get("lm_head"):
-        raise _UnsupportedError("a quantised lm_head")
+        raise _UnsupportedError(f"{key} {form!r}")
+    if config.get("pack_dtype", "int32") != "int32":
+        raise _UnsupportedError(f"pack_dtype {config['pack_dtype']!r}")
 
     def reader(settings: dict[str, Any]) -> GptqReader:
         merged = {**config, **settings}
         bits = _bits(merged, "bits", (4, 8))
         return GptqReader(bits, _group(merged, bits, "group_size"), bool(merged.get("sym", True)), form == "gptq_v2")
 
-    kept, others = [], []
+    kept, others = [] if config.get("lm_head") else [_HEAD], []
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise _UnsupportedError(f"dynamic {dynamic!r}")
@@ -161,37 +167,62 @@ def _read_gptq(config: dict[str, Any]) -> Quantization:
 
 def _read_compressed_tensors(config: dict[str, Any]) -> Quantization:
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise _UnsupportedError(f"{len(groups) if isinstance(groups, dict) else 'no'} groups of layers")
-    group = next(iter(groups.values()))
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
-        raise _UnsupportedError("something else than all linear layers as its group")
+    if not isinstance(groups, dict) or not groups:
+        raise _UnsupportedError("no groups of layers")
     kept = _names(config, "ignore")
-    patterns = [name.removeprefix("re:") if name.startswith("re:") else _exactly(name) for name in kept]
+    if len(groups) == 1 and (fp8 := _compressed_fp8(next(iter(groups.values())), kept)) is not None:
+        return fp8
+    # A module is of the group that names it, else of one whose expression matches, else of that of all linear layers.
+    named: list[tuple[str, WeightFormat]] = []
+    matching: list[tuple[str, WeightFormat]] = []
+    default: WeightFormat = PlainFormat()
+    for group in groups.values():
+        weight_format = PackedFormat(_compressed_reader(config, group))
+        for target in _names(group, "targets"):
+            if target == "Linear":
+                default = weight_format
+            else:
+                (matching if target.startswith("re:") else named).append((_targeted(target), weight_format))
+    left = [(_targeted(name), PlainFormat()) for name in kept]
+    return Quantization("compressed-tensors", ModuleFormats(default, [*left, *named, *matching], _INPUTS))
+
+
+def _compressed_reader(config: dict[str, Any], group: Any) -> StoredReader:
+    """How the modules of a group are stored."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise _UnsupportedError(f"a group of layers {str(group)[:60]!r}")
     form = group.get("format") or config.get("format")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
-    if (kind, bits) == ("float", 8):
-        return _compressed_fp8(group, weights, kept, patterns)
-    if (kind, bits, form) == ("float", 4, "nvfp4-pack-quantized"):
-        return _packed("compressed-tensors", Nvfp4Reader(is_modelopt=False), patterns)
+    is_symmetric = bool(weights.get("symmetric", True))
+    if (kind, bits) == ("float", 4):
+        size = weights.get("group_size")
+        if not is_symmetric:
+            raise _UnsupportedError("4-bit float weights that are not symmetric")
+        if (form, size) == ("nvfp4-pack-quantized", 16):
+            return Nvfp4Reader(is_modelopt=False)
+        if (form, size) == ("mxfp4-pack-quantized", 32):
+            return Mxfp4Reader()
+        raise _UnsupportedError(f"4-bit float weights of the format {form!r} in groups of {size}")
     if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         raise _UnsupportedError(f"{bits}-bit {kind} weights, a scale a {strategy}")
-    is_symmetric = bool(weights.get("symmetric", True))
     if form == "int-quantized":
         if bits != 8 or strategy != "channel" or not is_symmetric:
             raise _UnsupportedError(f"{bits}-bit int-quantized weights, a scale a {strategy}, symmetric {is_symmetric}")
-        return _packed("compressed-tensors", IntQuantizedReader(), patterns)
+        return IntQuantizedReader()
     if form != "pack-quantized":
         raise _UnsupportedError(f"format {form!r}")
     size = -1 if strategy == "channel" else _group(weights, int(bits), "group_size")
-    reader = PackQuantizedReader(int(bits), size, is_symmetric, weights.get("actorder") == "group")
-    return _packed("compressed-tensors", reader, patterns)
+    return PackQuantizedReader(int(bits), size, is_symmetric, weights.get("actorder") in ("group", True))
 
 
-def _compressed_fp8(
-    group: dict[str, Any], weights: dict[str, Any], kept: list[str], patterns: list[str]
-) -> Quantization:
+def _compressed_fp8(group: Any, kept: list[str]) -> Quantization | None:
+    """All linear layers in fp8; None where the weights are something else."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+        return None
+    if group.get("targets") != ["Linear"]:
+        raise _UnsupportedError("fp8 for something else than all linear layers")
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel"):
         raise _UnsupportedError(f"a scale a {strategy}")
@@ -202,6 +233,11 @@ def _compressed_fp8(
     if left_out:
         raise _UnsupportedError(f"{left_out[0]} left out")
     return Quantization(FP8, None)
+
+
+def _targeted(name: str) -> str:
+    """The modules that compressed-tensors means: an expression is one of a name's start."""
+    return f"(?:{name.removeprefix('re:')}).*" if name.startswith("re:") else _exactly(name)
 
 
 def _read_modelopt(config: dict[str, Any]) -> Quantization:
@@ -222,7 +258,7 @@ def _ending(name: str) -> str:
     return rf"(.*\.)?{re.escape(name)}(\..*)?"
 
 
-_METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
+METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "fp8": _read_fp8,
     "awq": _read_awq,
     "gptq": _read_gptq,

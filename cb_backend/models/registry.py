@@ -95,12 +95,12 @@ def load_model(
         model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=length)
         weights.fill_dummy(model.placements(), seed)
         return model
-    spec, source, has_own_head, num_bytes = _open_weights(folder, spec, make)
+    spec, make, source, has_own_head, num_bytes = _open_weights(folder, spec, make)
     if measured is not None:
         measured(num_bytes)
     model = DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
     weights.fill_from_checkpoint(list(model.placements()), source, progress)
-    if spec.tie_word_embeddings and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+    if spec.tie_word_embeddings and model.lm_head.is_as(model.embed_tokens.weight):
         model.tie_head()
     if has_kv_scales:
         _set_kv_scales(model, source)
@@ -109,9 +109,9 @@ def load_model(
 
 def _open_weights(
     folder: Path, spec: ModelSpec, make: LayerMaker
-) -> tuple[ModelSpec, weights.CheckpointFiles, bool, int]:
-    """(the specification with the files' names, the files that hold what the model needs, whether it has a head of its
-    own, bytes of its weights on the device). Raises `ConfigError`.
+) -> tuple[ModelSpec, LayerMaker, weights.CheckpointFiles, bool, int]:
+    """(the specification with the files' names, the maker with their format of the head, the files that hold what the
+    model needs, whether it has a head of its own, bytes of its weights on the device). Raises `ConfigError`.
     """
     source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8, is_packed=spec.formats is not None)
     spec = _as_named(spec, source)
@@ -119,14 +119,17 @@ def _open_weights(
     if spec.tie_word_embeddings:
         source = source.with_head_as(f"{spec.names.prefix}embed_tokens.weight", spec.names)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
-    has_own_head = not spec.tie_word_embeddings or spec.names.head in source.tensors
+    has_own_head = not spec.tie_word_embeddings or source.has_module(spec.names.head_module)
+    if spec.names.head in source.tensors and not source.has_scales(spec.names.head_module):
+        # What is said of all linear layers need not be meant of the head.
+        make = replace(make, format_of=make.format_of.with_plain(spec.names.head_module))
     # Wrong sizes in a config are named before memory of such sizes is asked for.
     sizes = replace(make, device=torch.device("meta"))
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
     ignored = [pattern for pattern in (spec.ignored, make.format_of.ignored) if pattern is not None]
     placements = list(outline.placements())
     weights.check_placements(placements, source, "|".join(f"(?:{each})" for each in ignored) or None)
-    return spec, source, has_own_head, sum(placement.target.nbytes for placement in placements)
+    return spec, make, source, has_own_head, sum(placement.target.nbytes for placement in placements)
 
 
 def _as_named(spec: ModelSpec, source: weights.CheckpointFiles) -> ModelSpec:

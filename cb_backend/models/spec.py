@@ -20,6 +20,10 @@ class Names(NamedTuple):
     prefix: str = "model."  # of all but the head's
     head: str = "lm_head.weight"
 
+    @property
+    def head_module(self) -> str:
+        return self.head.removesuffix(".weight")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNorms:

@@ -52,7 +52,15 @@ class CheckpointFiles:
         """Of a checkpoint of the decoder alone, whose names lack their prefix: the names with it."""
         if any(name.startswith(names.prefix) for name in self.tensors):
             return self
-        return self.renamed({name: names.prefix + name for name in self.tensors if name != names.head})
+        head = f"{names.head_module}."
+        return self.renamed({name: names.prefix + name for name in self.tensors if not name.startswith(head)})
+
+    def has_module(self, module: str) -> bool:
+        return any(name.startswith(f"{module}.") for name in self.tensors)
+
+    def has_scales(self, module: str) -> bool:
+        """Whether the module's weight is not all there is of it: it is stored in few bits."""
+        return any(f"{module}.{suffix}" in self.tensors for suffix in ("weight_scale", "weight_scale_inv", "scales"))
 
     def with_head_as(self, embedding: str, names: Names) -> CheckpointFiles:
         """Of a tied checkpoint, whose one matrix may be stored as the head: the matrix as the embedding."""

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.quantised_writers import Written
 
-PROJECTION = re.compile(r"(.*\.(?:q|k|v|o|gate|up|down|qkv|gate_up)_proj)\.weight")
+PROJECTION = re.compile(r".*\.(?:q|k|v|o|gate|up|down|qkv|gate_up)_proj\.weight")
+HEAD = "lm_head"
 Writer = Callable[[int, int, int], Written]  # out_size, in_size, seed
 
 
@@ -27,21 +28,26 @@ def write_pair(
     config: dict[str, Any],
     writer: Writer,
     is_kept: Callable[[str], bool] = lambda name: False,
+    has_head: bool = False,
 ) -> None:
     """Turn the checkpoint in `plain` into its quantised form in `quantised`; `plain` gets the numbers of that.
 
-    is_kept: modules that stay as they are, by their names.
+    is_kept: modules that stay as they are, by their names. has_head: `lm_head` is quantised too; a tied model gets a
+    head of its own.
     """
     tensors = load_file(plain / "model.safetensors")
+    if has_head:
+        tensors.setdefault(f"{HEAD}.weight", tensors["model.embed_tokens.weight"].clone())
     stored: dict[str, torch.Tensor] = {}
     for seed, name in enumerate(sorted(tensors)):
-        match = PROJECTION.fullmatch(name)
-        if match is None or is_kept(match[1]):
+        module = name.removesuffix(".weight")
+        is_quantised = PROJECTION.fullmatch(name) is not None or (has_head and module == HEAD)
+        if not is_quantised or is_kept(module):
             stored[name] = tensors[name]
             continue
         written, weight = writer(*tensors[name].shape, seed)
         tensors[name] = weight.to(torch.float32).contiguous()
-        stored |= {f"{match[1]}.{suffix}": tensor.contiguous() for suffix, tensor in written.items()}
+        stored |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in written.items()}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((plain / "config.json").read_text())

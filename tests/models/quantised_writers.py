@@ -166,3 +166,9 @@ def write_mxfp4(out_size: int, in_size: int, seed: int = 0) -> Written:
     exponents = torch.randint(118, 124, (out_size, in_size // 32), generator=generator)
     blocks = pack_fp4(codes).view(out_size, in_size // 32, 16)
     return {"blocks": blocks, "scales": exponents.to(torch.uint8)}, values * each_column(2.0 ** (exponents - 127), 32)
+
+
+def write_mxfp4_packed(out_size: int, in_size: int, seed: int = 0) -> Written:
+    """The same by compressed-tensors' names, all of a row in one piece."""
+    written, weight = write_mxfp4(out_size, in_size, seed)
+    return {"weight_packed": written["blocks"].flatten(1), "weight_scale": written["scales"]}, weight

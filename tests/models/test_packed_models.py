@@ -2,124 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.registry import read_model_config
 from tests.models import quantised_writers as writers
 from tests.models.paged_model import PagedModel
-from tests.models.quantised_checkpoints import Writer, write_pair
-from tests.models.tiny_checkpoints import random_tokens
-
-SIZES = {
-    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 97, "head_dim": 32, "max_position_embeddings": 128,
-}  # fmt: skip
-AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False}
-
-
-def compressed(weights: dict[str, Any], **given: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"], **given,
-    }  # fmt: skip
-
-
-def pack_quantized(bits: int, group: int, **given: Any) -> dict[str, Any]:
-    strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
-    weights = {"type": "int", "num_bits": bits, "symmetric": True, **strategy, **given}
-    return compressed(weights, format="pack-quantized")
-
-
-def of_group(write: Callable[..., writers.Written], group: int, **given: Any) -> Writer:
-    return lambda out_size, in_size, seed: write(out_size, in_size, group, seed=seed, **given)
-
-
-def whole(write: Callable[..., writers.Written], **given: Any) -> Writer:
-    return lambda out_size, in_size, seed: write(out_size, in_size, seed=seed, **given)
-
-
-gptq, pack = writers.write_gptq, writers.write_pack_quantized
-FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
-    "awq 64": ({**AWQ, "group_size": 64}, of_group(writers.write_awq, 64)),
-    "awq 32, bf16 scales": ({**AWQ, "group_size": 32}, of_group(writers.write_awq, 32, dtype=torch.bfloat16)),
-    "gptq 64": ({**GPTQ, "group_size": 64}, of_group(gptq, 64)),
-    "gptq v2": ({**GPTQ, "group_size": 32, "checkpoint_format": "gptq_v2"}, of_group(gptq, 32, is_v2=True)),
-    "gptq symmetric": ({**GPTQ, "group_size": 64, "sym": True}, of_group(gptq, 64, is_symmetric=True)),
-    "gptq act-order": ({**GPTQ, "group_size": 32, "desc_act": True}, of_group(gptq, 32, is_act_order=True)),
-    "gptq one group": ({**GPTQ, "group_size": -1}, of_group(gptq, -1)),
-    "gptq 8 bits": ({**GPTQ, "bits": 8, "group_size": 64}, of_group(gptq, 64, bits=8)),
-    "w4a16": (pack_quantized(4, 64), of_group(pack, 64)),
-    "w4a16, zeros": (pack_quantized(4, 32, symmetric=False), of_group(pack, 32, has_zeros=True)),
-    "w4a16, act-order": (pack_quantized(4, 32, actorder="group"), of_group(pack, 32, is_act_order=True)),
-    "w4a16, channel": (pack_quantized(4, -1), of_group(pack, -1)),
-    "w8a16": (pack_quantized(8, 64), of_group(pack, 64, bits=8)),
-    "w8a16, channel": (pack_quantized(8, -1), of_group(pack, -1, bits=8)),
-    "w8a8": (
-        compressed({"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}, format="int-quantized"),
-        whole(writers.write_int_quantized),
-    ),
-    "fp8 blocks": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        whole(writers.write_fp8_blocks),
-    ),
-    "fp8 blocks, bf16 scales": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        whole(writers.write_fp8_blocks, dtype=torch.bfloat16),
-    ),
-    "nvfp4": (
-        compressed(
-            {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16},
-            format="nvfp4-pack-quantized",
-        ),
-        whole(writers.write_nvfp4),
-    ),
-    "nvfp4 of ModelOpt": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-        whole(writers.write_nvfp4, is_modelopt=True),
-    ),
-}  # fmt: skip
-FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "llama, biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, {}),
-}
-
-
-def pair(folder: Path, family: str, config: dict[str, Any], writer: Writer, **kept: Any) -> tuple[Path, Path]:
-    from transformers import AutoModelForCausalLM
-
-    plain, quantised = folder / "plain", folder / "quantised"
-    quantised.mkdir()
-    config_class, options = FAMILIES[family]
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **options}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.3)
-    model.save_pretrained(plain)
-    write_pair(plain, quantised, config, writer, **kept)
-    return plain, quantised
-
-
-@torch.inference_mode()
-def logits(folder: Path) -> torch.Tensor:
-    """Of a prompt in chunks beside another one, then of single tokens of both."""
-    model = PagedModel(folder)
-    prompts = [random_tokens(21, 1), random_tokens(9, 2)]
-    found = [model.step([], [(0, prompts[0][:8]), (1, prompts[1])]), model.step([], [(0, prompts[0][8:])])]
-    found += [model.step([(0, token), (1, token + 1)], []) for token in (5, 60, 17)]
-    return torch.cat(found)
+from tests.models.quantised_models import (
+    AWQ,
+    FAMILIES,
+    FORMATS,
+    GPTQ,
+    SIZES,
+    gptq,
+    logits,
+    pack_quantized,
+    pair,
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -179,30 +84,6 @@ def test_parts_whose_orders_differ_are_products_of_their_own(tmp_path: Path) -> 
     layer = PagedModel(quantised).model.layers[0]
     assert [len(one.pieces) for one in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj)] == [1, 1]
     assert layer.mlp.gate_up_proj.pieces[0].weight.is_gated
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({**AWQ, "group_size": 64, "version": "gemv"}, "awq\\) with version 'gemv'"),
-    ({**AWQ, "bits": 3, "group_size": 64}, "bits 3"),
-    ({**AWQ, "group_size": 100}, "group_size 100"),
-    ({**GPTQ, "bits": 2, "group_size": 64}, "bits 2"),
-    ({**GPTQ, "bits": 8, "group_size": 32}, "8 bits in groups of 32"),
-    ({**GPTQ, "group_size": 64, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-    ({**GPTQ, "group_size": 64, "lm_head": True}, "a quantised lm_head"),
-    ({**pack_quantized(4, 64), "format": "marlin-24"}, "format 'marlin-24'"),
-    (compressed({"type": "int", "num_bits": 3, "strategy": "group"}), "3-bit int weights"),
-    ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"a scale a block of \[64, 64\]"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantised \(bitsandbytes\); supported are"),
-    ({**GPTQ, "group_size": 64, "dynamic": [1]}, r"dynamic \[1\]"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "reason"), REFUSED)
-def test_what_is_not_done_is_refused_by_name(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    LlamaConfig(**SIZES, quantization_config=config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=reason):
-        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class StartAccount:
 
     def weights(self, model: DecoderForCausalLM) -> None:
         """The stage of the weights ends; what is in them once for a vocabulary is told apart."""
-        embedding = model.embed_tokens.weight.nbytes + (model.lm_head.weight.nbytes if model.has_own_head else 0)
+        head = sum(placement.target.nbytes for placement in model.lm_head.placements())  # none where they are tied
+        embedding = model.embed_tokens.weight.nbytes + head
         num_bytes = sum(placement.target.nbytes for placement in model.placements())
         self.ends("weights", "weights", None if self._device.type == "cuda" else num_bytes)
         self._notes["weights"] = f" ({show_bytes(embedding)} of them embedding{' and head' * model.has_own_head})"
