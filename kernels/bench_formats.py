@@ -26,6 +26,7 @@ from published_models import OTHERS, config_values
 from roofline import MODELS
 
 from cb_backend.kernels.fp8 import FP8
+from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.ropes import Ropes
@@ -113,9 +114,7 @@ def measure(name: str, formats: list[str], rows: list[int], context: int, card: 
             folder, config, ops=ops, dtype=torch.bfloat16, device=DEVICE, load_format="dummy", quantization=quantization
         )
         kv_dtype = FP8 if kv_cache_dtype == "fp8" else torch.bfloat16
-        storage = KVCacheStorage(
-            config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim, kv_dtype, DEVICE
-        )
+        storage = KVCacheStorage(layout_of(config, BLOCK_SIZE, kv_dtype.itemsize), num_blocks, kv_dtype, DEVICE)
         shape = model_shape(config, "bfloat16", kv_cache_dtype, quantization)
         for num_rows in rows:
             seconds = step_seconds(model, storage, num_rows, context)

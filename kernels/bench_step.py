@@ -28,6 +28,7 @@ from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels import launch
 from cb_backend.kernels.compile_ahead import compile_ahead
+from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
@@ -60,9 +61,7 @@ def make_runner(model: DecoderForCausalLM, lengths: list[int]) -> SlotRunner:
     """A runner whose slots hold requests of these lengths, sampling at temperature 0.6."""
     spec = model.spec
     per_row = [-(-(length + ROOM) // BLOCK_SIZE) for length in lengths]
-    storage = KVCacheStorage(
-        spec.num_layers, sum(per_row) + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, DTYPE, DEVICE
-    )
+    storage = KVCacheStorage(layout_of(spec, BLOCK_SIZE, DTYPE.itemsize), sum(per_row) + 1, DTYPE, DEVICE)
     storage.data.normal_(std=0.5)
     runner = SlotRunner(model, resolve_ops("triton"), storage, len(lengths), MAX_MODEL_LEN)
     blocks = (torch.randperm(sum(per_row), device=DEVICE) + 1).int()

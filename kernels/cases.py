@@ -26,6 +26,7 @@ from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
 from cb_backend.kernels.sample import sample, sample_torch
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
+from cb_backend.kv_cache.layout import layout_of
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # nothing is timed on a CPU, but the cases can be tried
@@ -118,7 +119,8 @@ def _make_qkv_post(model: str, tokens: int) -> Launch:
     heads, dim = shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
     block_size = 16
     num_blocks = tokens // block_size + 2
-    caches = [torch.zeros(num_blocks, 2, shape.num_kv_heads, block_size, dim, dtype=DTYPE, device=DEVICE)] * 2
+    block = layout_of(shape, block_size, DTYPE.itemsize).layer_shape
+    caches = [torch.zeros(num_blocks, *block, dtype=DTYPE, device=DEVICE)] * 2
     caches[1] = caches[0].clone()
     norm = _randn(dim) if model in HAS_QK_NORM else None
     arguments = (
@@ -146,7 +148,7 @@ def _paged(
     shape = MODELS[model]
     per_row = -(-context // block_size)
     num_blocks = num_rows * per_row + 1
-    kv_cache = _randn(num_blocks, 2, shape.num_kv_heads, block_size, shape.head_dim).to(kv_dtype)
+    kv_cache = _randn(num_blocks, *layout_of(shape, block_size, kv_dtype.itemsize).layer_shape).to(kv_dtype)
     tables = (torch.randperm(num_blocks - 1, device=DEVICE) + 1).int().view(num_rows, per_row)
     slots = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     return kv_cache, tables, slots, torch.full((num_rows,), context, dtype=torch.int32, device=DEVICE)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cb_backend.kv_cache.layout import bytes_per_token
 from cb_backend.study.roofline import CardLimits, ModelShape, decode_seconds
 
 MODELS = {
@@ -63,7 +64,7 @@ def qkv_post(shape: ModelShape, num_tokens: int) -> Work:
 
 def decode_attention(shape: ModelShape, num_rows: int, context: int, kv_bytes: int = ELEMENT) -> Work:
     """Keys and values (of `kv_bytes` an element) of every context token; 4 FLOP a query head, dimension and token."""
-    kv = kv_bytes * 2 * num_rows * context * shape.num_kv_heads * shape.head_dim
+    kv = num_rows * context * bytes_per_token(1, shape.num_kv_heads, shape.head_dim, kv_bytes)
     q_and_out = ELEMENT * 2 * num_rows * shape.num_heads * shape.head_dim
     return Work(kv + q_and_out, 4.0 * num_rows * context * shape.num_heads * shape.head_dim)
 
@@ -73,7 +74,7 @@ def prefill_attention(
 ) -> Work:
     """Causal pairs only: each query sees the context before the chunk and its own part of the chunk."""
     pairs = num_requests * (query_len * (context - query_len) + query_len * (query_len + 1) / 2)
-    kv = kv_bytes * 2 * num_requests * context * shape.num_kv_heads * shape.head_dim
+    kv = num_requests * context * bytes_per_token(1, shape.num_kv_heads, shape.head_dim, kv_bytes)
     q_and_out = ELEMENT * 2 * num_requests * query_len * shape.num_heads * shape.head_dim
     return Work(kv + q_and_out, 4.0 * pairs * shape.num_heads * shape.head_dim)
 

@@ -6,8 +6,6 @@ place for the writes of padding tokens: it is counted in `num_blocks` and never 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
@@ -15,20 +13,10 @@ from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.fp8 import FP8, fp8_needs, is_fp8_capable
 from cb_backend.kv_cache.host_memory import host_memory
+from cb_backend.kv_cache.layout import KVLayout
 
 _DEFAULT_CPU_BYTES = 1 << 30
 _GIB = 1 << 30
-
-
-class ModelShape(Protocol):
-    """The sizes of a `models.spec.ModelSpec` that a cache depends on."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -41,63 +29,38 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
 
 
 class KVCacheStorage:
-    """Keys (index 0) and values (index 1) of every layer, zero at the start; `layers` are views of `data`."""
+    """The blocks of a layout, zero at the start; `layers` are each layer's views of `data`, in the model's order."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        # [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
-        shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
-        self.data = _zeros(shape, dtype, device)
-        self.layers = list(self.data.unbind(0))
+    def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`num_blocks` counts the null block. Raises `ValueError` where the layout was made for another dtype."""
+        if dtype.itemsize != layout.element_bytes:
+            raise ValueError(f"a layout of {layout.element_bytes} bytes an element cannot hold {dtype}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.data = _zeros(layout.shape(num_blocks), dtype, device)
+        rows = self.data.unbind(0)
+        places = sorted((layer, row) for group in layout.groups for row, layer in enumerate(group.layers))
+        self.layers = [rows[row] for _, row in places]  # each [num_blocks, *layout.layer_shape]
 
 
-def new_storage(
-    config: EngineConfig, model: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device
-) -> KVCacheStorage:
-    """An empty cache of `num_blocks` blocks, the null block included."""
-    return KVCacheStorage(
-        model.num_layers, num_blocks, model.num_kv_heads, config.block_size, model.head_dim, dtype, device
-    )
-
-
-def bytes_per_block(model: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize
-
-
-def num_blocks_for(num_bytes: int, block_bytes: int) -> int:
-    """Whole blocks in `num_bytes`, the null block among them."""
-    return max(0, num_bytes) // block_bytes
-
-
-def size_kv_cache(
-    config: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device, step_bytes: int = 0
-) -> int:
+def size_kv_cache(config: EngineConfig, layout: KVLayout, device: torch.device, step_bytes: int = 0) -> int:
     """How many blocks to allocate, null block included. Call it when the weights are in place.
 
     step_bytes: what else will be taken of the memory that is free now (activations, graphs); the cache leaves them.
     Raises `ConfigError` with the figures and the settings to change when the memory does not suffice.
     """
-    block_bytes = bytes_per_block(model, config.block_size, dtype)
+    block_bytes = layout.bytes_per_block
     free_bytes, total_bytes = free_memory(device)
     available = free_bytes - step_bytes
     if config.num_gpu_blocks_override is not None:
         num_blocks, setting = config.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks, setting = num_blocks_for(config.kv_cache_memory_bytes, block_bytes), "kv_cache_memory_bytes"
+        num_blocks, setting = layout.num_blocks_in(config.kv_cache_memory_bytes), "kv_cache_memory_bytes"
     elif device.type == "cuda":
         kept_free = int(total_bytes * (1 - config.gpu_memory_utilization))
-        num_blocks, setting = num_blocks_for(available - kept_free, block_bytes), "gpu_memory_utilization"
+        num_blocks, setting = layout.num_blocks_in(available - kept_free), "gpu_memory_utilization"
     else:
-        num_blocks, setting = num_blocks_for(_DEFAULT_CPU_BYTES, block_bytes), "kv_cache_memory_bytes"
+        num_blocks, setting = layout.num_blocks_in(_DEFAULT_CPU_BYTES), "kv_cache_memory_bytes"
     if num_blocks >= 2 and num_blocks * block_bytes <= available:
         return num_blocks
     memory = f"{show_bytes(free_bytes)} of {show_bytes(total_bytes)} are free on the {device.type} device"

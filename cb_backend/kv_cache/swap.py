@@ -23,12 +23,11 @@ class BlockSwapper:
     """Host memory for `num_blocks` blocks of a cache. Raises `ConfigError` where the host has not so much."""
 
     def __init__(self, storage: KVCacheStorage, num_blocks: int) -> None:
-        # As bytes: not every device copies every narrow type by index.
-        # [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim * bytes of an element]
+        # As bytes: not every device copies every narrow type by index. As `KVLayout.shape`, head_dim in bytes.
         self._cache = storage.data.view(torch.uint8)
         self.num_blocks = num_blocks
         layers, _, *block = self._cache.shape
-        # One block of all layers lies in one place, so that it is one transfer.
+        # One block of all its layers lies in one place, so that it is one transfer.
         self._host = _HostBlocks(num_blocks, (layers, *block), is_pinned=self._cache.device.type == "cuda")
 
     def apply(self, plan: StepPlan) -> None:

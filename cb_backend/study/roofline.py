@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.kv_cache.layout import bytes_per_token
+
 
 @dataclass(frozen=True, slots=True)
 class CardLimits:
@@ -59,7 +61,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_element_bytes
+        return bytes_per_token(self.num_layers, self.num_kv_heads, self.head_dim, self.kv_element_bytes)
 
     @property
     def flops_per_pair(self) -> int:

@@ -143,7 +143,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 3 << 30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 2 << 30)
 
-    def size_kv_cache(config: object, model: object, dtype: object, device: object, step_bytes: int) -> int:
+    def size_kv_cache(config: object, layout: object, device: object, step_bytes: int) -> int:
         if step_bytes > memory.free:
             raise ConfigError("not enough memory for the KV cache")
         memory.asked.append(step_bytes)

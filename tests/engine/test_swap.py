@@ -15,9 +15,9 @@ from cb_backend.contracts.step import Copies, StepPlan
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.kv_cache import swap
-from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks, pinned_bytes
 from tests.engine.drive import config, run, with_reference_runner
+from tests.fakes.storage import empty_storage
 from tests.models.tiny_checkpoints import write_checkpoint
 
 PARAMS = TokenRules(max_tokens=30, temperature=0.8, seed=7, ignore_eos=True)
@@ -55,7 +55,7 @@ ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_blocks_go_out_before_others_come_in(device: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap, "PIECE_BYTES", piece_bytes)
-    storage = KVCacheStorage(2, 6, 3, 4, 8, torch.float32, torch.device(device))
+    storage = empty_storage(6, num_layers=2, num_kv_heads=3, block_size=4, head_dim=8, device=device)
     storage.data.copy_(torch.randn(storage.data.shape))
     before = storage.data.clone()
     swapper = BlockSwapper(storage, 4)
@@ -99,6 +99,6 @@ def test_pinned_memory_is_counted_as_it_is_allocated(monkeypatch: pytest.MonkeyP
 
 
 def test_more_swap_space_than_the_host_has_is_refused_with_both_figures() -> None:
-    storage = KVCacheStorage(2, 6, 3, 4, 8, torch.float32, torch.device("cpu"))
+    storage = empty_storage(6, num_layers=2, num_kv_heads=3, block_size=4, head_dim=8)
     with pytest.raises(ConfigError, match=r"asks for 1536.00 GiB, \d+\.\d\d GiB are free; lower swap_space"):
         BlockSwapper(storage, 1 << 30)

@@ -25,9 +25,9 @@ from cb_backend.contracts.step import MaskSource, StepPlan
 from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
-from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
 from tests.fakes.counting_runner import byte_characters
+from tests.fakes.storage import empty_storage
 
 WORDS = ["DEF", "HI", " stop", "a b", "c!d", "London", " London", "New", " York", " Delhi", "\ufffd"]
 SPECIAL = ["<s>", "</s>", "<|end|>", "<pad>"]
@@ -123,7 +123,7 @@ class ScriptedModelRunner(SlotRunner):
     """The runner itself, with a model that looks its logits up by slot and position."""
 
     def __init__(self, vocabulary: Vocabulary, num_blocks: int, config: EngineConfig, max_model_len: int) -> None:
-        storage = KVCacheStorage(1, num_blocks + 1, 1, config.block_size, 1, torch.float32, torch.device("cpu"))
+        storage = empty_storage(num_blocks + 1, block_size=config.block_size)
         model: Any = _ScriptedModel(self, vocabulary.size)
         super().__init__(model, resolve_ops("torch"), storage, config.max_num_seqs, max_model_len)
         self.vocabulary = vocabulary

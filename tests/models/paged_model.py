@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.step_metadata import StepMetadata
@@ -46,12 +47,12 @@ class PagedModel:
         self.device = device
         max_blocks = -(-max_len // block_size)
         num_blocks = num_slots * max_blocks + 1
-        config = self.config
+        kv_dtype = kv_dtype or dtype
         self.storage = KVCacheStorage(
-            config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim, kv_dtype or dtype, device
+            layout_of(self.config, block_size, kv_dtype.itemsize), num_blocks, kv_dtype, device
         )
         # What nobody wrote must not reach an answer.
-        self.storage.data[:, 1:] = torch.tensor(1e30 if kv_dtype is None else float("nan")).to(self.storage.data.dtype)
+        self.storage.data[:, 1:] = torch.tensor(1e30 if kv_dtype == dtype else float("nan")).to(self.storage.data.dtype)
         self.block_size = block_size
         self.free_blocks = random.Random(7).sample(range(1, num_blocks), num_blocks - 1)
         self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)

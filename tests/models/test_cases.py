@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.kv_cache.storage import bytes_per_block
 from tests.models.paged_model import PagedModel
 from tests.models.tiny_checkpoints import ORIGINAL_LEN, ROPES, random_tokens, reference_logits, write_checkpoint
 
@@ -68,7 +67,7 @@ def test_s3_head_dim_of_the_config(tmp_path: Path, heads: str) -> None:
     torch.testing.assert_close(paged.prefill(0, prompt), reference_logits(folder, prompt, []), atol=TOLERANCE, rtol=0)
     num_kv_heads = {"mha": 4, "gqa": 2, "mqa": 1}[heads]
     assert paged.storage.layers[0].shape[1:] == (2, num_kv_heads, 8, 24)
-    assert bytes_per_block(paged.config, 8, torch.float32) == 2 * 2 * num_kv_heads * 8 * 24 * 4
+    assert paged.storage.layout.bytes_per_block == 2 * 2 * num_kv_heads * 8 * 24 * 4
 
 
 @pytest.mark.parametrize("rope", sorted(ROPES))

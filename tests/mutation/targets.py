@@ -54,6 +54,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "preemption": (f"{_SCHEDULER}.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
     "swap_space": (f"{_SCHEDULER}.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
+    "layout": ("cb_backend.kv_cache.layout", ("tests/kv_cache/test_layout.py",)),
     "manager": (
         "cb_backend.kv_cache.manager",
         (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/scheduler/test_prompt_share.py"),

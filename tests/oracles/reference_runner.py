@@ -101,7 +101,7 @@ class ReferenceRunner:
         self.storage = storage
         self.swapper: BlockSwapper | None = None
         self.device = storage.data.device
-        self.batch = HostBatch(num_slots, max_model_len, storage.data.shape[-2])
+        self.batch = HostBatch(num_slots, max_model_len, storage.layout.block_size)
         self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
         self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)

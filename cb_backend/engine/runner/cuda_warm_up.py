@@ -22,10 +22,10 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.start_account import StartAccount
 from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.kernels.compile_ahead import compile_ahead
-from cb_backend.kv_cache.storage import new_storage, size_kv_cache
+from cb_backend.kv_cache.layout import KVLayout
+from cb_backend.kv_cache.storage import KVCacheStorage, size_kv_cache
 from cb_backend.layers.ops import Ops
 from cb_backend.models.decoder import DecoderForCausalLM
-from cb_backend.models.spec import ModelSpec
 
 GRAPH_MEMORY = 512 << 20  # kept free for graph capture and library workspaces
 MIB = 1 << 20
@@ -43,7 +43,7 @@ def log(message: str) -> None:
 
 def create_cuda_runner(
     config: EngineConfig,
-    spec: ModelSpec,
+    layout: KVLayout,
     model: DecoderForCausalLM,
     ops: Ops,
     max_model_len: int,
@@ -53,12 +53,12 @@ def create_cuda_runner(
     """Warm up, size the cache, capture. Raises `ConfigError` that says what to lower when memory does not suffice."""
     device = torch.device("cuda")
     torch.cuda.reset_peak_memory_stats()
-    small = new_storage(config, spec, 2, kv_dtype, device)
+    small = KVCacheStorage(layout, 2, kv_dtype, device)
     runner = SlotRunner(model, ops, small, config.max_num_seqs, max_model_len)
     _compile_kernels(runner, min(config.max_num_seqs, config.max_num_batched_tokens))
     account.ends("kernels", "steps' state")
     try:
-        warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, spec.vocab_size)
+        warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, model.spec.vocab_size)
         shapes = [] if config.enforce_eager or not model.ropes.is_static else _shapes_to_capture(runner, config)
     except torch.cuda.OutOfMemoryError:
         raise ConfigError(
@@ -68,8 +68,8 @@ def create_cuda_runner(
     torch.cuda.synchronize()
     step_bytes = _largest_step_bytes()
     account.ends("warm-up", "steps' state")
-    num_blocks, shapes = _size_cache(config, spec, kv_dtype, device, shapes, step_bytes)
-    runner.storage = new_storage(config, spec, num_blocks, kv_dtype, device)
+    num_blocks, shapes = _size_cache(config, layout, device, shapes, step_bytes)
+    runner.storage = KVCacheStorage(layout, num_blocks, kv_dtype, device)
     account.ends("cache", "KV cache")
     log(
         f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, {runner.storage.data.nbytes // MIB} MiB of"
@@ -165,8 +165,7 @@ def _is_launch_bound(runner: SlotRunner, shape: StepShape) -> bool:
 
 def _size_cache(
     config: EngineConfig,
-    spec: ModelSpec,
-    kv_dtype: torch.dtype,
+    layout: KVLayout,
     device: torch.device,
     shapes: list[StepShape],
     step_bytes: int,
@@ -179,8 +178,8 @@ def _size_cache(
     if len(small) < len(shapes):
         # Where the configuration names the cache's size, it may not fit any more.
         with contextlib.suppress(ConfigError):
-            return size_kv_cache(config, spec, kv_dtype, device, 2 * step_bytes + GRAPH_MEMORY), shapes
-    num_blocks = size_kv_cache(config, spec, kv_dtype, device, step_bytes + GRAPH_MEMORY)
+            return size_kv_cache(config, layout, device, 2 * step_bytes + GRAPH_MEMORY), shapes
+    num_blocks = size_kv_cache(config, layout, device, step_bytes + GRAPH_MEMORY)
     if len(small) < len(shapes):
         log(f"no memory for graphs of full steps beside {num_blocks - 1} blocks: they are launched kernel by kernel")
     return num_blocks, small

@@ -20,7 +20,8 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.start_account import StartAccount
 from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
-from cb_backend.kv_cache.storage import bytes_per_block, new_storage, resolve_kv_dtype, size_kv_cache
+from cb_backend.kv_cache.layout import layout_of
+from cb_backend.kv_cache.storage import KVCacheStorage, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.checkpoint import has_tokenizer, resolve_checkpoint, resolve_tokenizer
@@ -133,15 +134,15 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         max_model_len=max_model_len,
     )
     account.weights(model)
+    layout = layout_of(spec, config.block_size, kv_dtype.itemsize)
     if device.type == "cuda":
-        runner = create_cuda_runner(config, spec, model, ops, max_model_len, kv_dtype, account)
+        runner = create_cuda_runner(config, layout, model, ops, max_model_len, kv_dtype, account)
     else:
-        num_blocks = size_kv_cache(config, spec, kv_dtype, device)
-        storage = new_storage(config, spec, num_blocks, kv_dtype, device)
+        storage = KVCacheStorage(layout, size_kv_cache(config, layout, device), kv_dtype, device)
         runner = SlotRunner(model, ops, storage, config.max_num_seqs, max_model_len)
         account.ends("cache", "KV cache", storage.data.nbytes)
         account.tell()
-    num_host_blocks = num_swap_blocks(config.swap_space, bytes_per_block(spec, config.block_size, kv_dtype))
+    num_host_blocks = num_swap_blocks(config.swap_space, layout.bytes_per_block)
     if num_host_blocks:
         runner.swapper = BlockSwapper(runner.storage, num_host_blocks)
     info = ModelInfo(
@@ -151,7 +152,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         max_model_len=max_model_len,
         eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer_eos_ids))),
         block_size=config.block_size,
-        num_blocks=runner.storage.data.shape[1] - 1,  # block 0 is the null block
+        num_blocks=runner.storage.num_blocks - 1,  # block 0 is the null block
         max_num_seqs=config.max_num_seqs,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,

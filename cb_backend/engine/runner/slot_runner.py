@@ -51,7 +51,7 @@ class SlotRunner:
         self.storage = storage
         self.swapper: BlockSwapper | None = None
         self.device = storage.data.device
-        self.block_size = storage.data.shape[-2]
+        self.block_size = storage.layout.block_size
         self.padding_slot = num_slots
         self.batch = InputBatch(num_slots, max_model_len, self.block_size)
         self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)

@@ -1,0 +1,108 @@
+"""What a model keeps of its tokens, and the bytes of it: the one place that knows how large keys and values are.
+
+Storage, sizing, swapped blocks, rooflines and benchmarks ask here. Pure arithmetic: this module does not know tensors,
+devices or requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+ALL_TOKENS = 0  # a window: every earlier token is read
+KEYS_AND_VALUES = "keys and values"
+_PER_TOKEN = {KEYS_AND_VALUES: 2}  # vectors that a KV head of a layer keeps of a token, by kind of group
+
+
+class CachedModel(Protocol):
+    """The sizes of a `models.spec.ModelSpec` that a cache depends on."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KVGroup(NamedTuple):
+    """Layers that keep the same tokens, so that one block table serves them all."""
+
+    window: int  # newest tokens that are kept; ALL_TOKENS: all
+    layers: tuple[int, ...]  # of the model, in order: the i-th lies in row i of the storage
+    kind: str = KEYS_AND_VALUES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """The groups of a cache and the sizes of its blocks. A block holds `block_size` tokens of one group's layers."""
+
+    groups: tuple[KVGroup, ...]
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    element_bytes: int
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for groups that cannot share blocks: of a kind that is not known, or of other sizes."""
+        for group in self.groups:
+            if group.kind not in _PER_TOKEN:
+                raise ValueError(f"layers {group.layers} keep {group.kind!r}; {', '.join(_PER_TOKEN)} can be kept")
+        if not self.groups:
+            raise ValueError("a layout needs a group of layers at least")
+        sizes = {len(group.layers) for group in self.groups}
+        if len(sizes) != 1:
+            raise ValueError(f"groups of {sorted(sizes)} layers cannot share blocks; all must have the same number")
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def layers_per_block(self) -> int:
+        return len(self.groups[0].layers)
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Of one layer's part of a block: keys (index 0) and values (index 1) of each KV head, token by token."""
+        return (_PER_TOKEN[KEYS_AND_VALUES], self.num_kv_heads, self.block_size, self.head_dim)
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Of the whole cache: [layers_per_block, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+        return (self.layers_per_block, num_blocks, *self.layer_shape)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers."""
+        return int(bytes_per_token(self.num_layers, self.num_kv_heads, self.head_dim, self.element_bytes))
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over the layers of its group."""
+        a_token = bytes_per_token(self.layers_per_block, self.num_kv_heads, self.head_dim, self.element_bytes)
+        return self.block_size * int(a_token)
+
+    def num_blocks_in(self, num_bytes: int) -> int:
+        """Whole blocks in so much memory."""
+        return max(0, num_bytes // self.bytes_per_block)
+
+
+def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: float) -> float:
+    """Bytes of a token's keys and values in so many layers."""
+    return _PER_TOKEN[KEYS_AND_VALUES] * num_layers * num_kv_heads * head_dim * element_bytes
+
+
+def one_group(num_layers: int) -> tuple[KVGroup, ...]:
+    """All layers keep all tokens."""
+    return (KVGroup(ALL_TOKENS, tuple(range(num_layers))),)
+
+
+def layout_of(model: CachedModel, block_size: int, element_bytes: int) -> KVLayout:
+    """How the keys and values of this model are kept, in blocks of `block_size` tokens."""
+    return KVLayout(
+        groups=one_group(model.num_layers),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=block_size,
+        element_bytes=element_bytes,
+    )

@@ -1,0 +1,89 @@
+"""The bytes of a token and of a block, against figures counted by hand and models' published ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from cb_backend.kv_cache.layout import ALL_TOKENS, KVGroup, KVLayout, bytes_per_token, layout_of, one_group
+
+MODEL = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=24)
+
+
+def test_a_model_without_windows_is_one_group() -> None:
+    layout = layout_of(MODEL, 16, 4)
+    assert layout.groups == (KVGroup(window=0, layers=(0, 1, 2), kind="keys and values"),)
+    assert (layout.num_layers, layout.layers_per_block, layout.block_size) == (3, 3, 16)
+    assert (layout.num_kv_heads, layout.head_dim, layout.element_bytes) == (2, 24, 4)
+
+
+def test_bytes_are_those_of_every_key_and_value() -> None:
+    layout = layout_of(MODEL, 16, 4)
+    assert layout.layer_shape == (2, 2, 16, 24)
+    assert layout.shape(7) == (3, 7, 2, 2, 16, 24)
+    assert layout.bytes_per_token == 3 * 2 * 2 * 24 * 4
+    assert layout.bytes_per_block == 16 * layout.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("sizes", "element_bytes", "expected"),
+    [
+        ((28, 8, 128), 2, 114_688),  # Qwen3-0.6B
+        ((16, 8, 64), 2, 32_768),  # Llama-3.2-1B
+        ((32, 8, 128), 1, 65_536),  # Llama-3.1-8B, fp8
+        ((1, 8, 128), 0.5, 1024),  # one layer, four bits an element
+    ],
+)
+def test_bytes_per_token_of_models(sizes: tuple[int, int, int], element_bytes: float, expected: int) -> None:
+    assert bytes_per_token(*sizes, element_bytes) == expected
+
+
+def test_several_groups_share_blocks_of_one_groups_layers() -> None:
+    groups = (KVGroup(ALL_TOKENS, (1, 3)), KVGroup(8, (0, 2)), KVGroup(8, (4, 5)))
+    layout = dataclasses.replace(layout_of(MODEL, 4, 2), groups=groups)
+    assert (layout.num_layers, layout.layers_per_block) == (6, 2)
+    assert layout.shape(9) == (2, 9, 2, 2, 4, 24)
+    assert layout.bytes_per_token == 6 * 2 * 2 * 24 * 2
+    assert layout.bytes_per_block == 4 * 2 * (2 * 2 * 24 * 2)
+
+
+def test_whole_blocks_only() -> None:
+    layout = layout_of(SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=5), 10, 1)
+    assert layout.bytes_per_block == 100
+    assert [layout.num_blocks_in(num_bytes) for num_bytes in (-101, -1, 99, 100, 350)] == [0, 0, 0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ((KVGroup(0, (0, 1)), KVGroup(4, (2,))), r"groups of \[1, 2\] layers cannot share blocks"),
+        ((), "a layout needs a group of layers at least"),
+        ((KVGroup(0, (0,), "states"),), r"layers \(0,\) keep 'states'; keys and values can be kept"),
+    ],
+)
+def test_groups_that_cannot_share_blocks_are_refused(groups: tuple[KVGroup, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVLayout(groups=groups, num_kv_heads=1, head_dim=8, block_size=4, element_bytes=2)
+
+
+def test_layers_in_order() -> None:
+    assert one_group(4) == (KVGroup(ALL_TOKENS, (0, 1, 2, 3)),)
+
+
+def test_a_layout_is_made_by_names_and_stays_as_it_is() -> None:
+    layout = layout_of(MODEL, 16, 4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.block_size = 32  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        KVLayout(one_group(3), 2, 24, 16, 4)  # type: ignore[misc]
+    assert not hasattr(layout, "__dict__")
+    assert len({layout, layout_of(MODEL, 16, 4), layout_of(MODEL, 16, 2)}) == 2
+
+
+def test_arithmetic_needs_no_torch() -> None:
+    code = "import sys, cb_backend.kv_cache.layout; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
