@@ -21,7 +21,7 @@ def add_norm_linear(
 
     In one, the normed row is not rounded before the product: the sums of its unscaled numbers are scaled, in fp32.
     """
-    if x.shape[0] == 1 and residual.dtype == x.dtype and residual.stride(1) == 1:
+    if x.shape[0] == 1 and x.dim() == 2 and residual.dtype == x.dtype and residual.stride(1) == 1:
         parameters = product_parameters("linear", x, weight, weight.shape[0])
         if "norm" in parameters and "vector" in parameters:
             out, total = x.new_empty(1, weight.shape[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -38,7 +38,7 @@ def add_norm_linear_torch(
     """`s = residual + x`, rounded to their type; returns (`rms_norm(s) W^T + b`, `s`), new tensors.
 
     x, residual [num_rows, in_size], norm_weight [in_size], weight [out_size, in_size], bias [out_size], all of one
-    type. The results are [num_rows, out_size] and [num_rows, in_size].
+    type; x may be in parts, as in `add_rms_norm_torch`. The results are [num_rows, out_size] and [num_rows, in_size].
     """
     normed, total = add_rms_norm_torch(x, residual, norm_weight, eps)
     return linear_torch(normed, weight, bias), total

@@ -47,6 +47,7 @@ def _rms_norm_kernel(
     residual_stride,
     out_stride: tl.constexpr,
     hidden_size: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # of x, whose sum is the row; 1: x is
     eps: tl.constexpr,
     x_scale: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -70,6 +71,12 @@ def _rms_norm_kernel(
         post_weight = tl.load(post_weight_ptr + column, mask=is_inside, other=0.0)
     await_previous(IS_DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + column, mask=is_inside, other=0.0)
+    if NUM_PARTS > 1:
+        total = x.to(tl.float32)
+        for part in tl.static_range(1, NUM_PARTS):
+            part_ptr = x_ptr + row * x_stride + part * hidden_size + column
+            total += tl.load(part_ptr, mask=is_inside, other=0.0).to(tl.float32)
+        x = total.to(x.dtype)
     if HAS_POST:
         x = _normed(x, post_weight, hidden_size, eps, ROUNDS_FIRST)
     if x_scale != 1.0:
@@ -108,7 +115,7 @@ def add_rms_norm_fp8(
     """`add_rms_norm_fp8_torch` in one launch."""
     if needs_twin(x):
         return add_rms_norm_fp8_torch(x, residual, weight, eps, post_weight, x_scale, rounds_first)
-    out, total = new_rows(x), torch.empty_like(residual)
+    out, total = new_rows(residual), torch.empty_like(residual)
     _launch(x, residual, weight, eps, out.values, total, out.scales, post_weight, x_scale, rounds_first)
     return out, total
 
@@ -123,14 +130,14 @@ def add_rms_norm(
     x_scale: float = 1.0,
     rounds_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm_torch` in one launch; rows of x and residual may be strided."""
+    """`add_rms_norm_torch` in one launch; rows of x and residual may be strided, the parts of a row may not."""
     if needs_twin(x):
         return add_rms_norm_torch(x, residual, weight, eps, out, post_weight, x_scale, rounds_first)
     if weight is None:
         total = torch.empty_like(residual) if out is None else out[1]
         out = (total, total)
     elif out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(residual)
+        out = torch.empty(residual.shape, dtype=x.dtype, device=x.device), torch.empty_like(residual)
     normed = None if weight is None else out[0]
     _launch(x, residual, weight, eps, normed, out[1], None, post_weight, x_scale, rounds_first)
     return out
@@ -148,7 +155,7 @@ def _launch(
     x_scale: float = 1.0,
     rounds_first: bool = True,
 ) -> None:
-    num_tokens, hidden_size = x.shape
+    num_tokens, hidden_size = x.shape[0], x.shape[-1]
     if num_tokens == 0:
         return
     block = next_power_of_2(hidden_size)
@@ -156,9 +163,9 @@ def _launch(
         x, residual, weight, post_weight, out, out_residual, scales,
         x.stride(0), 0 if residual is None else residual.stride(0),
         out_stride=hidden_size if out is None else out.stride(0),
-        hidden_size=hidden_size, eps=eps, x_scale=x_scale, HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None, HAS_POST=post_weight is not None, HAS_OUT=out is not None,
-        ROUNDS_FIRST=rounds_first, FP8_MAX=FP8_MAX, MIN_ROW_MAX=MIN_ROW_MAX,
+        hidden_size=hidden_size, NUM_PARTS=x.shape[1] if x.dim() == 3 else 1, eps=eps, x_scale=x_scale,
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_POST=post_weight is not None,
+        HAS_OUT=out is not None, ROUNDS_FIRST=rounds_first, FP8_MAX=FP8_MAX, MIN_ROW_MAX=MIN_ROW_MAX,
         IS_DEPENDENT=can_overlap(x.device), BLOCK=block,
         **launch_parameters("rms_norm", x.device, block=block), **dependent_options(x.device, num_tokens),
     )  # fmt: skip
@@ -190,9 +197,12 @@ def add_rms_norm_torch(
 ) -> tuple[Tensor, Tensor]:
     """`s = residual + y * x_scale`, rounded to the input's type; returns (`rms_norm(s)`, `s`), (s, s) without a weight.
 
-    y is x, or `rms_norm(x)` by `post_weight` where that is given. x, residual [num_tokens, hidden_size]. The results
-    are new tensors, or `out`, which may alias the inputs; without a weight both are `out[1]`.
+    y is x, or `rms_norm(x)` by `post_weight` where that is given. x, residual [num_tokens, hidden_size]; or x
+    [num_tokens, num_parts, hidden_size], which stands for the sum of its parts in their order. The results are new
+    tensors, or `out`, which may alias the inputs; without a weight both are `out[1]`.
     """
+    if x.dim() == 3:
+        x = x.float().sum(dim=1).to(x.dtype)
     if post_weight is not None:
         x = rms_norm_torch(x, post_weight, eps, rounds_first=rounds_first)
     new_residual = residual + (x if x_scale == 1.0 else x * x_scale)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cb_backend.errors import ConfigError
 from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention, halves_apart
 from cb_backend.layers.group import Group
-from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from cb_backend.layers.linear import Embedding, Linear, ScaledEmbedding
 from cb_backend.layers.lm_head import CappedHead, LMHead, OwnHead, TiedHead
 from cb_backend.layers.mlp import MLP, Block, GeluMLP
+from cb_backend.layers.moe import MoE, PlainExperts
 from cb_backend.layers.norm import Junction, RMSNorm
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.projection import Projection, Split
@@ -103,7 +105,13 @@ class LayerMaker:
         kind = WholeNormAttention if spec.is_qk_norm_whole else Attention
         return kind(name, spec, layer, parts, self.ops)
 
-    def block(self, name: str, hidden_size: int, spec: MLPSpec) -> Block:
+    def block(self, layer_name: str, hidden_size: int, spec: MLPSpec | MoESpec) -> Block:
+        """A layer's feed-forward block of either kind."""
+        if isinstance(spec, MoESpec):
+            return self.moe(f"{layer_name}.{spec.names.module}", hidden_size, spec)
+        return self.mlp(f"{layer_name}.mlp", hidden_size, spec)
+
+    def mlp(self, name: str, hidden_size: int, spec: MLPSpec) -> MLP:
         size, has_bias = spec.intermediate_size, spec.has_bias
         gate_up_proj = Projection(
             name=name,
@@ -119,3 +127,17 @@ class LayerMaker:
         )
         products = self.linear(gate_up_proj), self.linear(down_proj)
         return GeluMLP(*products, self.ops) if spec.activation == "gelu_tanh" else MLP(*products)
+
+    def moe(self, name: str, hidden_size: int, spec: MoESpec) -> MoE:
+        """Raises `ConfigError` where several devices are to share it."""
+        if self.group.size > 1:
+            raise ConfigError(f"{name}: a mixture of experts is supported on one device only")
+        names = spec.names
+        router = Linear(  # plain whatever the format of the rest: checkpoints leave it so, mostly without saying it
+            Projection(name=name, in_size=hidden_size, parts={names.router: spec.num_experts}),
+            self.ops, self.group, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+        experts = PlainExperts(
+            f"{name}.{names.experts}", hidden_size, spec, self.ops, dtype=self.dtype, device=self.device
+        )
+        return MoE(spec, router, experts, self.ops, self.group)

@@ -54,9 +54,36 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """How a checkpoint calls the tensors of a layer's experts: parts of the names of modules."""
+
+    module: str = "mlp"  # in the layer
+    router: str = "gate"  # in that module
+    experts: str = "experts"  # of each expert: a number in it
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"  # in the first module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts: gated feed-forward blocks, of which each token goes through the best few."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of each expert
+    activation: str = "silu"  # of the experts
+    scoring: str = "softmax"  # softmax | softmax_of_top_k | sigmoid
+    renormalise: bool = False  # the chosen ones' weights to a sum of 1
+    scale: float = 1.0  # of the weights
+    names: ExpertNames = ExpertNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """What one layer has for itself."""
 
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     window: int = FULL_ATTENTION  # newest tokens a query sees, its own included
     rope: int | None = 0  # which of the model's ropes; None: positions are not told

@@ -10,8 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cb_backend.kernels.expert_plan import ExpertPlan
 from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.kernels.packed import PackedWeight
+from cb_backend.kernels.route import Routing
 from cb_backend.kernels.slot_state import SlotState
 from cb_backend.kernels.step_rows import StepRows
 
@@ -61,6 +63,35 @@ class ModelOps(Protocol):
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor: ...
     def linear_silu_mul_packed(self, x: Tensor, weight: PackedWeight) -> Tensor: ...
+
+    # And of experts, each token with its own
+    def route(
+        self,
+        logits: Tensor,
+        slot_mapping: Tensor,
+        parts: Tensor,
+        routing: Routing,
+        score_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+    def plan_experts(self, ids: Tensor, num_experts: int, bits: int = 16) -> ExpertPlan: ...
+    def grouped_gate_up(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        plan: ExpertPlan,
+        top_k: int,
+        activation: str = "silu",
+        bias: Tensor | None = None,
+    ) -> Tensor: ...
+    def grouped_down(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        plan: ExpertPlan,
+        row_weights: Tensor,
+        out: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor: ...
 
     def qkv_post(
         self,

@@ -27,7 +27,7 @@ class DecoderLayer:
     def __init__(self, spec: ModelSpec, index: int, make: LayerMaker) -> None:
         layer, name, norms = spec.layers[index], spec.layer_name(index), spec.norms
         self.self_attn = make.attention(f"{name}.self_attn", spec.hidden_size, spec.attention, layer)
-        self.mlp = make.block(f"{name}.mlp", spec.hidden_size, layer.mlp)
+        self.mlp = make.block(name, spec.hidden_size, layer.mlp)
         self.to_attention = make.junction(
             spec.norm,
             spec.hidden_size,
@@ -46,7 +46,10 @@ class DecoderLayer:
     def __call__(
         self, hidden: Tensor, residual: Tensor | None, kv_cache: Tensor, step: StepMetadata
     ) -> tuple[Tensor, Tensor]:
-        """The block's output, not yet added, and the residual stream it belongs to; each [num_tokens, hidden_size]."""
+        """The block's output, not yet added, and the residual stream it belongs to; each [num_tokens, hidden_size].
+
+        The output may be in parts, [num_tokens, num_parts, hidden_size], that are to be added as well.
+        """
         if residual is None:  # the first layer
             qkv, residual = self.self_attn.qkv_proj(self.to_attention(hidden), step), hidden
         else:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.quantization import read_quantization
@@ -99,12 +99,16 @@ def read_mlp(
     reader: ConfigReader, *, key: str = "hidden_act", default_activation: str = "silu", **options: Any
 ) -> MLPSpec:
     """key: where the activation is told. options: those fields of the result that the family settles."""
-    activation = reader.get(key, str, default_activation)
+    activation = read_activation(reader, key, default_activation)
+    return MLPSpec(intermediate_size=reader.positive("intermediate_size"), activation=activation, **options)
+
+
+def read_activation(reader: ConfigReader, key: str = "hidden_act", default: str = "silu") -> str:
+    """As `MLPSpec` calls it."""
+    activation = reader.get(key, str, default)
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"{reader.where}: {key} is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
-    return MLPSpec(
-        intermediate_size=reader.positive("intermediate_size"), activation=_ACTIVATIONS[activation], **options
-    )
+    return _ACTIVATIONS[activation]
 
 
 def num_layers(reader: ConfigReader) -> int:
@@ -114,15 +118,17 @@ def num_layers(reader: ConfigReader) -> int:
 def read_layers(
     reader: ConfigReader,
     *,
-    mlp: MLPSpec,
+    mlp: MLPSpec | MoESpec | Sequence[MLPSpec | MoESpec],
     windows: Sequence[int] | None = None,
     ropes: Sequence[int | None] | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """Layers that differ in windows and ropes only; None: none has a window, all have the first rope."""
+    """mlp: of all layers, or one a layer. windows, ropes: None: none has a window, all have the first rope."""
     count = num_layers(reader)
+    mlps = [mlp] * count if isinstance(mlp, MLPSpec | MoESpec) else mlp
     windows = (FULL_ATTENTION,) * count if windows is None else windows
     ropes = (0,) * count if ropes is None else ropes
-    return tuple(LayerSpec(mlp=mlp, window=window, rope=rope) for window, rope in zip(windows, ropes, strict=True))
+    each = zip(mlps, windows, ropes, strict=True)
+    return tuple(LayerSpec(mlp=block, window=window, rope=rope) for block, window, rope in each)
 
 
 def windows_of(kinds: Sequence[str], window: int) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def fill(placements: Iterable[Placement], checkpoint: dict[str, Tensor]) -> None
 
 def test_a_module_has_the_format_of_its_name() -> None:
     formats = ModuleFormats(Fp8Format(), [(r"model\.layers\.0\..*", PlainFormat()), (r".*\.down_proj", PlainFormat())])
-    first, second = (maker(formats).block(f"model.layers.{i}.mlp", 8, MLPSpec(intermediate_size=6)) for i in (0, 1))
+    first, second = (maker(formats).mlp(f"model.layers.{i}.mlp", 8, MLPSpec(intermediate_size=6)) for i in (0, 1))
     assert isinstance(first, MLP)
     assert isinstance(second, MLP)
     assert [type(each) for each in (first.gate_up_proj, first.down_proj)] == [Linear, Linear]
@@ -72,7 +72,7 @@ def test_the_first_exception_that_matches_the_whole_name_decides() -> None:
 def test_projections_of_one_weight_cannot_differ_in_format() -> None:
     formats = ModuleFormats(Fp8Format(), [(r".*\.gate_proj", PlainFormat())])
     with pytest.raises(ConfigError, match=r"m\.gate_proj is plain, m\.up_proj is fp8: supported is one format"):
-        maker(formats).block("m", 8, MLPSpec(intermediate_size=6))
+        maker(formats).mlp("m", 8, MLPSpec(intermediate_size=6))
 
 
 @pytest.mark.parametrize("stored_as", [None, "qkv_proj"])

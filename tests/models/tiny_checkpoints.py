@@ -22,12 +22,14 @@ from transformers import (
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -72,6 +74,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "longrope": _rope("longrope", factor=8.0, **_LONGROPE),
 }
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -253,6 +256,24 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [3],
+        },
+    ),
+    "qwen3-moe-window": (
+        Qwen3MoeConfig,
+        {**_EXPERTS, "num_experts": 6, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral-window": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 11}),
     "olmo3-defaults": (Olmo3Config, {"num_hidden_layers": 5, "sliding_window": 12, "pad_token_id": 0}),
     "ministral3": (
         Ministral3Config,
