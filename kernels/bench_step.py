@@ -11,10 +11,12 @@ Weights are random, every row has the same context or (`--ragged`) one of 1/8 to
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,9 +34,12 @@ from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
+from cb_backend.layers.layer_spec import MoESpec
+from cb_backend.layers.moe import MoE
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.quantization import module_formats
+from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import fill_dummy
 from cb_backend.study.machine import conditions, measure_card, model_shape
 from cb_backend.study.roofline import decode_seconds
@@ -119,6 +124,32 @@ def time_step(graph: torch.cuda.CUDAGraph, replays: int = REPLAYS) -> float:
     return statistics.median(times)
 
 
+def spec_has_experts(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+
+
+@torch.inference_mode()
+def experts_hit(runner: SlotRunner, num_rows: int) -> float:
+    """Distinct experts of a layer that a step's rows go to, by the mean of the layers: what the floor assumes even."""
+    counts: list[int] = []
+    blocks = [layer.mlp for layer in runner.model.layers if isinstance(layer.mlp, MoE)]
+    routes = blocks[0].ops
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        weights, plan = routes.route_experts(*args, **kwargs)
+        counts.append(len(plan.experts[: int(plan.num_blocks)].unique()))
+        return weights, plan
+
+    for block in blocks:
+        block.ops = dataclasses.replace(routes, route_experts=counting)
+    try:
+        runner.run_step(new_step(runner, num_rows))
+    finally:
+        for block in blocks:
+            block.ops = routes
+    return statistics.mean(counts)
+
+
 def use_dependent_launches(is_on: bool) -> None:
     os.environ["CB_BACKEND_DEPENDENT_LAUNCHES"] = "1" if is_on else "0"
     launch.can_overlap.cache_clear()
@@ -198,7 +229,10 @@ def main() -> int:
                 graph, _ = capture(runner, num_rows)
                 seat(runner, lengths)
                 seconds = time_step(graph)
-                print(f"{start} {1e3 * seconds:8.3f} ms, floor {1e3 * floor:.3f}, {floor / seconds:.1%}", flush=True)
+                hits = f", {experts_hit(runner, num_rows):.1f} experts hit" if spec_has_experts(model.spec) else ""
+                print(
+                    f"{start} {1e3 * seconds:8.3f} ms, floor {1e3 * floor:.3f}, {floor / seconds:.1%}{hits}", flush=True
+                )
                 if arguments.profile:
                     profile(graph)
                 del graph

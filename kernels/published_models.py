@@ -43,6 +43,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768,
+        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True,
+    },
 }  # fmt: skip
 
 

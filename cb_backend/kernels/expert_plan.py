@@ -114,7 +114,7 @@ def plan_experts(ids: Tensor, num_experts: int, bits: int = 16) -> ExpertPlan:
     share = next_power_of_2(-(-num_pairs // num_experts))
     parameters = launch_parameters("plan_experts", device, e=num_experts, m=share, bits=bits)
     block_m = parameters["block_m"]
-    plan = _new_plan(num_pairs, num_experts, block_m, device)
+    plan = new_plan(num_pairs, num_experts, block_m, device)
     chunk = min(max(next_power_of_2(num_pairs), 16), 1024)
     _plan_experts_kernel[(num_experts,)](
         ids, *plan[:3], num_pairs,
@@ -124,7 +124,7 @@ def plan_experts(ids: Tensor, num_experts: int, bits: int = 16) -> ExpertPlan:
     return plan
 
 
-def _new_plan(num_pairs: int, num_experts: int, block_m: int, device: torch.device) -> ExpertPlan:
+def new_plan(num_pairs: int, num_experts: int, block_m: int, device: torch.device) -> ExpertPlan:
     bound = max_blocks(num_pairs, num_experts, block_m)
     pairs, experts, num_blocks = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (bound * block_m, bound, 1)
@@ -139,7 +139,7 @@ def plan_experts_torch(ids: Tensor, num_experts: int, bits: int = 16) -> ExpertP
     kernels' choice of a block's rows. What lies past the blocks in use is not to be looked at.
     """
     flat = ids.flatten()
-    plan = _new_plan(flat.numel(), num_experts, TWIN_BLOCK_M, ids.device)
+    plan = new_plan(flat.numel(), num_experts, TWIN_BLOCK_M, ids.device)
     block = 0
     for expert in flat.unique().tolist():
         if not 0 <= expert < num_experts:

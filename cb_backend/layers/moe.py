@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.expert_plan import ExpertPlan
 from cb_backend.kernels.route import Routing
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import MoESpec
@@ -24,10 +25,15 @@ from cb_backend.layers.step_metadata import StepMetadata
 class Experts(Protocol):
     """All experts of a layer, in some format."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, parts: Tensor) -> None:
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        ...
+
+    def __call__(self, x: Tensor, weights: Tensor, plan: ExpertPlan, parts: Tensor) -> None:
         """Each token's experts, into the first parts of `parts` [num_tokens, num_parts, hidden_size].
 
-        x [num_tokens, hidden_size]; ids, weights [num_tokens, top_k]: see `route_torch`.
+        x [num_tokens, hidden_size]; weights and plan as of `route_experts_torch`.
         """
         ...
 
@@ -48,8 +54,9 @@ class MoE:
         normed, total = self.group.reduce_add_norm(x, residual, junction)
         num_tokens, hidden_size = normed.shape
         parts = torch.empty(num_tokens, self.num_parts, hidden_size, dtype=normed.dtype, device=normed.device)
-        ids, weights = self.ops.route(self.router(normed, step), step.slot_mapping, parts, self.routing)
-        self.experts(normed, ids, weights, parts)
+        logits = self.router(normed, step)
+        weights, plan = self.ops.route_experts(logits, step.slot_mapping, parts, self.routing, bits=self.experts.bits)
+        self.experts(normed, weights, plan, parts)
         return parts, total
 
     def placements(self) -> Iterator[Placement]:
@@ -59,6 +66,8 @@ class MoE:
 
 class PlainExperts:
     """Weights in the model's dtype: gate above up [num_experts, 2 * intermediate_size, hidden_size], and down."""
+
+    bits = 16
 
     def __init__(
         self, name: str, hidden_size: int, spec: MoESpec, ops: ModelOps, *, dtype: torch.dtype, device: torch.device
@@ -70,8 +79,7 @@ class PlainExperts:
         self.gate_up = torch.empty(spec.num_experts, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(spec.num_experts, hidden_size, size, dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, parts: Tensor) -> None:
-        plan = self.ops.plan_experts(ids, self.spec.num_experts)
+    def __call__(self, x: Tensor, weights: Tensor, plan: ExpertPlan, parts: Tensor) -> None:
         activated = self.ops.grouped_gate_up(x, self.gate_up, plan, self.spec.top_k, self.spec.activation)
         self.ops.grouped_down(activated, self.down, plan, weights, parts)
 

@@ -65,15 +65,15 @@ class ModelOps(Protocol):
     def linear_silu_mul_packed(self, x: Tensor, weight: PackedWeight) -> Tensor: ...
 
     # And of experts, each token with its own
-    def route(
+    def route_experts(
         self,
         logits: Tensor,
         slot_mapping: Tensor,
         parts: Tensor,
         routing: Routing,
         score_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-    def plan_experts(self, ids: Tensor, num_experts: int, bits: int = 16) -> ExpertPlan: ...
+        bits: int = 16,
+    ) -> tuple[Tensor, ExpertPlan]: ...
     def grouped_gate_up(
         self,
         x: Tensor,

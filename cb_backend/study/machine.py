@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend import __version__
+from cb_backend.layers.layer_spec import MLPSpec, MoESpec
 from cb_backend.layers.weight_format import PackedFormat
 from cb_backend.models.spec import ModelSpec
-from cb_backend.study.roofline import CardLimits, ModelShape
+from cb_backend.study.roofline import CardLimits, ExpertShape, ModelShape
 from cb_backend.support.process_watch import process_start_time
 
 REPEATS = 5  # of each measurement; the best one counts, because a limit is what can be reached
@@ -98,12 +99,31 @@ def model_shape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.layers[0].mlp.intermediate_size,
+        intermediate_size=_dense_size(config),
+        experts=_expert_shape(config),
         vocab_size=config.vocab_size,
         weight_bytes=weight_bytes,
         head_bytes=size,
         layer_speed=FP8_SPEED if is_fp8 else 1.0,
         kv_element_bytes=1.0 if kv_cache_dtype == "fp8" else size,
+    )
+
+
+def _dense_size(config: ModelSpec) -> int:
+    """Intermediate size of the layers without experts; 0: there are none."""
+    sizes = [layer.mlp.intermediate_size for layer in config.layers if isinstance(layer.mlp, MLPSpec)]
+    return sizes[0] if sizes else 0
+
+
+def _expert_shape(config: ModelSpec) -> ExpertShape | None:
+    found = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
+    if not found:
+        return None
+    return ExpertShape(
+        num_layers=len(found),
+        num_experts=found[0].num_experts,
+        top_k=found[0].top_k,
+        intermediate_size=found[0].intermediate_size,
     )
 
 

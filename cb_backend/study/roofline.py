@@ -1,7 +1,8 @@
 """What a card can do at best: the least time a step, a prompt or a whole workload can take.
 
 A step reads every weight once and the keys and values of every context token once, and multiplies each token with each
-weight; it cannot be faster than the memory or the arithmetic allows. Full attention is assumed. Pure arithmetic:
+weight; it cannot be faster than the memory or the arithmetic allows. Of experts it reads those that some token goes to,
+as many as even routing would hit. Full attention is assumed. Pure arithmetic:
 knows no device and no engine.
 """
 
@@ -25,6 +26,22 @@ class CardLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The experts of those layers that have some."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of an expert
+    shared_size: int = 0  # intermediate size of what every token goes through beside them
+    weight_bytes: float | None = None  # a parameter of an expert; None: as of the other layers
+
+    def distinct(self, num_tokens: int) -> float:
+        """Experts of a layer that some of the tokens go to, where each goes to any with the same chance."""
+        return self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes that decide how many bytes and FLOP a step takes."""
 
@@ -33,8 +50,9 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of layers without experts
     vocab_size: int
+    experts: ExpertShape | None = None
     weight_bytes: float = 2.0  # a parameter of the layers
     head_bytes: float | None = None  # a parameter of the head; None: as weight_bytes
     layer_speed: float = 1.0  # of the layers' products, beside those that `CardLimits.flops` was measured with
@@ -43,10 +61,31 @@ class ModelShape:
     @property
     def layer_params(self) -> int:
         """Parameters of all layers' matrices (norms and biases are too small to count)."""
+        return self._common_params + (self._expert_params * self.experts.num_experts if self.experts else 0)
+
+    @property
+    def active_params(self) -> int:
+        """Those of them that a token is multiplied with."""
+        return self._common_params + (self._expert_params * self.experts.top_k if self.experts else 0)
+
+    @property
+    def _common_params(self) -> int:
+        """All but the experts': attention, dense blocks, routers and what every token shares."""
         qkv = self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         output = self.num_heads * self.head_dim * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (qkv + output + mlp)
+        if self.experts is None:
+            return self.num_layers * (qkv + output + mlp)
+        beside = self.hidden_size * (self.experts.num_experts + 3 * self.experts.shared_size)
+        sparse = self.experts.num_layers
+        return self.num_layers * (qkv + output) + (self.num_layers - sparse) * mlp + sparse * beside
+
+    @property
+    def _expert_params(self) -> int:
+        """Of one expert in every layer that has them."""
+        if self.experts is None:
+            return 0
+        return self.experts.num_layers * 3 * self.hidden_size * self.experts.intermediate_size
 
     @property
     def head_params(self) -> int:
@@ -55,9 +94,17 @@ class ModelShape:
 
     @property
     def bytes_per_step(self) -> float:
-        """Weight bytes that every step reads."""
+        """Weight bytes that a step of many tokens reads: all."""
+        return self.bytes_read(1 << 30)
+
+    def bytes_read(self, num_tokens: int) -> float:
+        """Weight bytes that a step of so many tokens reads."""
         head_bytes = self.weight_bytes if self.head_bytes is None else self.head_bytes
-        return self.weight_bytes * self.layer_params + head_bytes * self.head_params
+        num_bytes = self.weight_bytes * self._common_params + head_bytes * self.head_params
+        if self.experts is None:
+            return num_bytes
+        expert_bytes = self.weight_bytes if self.experts.weight_bytes is None else self.experts.weight_bytes
+        return num_bytes + expert_bytes * self._expert_params * self.experts.distinct(num_tokens)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -84,10 +131,10 @@ def step_seconds(
     rows, earlier chunks of the prompts). `num_attention_pairs` counts the (query, key) pairs of prompt chunks; those of
     decode rows are bound by memory, not by arithmetic.
     """
-    layer_flops = 2 * num_tokens * shape.layer_params / shape.layer_speed
+    layer_flops = 2 * num_tokens * shape.active_params / shape.layer_speed
     linear_flops = layer_flops + 2 * num_sampling_rows * shape.head_params
     flops = linear_flops + shape.flops_per_pair * num_attention_pairs
-    weights = max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
+    weights = max(shape.bytes_read(num_tokens) / card.bandwidth, flops / card.flops)
     logits = 4 * num_sampling_rows * shape.vocab_size  # bytes: written once, read once, two each
     return weights + (num_read_tokens * shape.kv_bytes_per_token + logits) / card.bandwidth
 
@@ -101,14 +148,14 @@ def decode_seconds(shape: ModelShape, card: CardLimits, num_rows: int, num_conte
 
 def prompt_flops(shape: ModelShape, num_tokens: int) -> float:
     """FLOP of one causal prompt, logits for its last token only; those of faster products count for less."""
-    layer_flops = 2 * shape.layer_params * num_tokens / shape.layer_speed
+    layer_flops = 2 * shape.active_params * num_tokens / shape.layer_speed
     return layer_flops + 2 * shape.head_params + shape.flops_per_pair * num_tokens * num_tokens / 2
 
 
 def prefill_seconds(shape: ModelShape, card: CardLimits, prompt_lens: Sequence[int]) -> float:
     """T_pre of prompts computed together: bound by arithmetic, but never below one read of the weights."""
     flops = sum(prompt_flops(shape, length) for length in prompt_lens)
-    return max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
+    return max(shape.bytes_read(sum(prompt_lens)) / card.bandwidth, flops / card.flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +190,7 @@ def ideal_schedule(
         prompt_flops(shape, length) - (prompt_flops(shape, cached) - 2 * shape.head_params if cached else 0)
         for length, cached in zip(prompt_lens, shared, strict=True)
     )
-    prefill = max(shape.bytes_per_step / card.bandwidth, flops / card.flops)
+    prefill = max(shape.bytes_read(int(sum(prompt_lens))) / card.bandwidth, flops / card.flops)
     # Rows of the decode steps: context at the first of them (its own token included), number of steps.
     prompts, outputs = np.asarray(prompt_lens, np.int64) + 1, np.asarray(output_lens, np.int64) - 1
     prompts, outputs = prompts[outputs > 0], outputs[outputs > 0]

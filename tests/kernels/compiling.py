@@ -26,6 +26,7 @@ from cb_backend.engine.runner.step_buffers import make_buffers, padding
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.slot_state import NUM_JOINED_WORDS, SlotState
+from tests.kernels.expert_cases import EXPERT_LAUNCHES
 from tests.kernels.product_launches import PRODUCT_LAUNCHES
 
 POINTERS = {
@@ -244,6 +245,7 @@ def _mask_stop_ids(module: Any, vocab_size: int) -> None:
 
 LAUNCHES = {
     **PRODUCT_LAUNCHES,
+    **EXPERT_LAUNCHES,
     "decode_attention": _decode,
     "prefill_attention": _prefill,
     "rms_norm": _rms_norm,

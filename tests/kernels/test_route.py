@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.route import LEAST_SUM, Routing, route, route_torch
-from cb_backend.layers.ops import resolve_ops
 
 ROUTINGS = [
     Routing(3),
@@ -104,8 +103,3 @@ def test_no_rows(device: torch.device) -> None:
     logits, slots, parts = inputs(0, 8, device)
     ids, weights = route(logits, slots, parts, Routing(3))
     assert ids.shape == weights.shape == (0, 3)
-
-
-@pytest.mark.parametrize(("backend", "function"), [("torch", route_torch), ("triton", route)])
-def test_layers_find_it(backend: str, function: object) -> None:
-    assert resolve_ops(backend).route is function

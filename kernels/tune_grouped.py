@@ -1,0 +1,232 @@
+"""Find, per model and number of rows, the fastest products of experts, beside torch's grouped product.
+
+    python kernels/tune_grouped.py [--models qwen3-30b-a3b] [--rows 1,8,64,256] [--quick] [--dry-run]
+
+Rows go to random experts, as random weights route them: evenly, which reads the most weights. Each number of rows is
+timed over several routings, so that few rows do not find their experts in L2. Rows of a block are chosen for both
+products together; entries are for the rows of a block, the number of pairs and the shape. The floor reads the weights
+of the experts that are hit once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import about_card, relative_error, time_graph, write_csv
+from published_models import OTHERS, spec_of
+from tuned_table import own_path, put, read_table, write_table
+
+from cb_backend.cli.benchmarks.machine import measure_card
+from cb_backend.kernels.compile_ahead import compile_ahead
+from cb_backend.kernels.expert_plan import ExpertPlan, plan_experts
+from cb_backend.kernels.grouped_linear import grouped_down, grouped_gate_up, grouped_gate_up_torch
+from cb_backend.kernels.launch import next_power_of_2, overriding
+from cb_backend.layers.layer_spec import MoESpec
+
+Parameters = dict[str, int]
+TOLERANCE = 2e-2  # ||out - twin|| / ||twin||
+ROUTINGS = 8
+OPS = ("grouped_gate_up", "grouped_down")
+# (block_n, block_k, num_warps, num_stages) by rows of a block
+TILES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: ((32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4),
+         (64, 256, 4, 2), (128, 64, 4, 4), (128, 128, 8, 3)),
+    32: ((64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 3)),
+    64: ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 2)),
+    128: ((64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4)),
+}  # fmt: skip
+QUICK = {16: (1, 2, 4, 5, 7), 32: (0, 1), 64: (0, 3), 128: (1, 3)}  # places in TILES
+
+
+def block_sizes(num_rows: int, spec: MoESpec) -> tuple[int, ...]:
+    """Rows of a block that are tried for so many pairs an expert."""
+    share = num_rows * spec.top_k / spec.num_experts
+    return (16,) if share <= 4 else (16, 32) if share <= 12 else (32, 64) if share <= 48 else (64, 128)
+
+
+def candidates(block_m: int, is_quick: bool) -> list[Parameters]:
+    chosen = [TILES[block_m][place] for place in QUICK[block_m]] if is_quick else TILES[block_m]
+    return [dict(zip(("block_n", "block_k", "num_warps", "num_stages"), tile, strict=True)) for tile in chosen]
+
+
+class Weights:
+    """Of one layer's experts."""
+
+    def __init__(self, model: str) -> None:
+        spec = spec_of(model)
+        self.model, self.hidden = model, spec.hidden_size
+        self.experts = next(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec))
+        e, size = self.experts.num_experts, self.experts.intermediate_size
+        self.gate_up = torch.randn(e, 2 * size, self.hidden, device="cuda", dtype=torch.bfloat16) / self.hidden**0.5
+        self.down = torch.randn(e, self.hidden, size, device="cuda", dtype=torch.bfloat16) / size**0.5
+
+    def shape(self, op: str) -> tuple[int, int]:
+        """(n, k)"""
+        size = self.experts.intermediate_size
+        return (size, self.hidden) if op == "grouped_gate_up" else (self.hidden, size)
+
+
+class Bench:
+    """So many rows, routed several times, and how to time a product on them."""
+
+    def __init__(self, weights: Weights, num_rows: int) -> None:
+        self.weights, self.num_rows = weights, num_rows
+        spec = weights.experts
+        self.top_k = spec.top_k
+        self.ids = [
+            torch.rand(num_rows, spec.num_experts, device="cuda").topk(self.top_k)[1].int() for _ in range(ROUTINGS)
+        ]
+        self.x = torch.randn(num_rows, weights.hidden, device="cuda").bfloat16()
+        self.inner = torch.randn(num_rows * self.top_k, spec.intermediate_size, device="cuda").bfloat16()
+        self.row_weights = torch.rand(num_rows, self.top_k, device="cuda")
+        self.out = torch.zeros(num_rows, self.top_k, weights.hidden, device="cuda", dtype=torch.bfloat16)
+
+    @property
+    def distinct(self) -> float:
+        return sum(len(ids.unique()) for ids in self.ids) / len(self.ids)
+
+    def plans(self, block_m: int) -> list[ExpertPlan]:
+        with overriding("plan_experts", {"block_m": block_m}):
+            return [plan_experts(ids, self.weights.experts.num_experts) for ids in self.ids]
+
+    def product(self, op: str, plan: ExpertPlan) -> Tensor:
+        if op == "grouped_gate_up":
+            return grouped_gate_up(self.x, self.weights.gate_up, plan, self.top_k)
+        return grouped_down(self.inner, self.weights.down, plan, self.row_weights, self.out)
+
+    def seconds(self, op: str, plans: list[ExpertPlan], parameters: Parameters) -> float:
+        def launch_all() -> int:
+            for plan in plans:
+                self.product(op, plan)
+            return len(plans)
+
+        with overriding(op, parameters):
+            return time_graph(launch_all)
+
+    def check(self, plan: ExpertPlan) -> float:
+        """The relative error of gate and up beside the twin's."""
+        twin = grouped_gate_up_torch(self.x, self.weights.gate_up, plan, self.top_k)
+        return relative_error([self.product("grouped_gate_up", plan)], [twin])
+
+    def torch_seconds(self, op: str) -> float:
+        """`torch._grouped_mm` on rows that lie in the order of experts already, without activation or weights."""
+        is_gate_up = op == "grouped_gate_up"
+        weight = (self.weights.gate_up if is_gate_up else self.weights.down).transpose(1, 2)
+        rows = self.x.repeat_interleave(self.top_k, dim=0) if is_gate_up else self.inner
+        counts = [ids.flatten().long().bincount(minlength=weight.shape[0]) for ids in self.ids]
+        ends = [count.cumsum(0).int() for count in counts]
+
+        def launch_all() -> int:
+            for end in ends:
+                torch._grouped_mm(rows, weight, offs=end)
+            return len(ends)
+
+        return time_graph(launch_all)
+
+
+def rehearse(benches: list[Bench], is_quick: bool) -> None:
+    for bench in benches:
+        for block_m in block_sizes(bench.num_rows, bench.weights.experts):
+            plans = bench.plans(block_m)
+            for op in OPS:
+                for parameters in candidates(block_m, is_quick):
+                    with contextlib.suppress(Exception), overriding(op, parameters):  # `best` raises it again
+                        bench.product(op, plans[0])
+
+
+def best(bench: Bench, op: str, plans: list[ExpertPlan], is_quick: bool) -> tuple[float, Parameters]:
+    found: list[tuple[float, Parameters]] = []
+    for parameters in candidates(plans[0].block_m, is_quick):
+        try:
+            found.append((bench.seconds(op, plans, parameters), parameters))
+        except Exception as error:  # too much shared memory: left out
+            print(f"  {op} {plans[0].block_m} {parameters}: {type(error).__name__}: {error}"[:160], flush=True)
+    for seconds, parameters in sorted(found, key=lambda each: each[0])[:3]:
+        print(f"  {op:16} block_m {plans[0].block_m:3} {1e6 * seconds:8.1f} us {parameters}", flush=True)
+    return min(found, key=lambda each: each[0])
+
+
+def tune(bench: Bench, bandwidth: float, is_quick: bool) -> Iterator[dict[str, Any]]:
+    """A row of results for each product at the best rows of a block."""
+    spec, choices = bench.weights.experts, {}
+    for block_m in block_sizes(bench.num_rows, spec):
+        plans = bench.plans(block_m)
+        choices[block_m] = {op: best(bench, op, plans, is_quick) for op in OPS}
+        with overriding("grouped_gate_up", choices[block_m]["grouped_gate_up"][1]):
+            if not (error := bench.check(plans[0])) < TOLERANCE:
+                raise ValueError(f"{bench.num_rows} rows in blocks of {block_m}: relative error {error:.3g}")
+    block_m = min(choices, key=lambda each: sum(seconds for seconds, _ in choices[each].values()))
+    for op, (seconds, parameters) in choices[block_m].items():
+        n, k = bench.weights.shape(op)
+        rows = 2 * n if op == "grouped_gate_up" else n
+        yield {
+            "op": op, "model": bench.weights.model, "n": n, "k": k, "e": spec.num_experts, "rows": bench.num_rows,
+            "m": block_m, "pairs": next_power_of_2(bench.num_rows * spec.top_k), "distinct": round(bench.distinct, 1),
+            "torch_us": round(1e6 * bench.torch_seconds(op), 2), "us": round(1e6 * seconds, 2),
+            "floor_us": round(1e6 * 2 * bench.distinct * rows * k / bandwidth, 2),
+            "parameters": " ".join(f"{key}={value}" for key, value in parameters.items()),
+        }  # fmt: skip
+
+
+def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
+    """The table of an op: what `launch_parameters` reads."""
+    if op == "plan_experts":
+        share: Callable[[dict[str, Any]], int] = lambda row: next_power_of_2(-(-row["pairs"] // row["e"]))  # noqa: E731
+        return [{"when": {"e": row["e"], "m": share(row), "bits": 16}, "use": {"block_m": row["m"]}}
+            for row in rows if row["op"] == "grouped_gate_up"]  # fmt: skip
+    return [
+        {
+            "when": {name: row[name] for name in ("n", "k", "e", "m", "pairs")} | {"bits": 16},
+            "use": {name: int(value) for name, _, value in (p.partition("=") for p in row["parameters"].split())},
+        }
+        for row in rows
+        if row["op"] == op
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="qwen3-30b-a3b", help=f"with experts, of {', '.join(OTHERS)}")
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,1024,4096")
+    parser.add_argument("--quick", action="store_true", help="fewer candidates")
+    parser.add_argument("--dry-run", action="store_true", help="print, do not write")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    card = measure_card("cuda", "bfloat16") if torch.cuda.is_available() else None
+    if card is None:
+        print("no CUDA device, or none with memory left: launch parameters are found on their GPU", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for model in arguments.models.split(","):
+        weights = Weights(model)
+        benches = [Bench(weights, num_rows) for num_rows in map(int, arguments.rows.split(","))]
+        compile_ahead(lambda benches=benches: rehearse(benches, arguments.quick))  # type: ignore[misc]
+        for bench in benches:
+            for row in tune(bench, card.bandwidth, arguments.quick):
+                rows.append(row)
+                print(" ".join(f"{name} {value}" for name, value in row.items() if name != "pairs"), flush=True)
+    tuned = read_table(torch.device("cuda", torch.cuda.current_device()))
+    for op in ("plan_experts", *OPS):
+        found = entries(rows, op)
+        tuned[op] = put(tuned.get(op, []), found)
+        print(*(f"{op} {json.dumps(entry)}" for entry in found), sep="\n")
+    if not arguments.dry_run:
+        write_csv(arguments.out, "grouped_linear", rows, about_card(card))
+        write_table(tuned, own_path(torch.device("cuda", torch.cuda.current_device())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Weights and plan of a router's logits: in one launch or two, they are what the twins of the two say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cb_backend.kernels import route_experts as module
+from cb_backend.kernels.launch import overriding
+from cb_backend.kernels.route import Routing, route_torch
+from cb_backend.kernels.route_experts import BLOCK_M, MAX_PAIRS, route_experts, route_experts_torch
+from cb_backend.layers.ops import resolve_ops
+
+from .test_expert_plan import check
+from .test_route import inputs
+
+SHAPES = [(1, 8, 2), (1, 128, 8), (3, 8, 3), (16, 12, 4), (7, 5, 1), (8, 60, 6), (16, 6, 2), (17, 8, 2), (20, 16, 4)]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"renormalise": True, "scale": 1.5}, {"scoring": "softmax_of_top_k"}, {"scoring": "sigmoid"}],
+    ids=str,
+)
+def test_kernel_and_twin(
+    num_tokens: int, num_experts: int, top_k: int, options: dict[str, object], device: torch.device
+) -> None:
+    routing = Routing(top_k, **options)  # type: ignore[arg-type]
+    logits, slots, parts = inputs(num_tokens, num_experts, device)
+    if num_tokens == 1:
+        slots += 1
+    twin_parts = parts.cpu().clone()
+    ids, wanted = route_torch(logits.cpu(), slots.cpu(), twin_parts.clone(), routing)
+    with overriding("plan_experts", {"block_m": 16}):
+        found = route_experts(logits, slots, parts, routing)
+    for weights, plan in (found, route_experts_torch(logits.cpu(), slots.cpu(), twin_parts, routing)):
+        torch.testing.assert_close(weights.cpu(), wanted, atol=1e-6, rtol=1e-5)
+        check(plan, ids, num_experts)
+    assert torch.equal(parts.cpu(), twin_parts)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16])
+def test_steps_of_padding_alone_read_no_expert(num_tokens: int, device: torch.device) -> None:
+    logits, slots, parts = inputs(num_tokens, 8, device)
+    weights, plan = route_experts(logits, torch.zeros_like(slots), parts, Routing(2))
+    assert int(plan.num_blocks) == 0
+    assert not weights.any()
+    assert not parts.any()
+
+
+def test_few_rows_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[str] = []
+    for name in ("route", "plan_experts"):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: (launches.append(name), None))
+    for num_tokens in (1, MAX_PAIRS // 8, MAX_PAIRS // 8 + 1, BLOCK_M + 1):
+        launches.clear()
+        logits, slots, parts = inputs(num_tokens, 16, device)
+        route_experts(logits, slots, parts, Routing(8))
+        assert launches == ([] if num_tokens * 8 <= MAX_PAIRS else ["route", "plan_experts"])
+
+
+def test_a_row_that_is_not_a_number_stays_within_the_experts(device: torch.device) -> None:
+    """Its answer is lost, and its neighbour's is not."""
+    logits, slots, parts = inputs(2, 6, device)
+    logits[0] = float("nan")
+    weights, plan = route_experts(logits, slots + 1, parts, Routing(2))
+    alone, _ = route_experts(logits[1:], slots[1:] + 1, parts[1:], Routing(2))
+    torch.testing.assert_close(weights[1:], alone)
+    assert all(0 <= each < 6 for each in plan.experts[: int(plan.num_blocks)].tolist())
+
+
+@pytest.mark.parametrize(("backend", "function"), [("torch", route_experts_torch), ("triton", route_experts)])
+def test_layers_find_it(backend: str, function: object) -> None:
+    assert resolve_ops(backend).route_experts is function
