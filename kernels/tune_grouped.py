@@ -27,12 +27,12 @@ from bench import about_card, relative_error, time_graph, write_csv
 from published_models import OTHERS, spec_of
 from tuned_table import own_path, put, read_table, write_table
 
-from cb_backend.cli.benchmarks.machine import measure_card
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kernels.expert_plan import ExpertPlan, plan_experts
 from cb_backend.kernels.grouped_linear import grouped_down, grouped_gate_up, grouped_gate_up_torch
 from cb_backend.kernels.launch import next_power_of_2, overriding
 from cb_backend.layers.layer_spec import MoESpec
+from cb_backend.study.machine import measure_card
 
 Parameters = dict[str, int]
 TOLERANCE = 2e-2  # ||out - twin|| / ||twin||

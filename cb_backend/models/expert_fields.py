@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cb_backend.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.layer_spec import MLPSpec, MoESpec
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.spec_fields import num_layers, read_activation

@@ -157,11 +157,13 @@ def _rms_norm(
     op: str = "add_rms_norm",
     weight_dtype: str = "bfloat16",
     has_post: bool = False,
+    num_parts: int = 1,
     **options: Any,
 ) -> None:
     x, weight = torch.zeros(2, hidden_size, dtype=torch.bfloat16), torch.zeros(hidden_size)
     weight = weight.to(getattr(torch, weight_dtype))
-    getattr(module, op)(x, x, weight, 1e-6, post_weight=weight if has_post else None, **options)
+    parts = x if num_parts == 1 else torch.zeros(2, num_parts, hidden_size, dtype=torch.bfloat16)
+    getattr(module, op)(parts, x, weight, 1e-6, post_weight=weight if has_post else None, **options)
 
 
 def _silu_mul(module: Any, intermediate_size: int, op: str = "silu_mul") -> None:

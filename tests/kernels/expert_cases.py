@@ -83,6 +83,8 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
     ),
     "grouped_down": grouped("grouped_down", 16, tiles(64, 128, 4, 4)),
     "grouped_down, 128 rows": grouped("grouped_down", 128, tiles(128, 64, 8, 4)),
+    "rms_norm, of parts": {"op": "rms_norm", "kernel": "_rms_norm_kernel", "arch": 90,
+                           "call": {"hidden_size": 2880, "num_parts": 8}},
     "route": {"op": "route", "kernel": "_route_kernel", "arch": 90,
               "call": {"num_experts": 128, "routing": {"top_k": 8, "renormalise": True}}},
     "route, groups": {"op": "route", "kernel": "_route_kernel", "arch": 90, "call": {

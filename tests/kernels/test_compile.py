@@ -14,6 +14,7 @@ import pytest
 
 import cb_backend.kernels
 from tests.kernels.compiled import compile_all
+from tests.kernels.expert_cases import EXPERT_CASES
 
 pytest.importorskip("triton")
 
@@ -150,6 +151,7 @@ CASES = {
                                       block_k=1024, prefetch=256, fold=8),
     "one row, one tile": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=2, block_k=2048,
                                  prefetch=256),
+    **EXPERT_CASES,
 }  # fmt: skip
 
 # Exact arithmetic for comparisons, in which registers are spilled; it has to run, on any GPU.
@@ -241,7 +243,7 @@ def test_packed_products_are_multi_buffered(name: str, compiled: dict[str, dict[
     assert compiled[name]["has_async_copy"]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear") and "sm_100" not in name])
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("linear", "grouped")) and "sm_100" not in n])
 def test_products_use_warp_group_products_on_hopper(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[name]["has_wgmma"]
 
@@ -285,13 +287,6 @@ def test_a_dependent_launch_waits_before_it_touches_results(name: str, compiled:
     report = compiled[name]
     assert report["waits"]
     assert report["stores_before_wait"] == 0
-    reads_early = (
-        "one row",
-        "rms_norm",
-        "decode",
-        "qkv_post",
-        "linear_packed",
-        "commit_tokens",
-        "mask_stop_ids",
-    )  # weights; the plan, the slots' state, angles
-    assert (report["loads_before_wait"] > 0) == name.startswith(reads_early)
+    # weights; the plan, the slots' state, angles, slots
+    reads_early = ("one row", "rms_norm", "decode", "qkv_post", "linear_packed", "commit_tokens", "mask_stop_ids")
+    assert (report["loads_before_wait"] > 0) == name.startswith((*reads_early, "route"))

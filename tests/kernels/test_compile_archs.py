@@ -27,7 +27,7 @@ def one_of_each_kernel(arch: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     kernels: set[str] = set()
     for name, given in test_compile.CASES.items():
-        is_new = given["kernel"] not in kernels or name.startswith("linear")
+        is_new = given["kernel"] not in kernels or name.startswith(("linear", "grouped"))
         if "sm_" not in name and is_new and is_possible(given, arch):
             kernels.add(given["kernel"])
             found[f"{name}, sm_{arch}"] = {**given, "arch": arch}
@@ -82,7 +82,7 @@ def test_attention_is_multi_buffered_on_tensor_cores(name: str, compiled: dict[s
     assert report["has_wgmma"] == (name.startswith("prefill") and name.endswith("sm_90"))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("linear", "grouped"))])
 def test_products_are_multi_buffered_on_tensor_cores(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     report = compiled[name]
     assert min(report["num_buffers"]) >= 2

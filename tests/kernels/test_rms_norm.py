@@ -9,6 +9,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from cb_backend.kernels.add_norm_linear import add_norm_linear
 from cb_backend.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_fp8,
@@ -102,6 +103,30 @@ def test_what_is_added_may_be_normed_and_scaled(
         wanted = new_residual.cpu().double() if given is None else reference(new_residual, weight)
         torch.testing.assert_close(normed.cpu().double(), wanted, **tolerances)
         assert (normed.data_ptr() == new_residual.data_ptr()) == (given is None or shape[0] == 0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", [{}, {"x_scale": 0.3}, {"has_post": True}], ids=str)
+@pytest.mark.parametrize("num_parts", [1, 2, 9])
+def test_what_is_added_may_be_in_parts(
+    num_parts: int, options: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Their sum is added, in float32 and rounded once; fp8 rows and rows before a product as well."""
+    x, residual, weight = make((3, 37), dtype, device)
+    parts = torch.stack([x * (index - 1.5) + index for index in range(num_parts)], dim=1)
+    post = torch.rand(37).to(dtype).to(device) + 0.5 if options.get("has_post") else None
+    arguments = {"post_weight": post, "x_scale": options.get("x_scale", 1.0)}
+    whole = parts.float().sum(1).to(dtype)
+    for function in (add_rms_norm, add_rms_norm_torch):
+        found = function(parts, residual, weight, EPS, **arguments)
+        for each, wanted in zip(found, function(whole, residual, weight, EPS, **arguments), strict=True):
+            torch.testing.assert_close(each, wanted, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+    rows, total = add_rms_norm_fp8(parts, residual, weight, EPS, **arguments)
+    assert rows.values.shape == total.shape == (3, 37)
+    product = torch.randn(5, 37).to(dtype).to(device)
+    given = add_norm_linear(parts[:1], residual[:1], weight, EPS, product)[0]
+    wanted_product = add_norm_linear(whole[:1], residual[:1], weight, EPS, product)[0]
+    torch.testing.assert_close(given, wanted_product, atol=20 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("options", [{}, {"x_scale": 0.5}, {"rounds_first": False}], ids=str)
