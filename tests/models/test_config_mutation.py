@@ -85,6 +85,12 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("glm4", {"rms_norm_eps": 0.3}),
     ("olmo3", {"rope_parameters.full_attention.factor": 2.0}),
     ("olmo3", {"rope_parameters.sliding_attention.rope_theta": 50.0}),
+    ("qwen3-moe", {"norm_topk_prob": False}),
+    ("qwen3-moe", {"num_experts_per_tok": 2}),
+    ("qwen3-moe-window", {"sliding_window": 30}),
+    ("qwen3-moe-window", {"use_sliding_window": False}),
+    ("mixtral", {"num_experts_per_tok": 1}),
+    ("mixtral-window", {"sliding_window": None}),
     ("ministral3", {"rope_parameters.llama_4_scaling_beta": 0.0}),
     ("ministral3", {"rope_parameters.original_max_position_embeddings": 40}),
 ]
@@ -97,10 +103,12 @@ OF_FAMILY = {
     "NormSpec.rounds_first", "NormSpec.plus_one", "NormSpec.divisor",
     "AttentionSpec.is_interleaved", "AttentionSpec.is_qkv_fused", "AttentionSpec.qk_norm",
     "AttentionSpec.is_qk_norm_whole", "MLPSpec.is_gate_up_fused",
+    "MoESpec.scoring", "MoESpec.activation", "MoESpec.scale",
 }  # fmt: skip
 OF_WEIGHTS = {
     "ModelSpec.vocab_size", "ModelSpec.hidden_size", "ModelSpec.tie_word_embeddings", "AttentionSpec.has_qkv_bias",
     "AttentionSpec.has_o_bias", "MLPSpec.has_bias", "MLPSpec.intermediate_size",
+    "MoESpec.num_experts", "MoESpec.intermediate_size",
 }  # fmt: skip
 # Of what is around the logits: lengths, ends, types.
 OF_SERVING = {
@@ -160,8 +168,11 @@ def test_every_field_of_the_specification_is_changed_by_some_change(tmp_path: Pa
     everything: dict[str, set[Any]] = {}
     for name in CONFIGS:
         values_of(read_model_config(write_checkpoint(name, tmp_path / name)), everything)
-    others = {field for field in everything if field.startswith("BlockNorms.")}
+    others = {field for field in everything if field.startswith(("BlockNorms.", "ExpertNames."))}
     assert everything.keys() - moved == (OF_FAMILY | OF_WEIGHTS | OF_SERVING | others) - moved
     # And where a family alone sets a field, there is a family for each of its values.
-    for field in OF_FAMILY - {"ModelSpec.names", "ModelSpec.other_names", "ModelSpec.ignored", "NormSpec.divisor"}:
+    one = {"MoESpec.scoring", "MoESpec.activation", "MoESpec.scale"}
+    for field in (
+        OF_FAMILY - one - {"ModelSpec.names", "ModelSpec.other_names", "ModelSpec.ignored", "NormSpec.divisor"}
+    ):
         assert len(everything[field]) > 1, field

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.layers.layer_spec import MLPSpec
 from cb_backend.models.gguf.model_settings import EMBEDDING
 from cb_backend.models.gguf.model_settings import HEAD as GGUF_HEAD
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
@@ -91,6 +92,7 @@ def write_tensors(source: GgufSource, places: Mapping[str, Place], folder: Path)
 
 def _places_of_layer(config: ModelSpec, has_interleaved_rope: bool) -> Iterator[tuple[str, Place]]:
     attention, mlp = config.attention, config.layers[0].mlp  # all layers are alike in these files
+    assert isinstance(mlp, MLPSpec)  # no family with experts is read from such files
     hidden, inner, head_dim = config.hidden_size, mlp.intermediate_size, config.head_dim
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
     q_rows, kv_rows = num_heads * head_dim, num_kv_heads * head_dim
