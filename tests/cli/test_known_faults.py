@@ -11,6 +11,9 @@ from cb_backend.cli.server.local_server import Version, read_version
 from tests.cli.test_server_process import make_repository
 
 HEADER, METRICS, DEAD_FRONT_END = "triton_grpc_error", "makes metrics", "stays ready"
+CANCELLED, FAILED_LOAD = "cancelled just as it ends", "a load that fails over a loaded model"
+MARKS = (HEADER, METRICS, DEAD_FRONT_END, CANCELLED, FAILED_LOAD)
+AT_GRPC = {HEADER, CANCELLED}
 MAKES_METRICS = "family = pb_utils.MetricFamily(name='n')\n"
 EVERYTHING = Configuration({"model-control-mode": "explicit"}, [MAKES_METRICS])
 
@@ -18,17 +21,22 @@ EVERYTHING = Configuration({"model-control-mode": "explicit"}, [MAKES_METRICS])
 def told(version: Version | None, configuration: Configuration) -> set[str]:
     lines = known_faults(version, configuration)
     assert all("\n" not in line and line.startswith("known fault of this server (2.") for line in lines)
-    return {mark for mark in (HEADER, METRICS, DEAD_FRONT_END) if any(mark in line for line in lines)}
+    told = {mark for mark in MARKS if any(mark in line for line in lines)}
+    assert len(told) == len(lines)
+    return told
 
 
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        ((2, 51), {HEADER, METRICS, DEAD_FRONT_END}),
-        ((2, 63), {HEADER, METRICS, DEAD_FRONT_END}),
-        ((2, 64), {HEADER, METRICS}),
-        ((2, 67), {HEADER}),
-        ((2, 68), set()),
+        ((2, 51), {HEADER, METRICS, DEAD_FRONT_END, CANCELLED, FAILED_LOAD}),
+        ((2, 52), {HEADER, METRICS, DEAD_FRONT_END, FAILED_LOAD}),
+        ((2, 63), {HEADER, METRICS, DEAD_FRONT_END, FAILED_LOAD}),
+        ((2, 64), {HEADER, METRICS, FAILED_LOAD}),
+        ((2, 67), {HEADER, METRICS, FAILED_LOAD}),
+        ((2, 68), {METRICS, FAILED_LOAD}),
+        ((2, 70), {METRICS, FAILED_LOAD}),
+        ((2, 71), set()),
         ((3, 0), set()),
         (None, set()),
     ],
@@ -40,18 +48,19 @@ def test_faults_end_with_a_release(version: Version | None, expected: set[str]) 
 @pytest.mark.parametrize(
     ("arguments", "sources", "expected"),
     [
-        ({}, [], {HEADER, DEAD_FRONT_END}),
-        ({"allow-grpc": "false"}, [], {DEAD_FRONT_END}),
-        ({"model-control-mode": "poll"}, [MAKES_METRICS], {HEADER, METRICS, DEAD_FRONT_END}),
-        ({"model-control-mode": "none"}, [MAKES_METRICS], {HEADER, DEAD_FRONT_END}),
-        ({"model-control-mode": "explicit"}, ["x = 1\n"], {HEADER, DEAD_FRONT_END}),
-        ({"model-control-mode": "explicit", "allow-metrics": "0"}, [MAKES_METRICS], {HEADER, DEAD_FRONT_END}),
+        ({}, [], AT_GRPC),
+        ({"allow-grpc": "false"}, [], set()),
+        ({"allow-grpc": "false", "model-control-mode": "poll"}, [], {FAILED_LOAD}),
+        ({"model-control-mode": "poll"}, [MAKES_METRICS], {*AT_GRPC, METRICS, FAILED_LOAD}),
+        ({"model-control-mode": "none"}, [MAKES_METRICS], AT_GRPC),
+        ({"model-control-mode": "explicit"}, ["x = 1\n"], {*AT_GRPC, FAILED_LOAD}),
+        ({"model-control-mode": "explicit", "allow-metrics": "0"}, [MAKES_METRICS], {*AT_GRPC, FAILED_LOAD}),
     ],
 )
 def test_only_what_the_configuration_can_meet(
     arguments: dict[str, str], sources: list[str], expected: set[str]
 ) -> None:
-    assert told((2, 51), Configuration(arguments, sources)) == expected
+    assert told((2, 51), Configuration(arguments, sources)) == {DEAD_FRONT_END, *expected}
 
 
 def test_models_of_this_package_are_not_yours(tmp_path: Path) -> None:

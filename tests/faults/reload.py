@@ -177,7 +177,7 @@ def run(
         shutil.copytree(checkout_path("model_repository/llm_trtllm"), repository / "llm_trtllm")
 
     server: dict[str, Any] = {"server_arguments": BY_POLLING if is_polling else BY_HAND, "front_ends": front_ends}
-    server |= {"prepare": add_second, "has_failed_loads": True}
+    server |= {"prepare": add_second}
     load = ("--streams", str(streams), "--deadline", "300")
     with world(setting.checkpoint, setting.plan, folder, setting.seed, load, **server) as made:
         reloads, second, pid = Reloads(made, folder / "repository"), SecondFront(made.server), made.server.process.pid

@@ -25,6 +25,7 @@ from cb_backend.cli.server.model_repository import copy_with_model
 from cb_backend.cli.server.processes import descendants
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports
 from tests.server.exit_watch import CRASHES, ExitWatch, describe
+from tests.server.kept_models import KeptModels
 from tests.server.shared_server import SharedServer
 from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
 from tests.waiting import WAIT_S, eventually
@@ -48,9 +49,10 @@ def marked_processes(mark: str) -> list[str]:
 class RunningServer:
     """A started, ready server with the tiny model as `llm`."""
 
-    def __init__(self, process: ServerProcess, mark: str) -> None:
+    def __init__(self, process: ServerProcess, mark: str, kept: KeptModels) -> None:
         self.process = process
         self.mark = mark
+        self.kept = kept
         self.url = process.grpc_address
         self.client = load_client().Client(self.url, "llm", timeout=WAIT_S)
 
@@ -116,7 +118,6 @@ def running_server(
     prepare: Callable[[Path], None] = lambda repository: None,
     server_arguments: tuple[str, ...] = (),
     through: str | None = None,
-    has_failed_loads: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
     **engine_arguments: object,
 ) -> Iterator[RunningServer]:
@@ -124,8 +125,6 @@ def running_server(
 
     `prepare` may change the model repository before the start. `through`: a line of shell that ends by executing the
     server, "$@"; what it sets up (limits, mounts, redirections) holds for everything the server starts.
-    `has_failed_loads`: over models that are loaded. Then server 24.10 counts a model too many, with any backend: its
-    stop takes all of its time and gives exit code 1, though everything below it has ended well.
     """
     repository = copy_with_model(checkout_path("model_repository/llm"), str(checkpoint), folder, front_ends)
     arguments = {"model": str(checkpoint), "max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 32 << 20}
@@ -147,28 +146,29 @@ def running_server(
         script.write_text(f'#!/bin/sh\nset -- {installation.binary} "$@"\n{through}\n')
         script.chmod(0o755)
         installation = replace(installation, binary=script)
-    process = ServerProcess(installation, options)
+    kept = KeptModels(installation.version)
+    process = ServerProcess(installation, options, on_line=kept.read)
     process.start()
     problems: list[str] = []
     try:
         process.wait_ready(START_TIMEOUT_S)
-        yield RunningServer(process, mark)
+        yield RunningServer(process, mark, kept)
     finally:
         print("\n".join(process.last_lines(60)))  # shown by pytest where a test fails
-        problems += stop(process, exits, has_failed_loads)
+        problems += stop(process, exits, kept)
         print("\n".join(problems))
         eventually(lambda: marked_processes(mark) == [], "no process of the server is left")
     assert problems == [], "a process of the server has crashed, or did not end well when it was stopped"
 
 
-def stop(process: ServerProcess, exits: ExitWatch, may_run_out_of_time: bool = False) -> list[str]:
+def stop(process: ServerProcess, exits: ExitWatch, kept: KeptModels | None = None) -> list[str]:
     """Stop a server that may have ended. What is wrong with how its processes have ended."""
     is_running = process.poll() is None
     pids = {each.pid for each in descendants(process.pid)}
     code = process.stop()
     problems = [str(each) for each in exits.exits() if each.is_crash or (is_running and each.pid in pids and each.code)]
-    is_late = code == 1 and "Exit timeout expired" in "".join(list(process.lines)[-20:])
-    if -code in CRASHES or (is_running and code and not (is_late and may_run_out_of_time)):
+    is_excused = kept is not None and kept.excuse(code)
+    if -code in CRASHES or (is_running and code and not is_excused):
         problems.append(f"the server itself ended with {describe(code)}")
     return problems
 

@@ -84,7 +84,7 @@ class Reloaded:
 def running(checkpoint: Path, folder: Path, front_ends: int) -> Iterator[Reloaded]:
     """A server whose models are loaded by its clients."""
     options: dict[str, Any] = {"front_ends": front_ends, "prepare": add_second, "server_arguments": BY_HAND}
-    with running_server(checkpoint, folder, has_failed_loads=True, exit_timeout_secs=20, **options) as server:
+    with running_server(checkpoint, folder, exit_timeout_secs=20, **options) as server:
         yield Reloaded(server, folder)
 
 

@@ -1,6 +1,7 @@
 """Faults of server releases that a configuration can meet, so that who starts one knows before it happens.
 
-A table; each row was met on a real server or stands in the release notes of the server that is without it.
+A table; each row was met on a real server. That it is gone stands in a release's notes, that it is still there in a
+release's source.
 """
 
 from __future__ import annotations
@@ -29,22 +30,25 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    gone_in: Version
-    gone_in_release: str
+    """`until`: the first release that is without it or has not been looked at, which of both `span` says."""
+
+    until: Version
+    span: str
     text: str
     can_be_met: Callable[[Configuration], bool]
 
 
+STREAM_CLOSES_UNTIL: Version = (2, 52)
 FAULTS = (
     Fault(
         (2, 68),
-        "26.04",
+        "gone in release 26.04",
         "a gRPC client that sends the header triton_grpc_error can crash it; leave the header out",
         lambda it: is_on(it.arguments, "allow-grpc"),
     ),
     Fault(
-        (2, 67),
-        "26.03",
+        (2, 71),
+        "still in release 26.06",
         "a Python model of yours makes metrics: loading it again while it runs can crash the server, unless a label of "
         "them differs with every load; unload it first, or start with --allow-metrics=false",
         lambda it: (
@@ -55,10 +59,24 @@ FAULTS = (
     ),
     Fault(
         (2, 64),
-        "25.12",
+        "gone in release 25.12",
         "a model stays ready though the process of its front end has died (an engine that dies is started again); "
         "watch answers or cb_* metrics, not readiness alone",
         lambda it: True,
+    ),
+    Fault(
+        STREAM_CLOSES_UNTIL,
+        "later releases were not tried",
+        "a gRPC stream that is cancelled just as it ends can keep its model for ever: an unload stays UNLOADING, and a "
+        "stop takes all of --exit-timeout-secs and gives exit code 1, though every request has ended",
+        lambda it: is_on(it.arguments, "allow-grpc"),
+    ),
+    Fault(
+        (2, 71),
+        "still in release 26.06",
+        "after a load that fails over a loaded model, which serves on, a stop takes all of --exit-timeout-secs and "
+        "gives exit code 1, though every request has ended",
+        lambda it: it.can_load_again,
     ),
 )
 
@@ -69,9 +87,9 @@ def known_faults(version: Version | None, configuration: Configuration) -> list[
         return []
     name = ".".join(map(str, version))
     return [
-        f"known fault of this server ({name}; gone in release {fault.gone_in_release}): {fault.text}"
+        f"known fault of this server ({name}; {fault.span}): {fault.text}"
         for fault in FAULTS
-        if version < fault.gone_in and fault.can_be_met(configuration)
+        if version < fault.until and fault.can_be_met(configuration)
     ]
 
 

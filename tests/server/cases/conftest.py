@@ -91,11 +91,10 @@ def shared_floor(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     @contextlib.contextmanager
     def start() -> Iterator[Floor]:
         options: dict[str, Any] = {"front_ends": 1, "prepare": add_fakes, "max_model_len": MAX_MODEL_LEN}
-        # After some of the cancelled streams of these cases, server 24.10 counts a model too many as well.
-        options |= {"has_failed_loads": True, "exit_timeout_secs": 10}
+        options |= {"exit_timeout_secs": 10}  # all of it is waited for where the server keeps a model by its own fault
         with (
             running_server(checkpoint, tmp_path_factory.mktemp("floor"), **options) as running,
-            Wire(running.process.grpc_address, running.process.http_address) as wire,
+            Wire(running.process.grpc_address, running.process.http_address, running.kept.cancelled) as wire,
         ):
             yield Floor(running, wire)
 

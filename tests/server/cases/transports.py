@@ -64,8 +64,10 @@ class Reply:
 class Wire:
     """Clients of one server. Any number of threads may ask at once."""
 
-    def __init__(self, grpc_address: str, http_address: str) -> None:
+    def __init__(self, grpc_address: str, http_address: str, cancelled: set[str] | None = None) -> None:
+        """`cancelled` gets the name of each model of which a gRPC stream was cancelled, or dropped before its end."""
         self._http_address = http_address
+        self._cancelled = set() if cancelled is None else cancelled
         self._channel = grpc.insecure_channel(grpc_address)
         self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -94,7 +96,9 @@ class Wire:
 
     def start(self, model: str, inputs: dict[str, Any]) -> Any:
         """A gRPC stream of its own with this one request on it: an iterator of responses that can be cancelled."""
-        return self.stub.ModelStreamInfer(iter([infer_request(model, inputs)]), timeout=WAIT_S)
+        call = self.stub.ModelStreamInfer(iter([infer_request(model, inputs)]), timeout=WAIT_S)
+        call.add_done_callback(lambda ended: self._cancelled.add(model) if ended.cancelled() else None)
+        return call
 
     @staticmethod
     def collect(call: Any) -> Reply:
