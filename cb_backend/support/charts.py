@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 560, 330
+WIDTH, HEIGHT = 420, 290  # a phone shows it whole, and its 13 px type as 10 px
 LEFT, RIGHT, TOP, BOTTOM = 74, 16, 38, 52  # margins around the plotted area
-LEGEND_ROW, LEGEND_GAP = 18, 10
-LABEL_LENGTHS = {2: 32, 1: 64}  # characters of a legend's label that there is room for, by entries in a row
-# Eight colours that stay apart for colour-blind readers (Okabe and Ito's set, the yellow darkened for white paper).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e69f00", "#444444")
+LEGEND_ROW, LEGEND_GAP, LEGEND_LEFT = 18, 10, 16
+LABEL_LENGTHS = {2: 24, 1: 50}  # characters of a legend's label that there is room for, by entries in a row
+# Eight colours that stay apart for colour-blind readers (Okabe and Ito's set; yellow and black made to be seen on white
+# and on dark paper).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#56b4e9", "#e69f00", "#808080")
 DIGIT_PX = 8.3  # of a tick's label, at most
 LOG_FROM_RATIO = 30.0  # an x axis that spans more than this is drawn in powers of ten
 STYLE = """
@@ -22,17 +23,19 @@ STYLE = """
 --good:#4cc79a;--bad:#ff9166;--warn:#3a2c12;--code:#2a2a2a}}
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;color:var(--ink);background:var(--paper);
 max-width:1500px;margin:28px auto;padding:0 16px}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 8px}.dim{color:var(--dim)}
+h1{font-size:24px;margin:0 0 4px}h1,p{overflow-wrap:break-word}
+h2{font-size:18px;margin:32px 0 8px}.dim{color:var(--dim)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{padding:4px 14px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid var(--rule)}
+th:first-child,td:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--paper)}
+thead th{border-bottom:2px solid var(--rule)}
 .good{color:var(--good)}.bad{color:var(--bad)}
 .warn{background:var(--warn);border-left:4px solid #d98200;padding:8px 14px;margin:8px 0}
-.plots{margin:18px 0;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:18px}
+.plots{margin:18px 0;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(340px,100%),1fr));gap:18px}
 svg{width:100%;height:auto;border:1px solid var(--line);border-radius:6px;background:var(--paper)}
 svg text{font:13px system-ui,"DejaVu Sans",sans-serif;fill:var(--ink)}svg .title{font-weight:600;font-size:15px}
 svg .mid{text-anchor:middle}svg .end{text-anchor:end}svg .grid{stroke:var(--grid)}
-@media(max-width:800px){th,td{padding:4px 7px}td:first-child{white-space:normal}}
+@media(max-width:800px){h1{font-size:20px}th,td{padding:4px 7px}td:first-child{white-space:normal;min-width:104px}}
 code{background:var(--code);padding:2px 5px;border-radius:3px;overflow-wrap:anywhere}li{margin:3px 0}
 """
 
@@ -158,7 +161,10 @@ def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
 
 
 def _legend_entry(index: int, line: Line, in_a_row: int) -> str:
-    x, y = LEFT + (index % in_a_row) * 235, HEIGHT + LEGEND_GAP + (index // in_a_row) * LEGEND_ROW
+    x, y = (
+        LEGEND_LEFT + (index % in_a_row) * (WIDTH - LEGEND_LEFT) // 2,
+        HEIGHT + LEGEND_GAP + (index // in_a_row) * LEGEND_ROW,
+    )
     dash = ' stroke-dasharray="6 4"' if line.is_dashed else ""
     most = LABEL_LENGTHS[in_a_row]
     label = line.label if len(line.label) <= most else line.label[: most - 1] + "…"

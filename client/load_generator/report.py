@@ -158,10 +158,7 @@ def text_table(results: Sequence[dict[str, Any]]) -> str:
 def html_report(results: Sequence[dict[str, Any]]) -> str:
     """One self-contained page."""
     title = " against ".join(result["label"] for result in results)
-    body = [_origin(result) for result in results]
-    for column in _columns(results):
-        warnings = column.run["warnings"]
-        body += [f'<p class="warn"><b>{escape(column.label)}</b>: {escape(text)}</p>' for text in warnings]
+    body = [*(_origin(result) for result in results), *_warnings(results)]
     body += ["<h2>Plots</h2>", '<div class="plots">', *plots(results), "</div>"]
     body += ["<h2>Figures</h2>", _html_table(results)]
     body += [*_errors(results), *_counters(results), "<h2>Definitions</h2>", _definitions()]
@@ -178,6 +175,15 @@ def _origin(result: dict[str, Any]) -> str:
         + ("; <b>interrupted</b>" if result["was_interrupted"] else "")
         + f"<br><code>{escape(result['command'])}</code></p>"
     )
+
+
+def _warnings(results: Sequence[dict[str, Any]]) -> list[str]:
+    """One for what several columns are warned of in the same words, so that the pictures stay near."""
+    labels: dict[str, list[str]] = {}
+    for column in _columns(results):
+        for text in column.run["warnings"]:
+            labels.setdefault(text, []).append(column.label)
+    return [f'<p class="warn"><b>{escape("; ".join(of))}</b>: {escape(text)}</p>' for text, of in labels.items()]
 
 
 def _html_table(results: Sequence[dict[str, Any]]) -> str:

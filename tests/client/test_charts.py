@@ -30,7 +30,7 @@ def height(svg: ElementTree.Element) -> float:
 
 
 def test_short_labels_stand_in_two_columns() -> None:
-    names = ("in flight", "static", "a label of thirty-two characters")
+    names = ("in flight", "static", "twenty-four characters..")
     assert len(names[2]) == LABEL_LENGTHS[2]
     svg = chart(*names)
     (x, y), second, third = legend(svg, *names)

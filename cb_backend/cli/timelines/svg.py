@@ -254,7 +254,7 @@ def sheet(pictures: Sequence[str]) -> str:
 def page(title: str, pictures: list[str], note: str = "") -> str:
     """A self-contained HTML page: the legend, then the pictures one below the other, each as wide as the window.
 
-    In the dark scheme the page is dark, and the picture keeps its paper: its shades tell states apart.
+    In the dark scheme the page is dark, and pictures and keys keep their paper: their shades tell states apart.
     """
     legend = [
         ('<rect width="18" height="12" fill="hsl(210 65% 36%)"/><rect width="18" height="12" fill="url(#prompt)"/>',
@@ -275,7 +275,7 @@ def page(title: str, pictures: list[str], note: str = "") -> str:
         "body{font:14px/1.5 system-ui,sans-serif;margin:16px auto;padding:0 12px;max-width:1600px}"
         "h1{font-size:20px;margin:0 0 6px}p{margin:0 0 8px}.scroll{overflow-x:auto}"
         ".legend span{margin-right:18px;display:inline-block}"
-        ".key{width:18px;height:12px;margin-right:6px;vertical-align:-1px}"
+        ".key{width:18px;height:12px;padding:1px;margin-right:6px;vertical-align:-2px;background:#fff}"
         ".picture{display:block;margin-top:14px;width:100%;min-width:900px;height:auto;background:#fff}"
         "g:hover .stay{stroke:#000}"
     )
