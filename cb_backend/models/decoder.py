@@ -6,6 +6,7 @@ steps nor files.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.ropes import Ropes
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.models.layer_kinds import distinct_layers
 from cb_backend.models.spec import ModelSpec
 
 
@@ -26,6 +28,7 @@ class DecoderLayer:
 
     def __init__(self, spec: ModelSpec, index: int, make: LayerMaker) -> None:
         layer, name, norms = spec.layers[index], spec.layer_name(index), spec.norms
+        self.spec = layer
         self.self_attn = make.attention(f"{name}.self_attn", spec.hidden_size, spec.attention, layer)
         self.mlp = make.block(name, spec.hidden_size, layer.mlp)
         self.to_attention = make.junction(
@@ -86,6 +89,7 @@ class DecoderForCausalLM:
         )
         self._windows = tuple(dict.fromkeys(spec.windows))
         self.layers = [DecoderLayer(spec, index, make) for index in range(spec.num_layers)]
+        self._order: Sequence[int] = range(spec.num_layers)  # of the layers that run
         self.to_head = make.junction(
             spec.norm,
             spec.hidden_size,
@@ -121,10 +125,19 @@ class DecoderForCausalLM:
         if step.num_decode_rows:
             self._plan_decode(step, kv_caches[0])
         hidden, residual = self.embed_tokens(token_ids), None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(hidden, residual, kv_cache, step)
+        for index in self._order:
+            hidden, residual = self.layers[index](hidden, residual, kv_caches[index], step)
         assert residual is not None  # a model has layers
         return self.group.reduce_add_norm(hidden, residual, self.to_head)[0]
+
+    @contextlib.contextmanager
+    def abridged(self) -> Iterator[None]:
+        """Meanwhile one layer of each kind runs: the same kernels are launched, for results that mean nothing."""
+        whole, self._order = self._order, distinct_layers(self.layers)
+        try:
+            yield
+        finally:
+            self._order = whole
 
     def _plan_decode(self, step: StepMetadata, kv_cache: Tensor) -> None:
         """Make the step's plans before any layer: the first layer's attention must find its plan complete."""

@@ -8,12 +8,18 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cb_backend.layers.op_signatures import ModelOps, StepOps
 from cb_backend.layers.ops import resolve_ops
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.layer_kinds import distinct_layers
+from tests.models.paged_model import PagedModel
 from tests.models.recorded_ops import CASES, RECORDS, calls_of, record
+from tests.models.tiny_checkpoints import write_checkpoint
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,3 +79,50 @@ def test_norms_factors_and_ropes_of_other_families_cost_no_launch(
     assert len(names) == products + sum(
         names.count(name) for name in (*norms, "qkv_post", "prefill_attention", "cap_logits", "silu_mul", "gelu_mul")
     )
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options"),
+    [
+        ("llama-biases", {}),
+        ("llama-tied", {"quantization": "fp8"}),
+        ("qwen2-mixed", {}),
+        ("qwen3-mixed", {"kv_dtype": torch.float8_e4m3fn}),
+        ("gemma2", {}),
+        ("gemma3", {}),
+        ("exaone4", {}),
+        ("olmo3", {}),
+        ("smollm3", {}),
+    ],
+)
+def test_one_layer_of_each_kind_asks_for_all_that_a_model_asks_for(
+    checkpoint: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = calls_of(checkpoint, options, tmp_path)
+    run = DecoderForCausalLM.__call__
+    num_layers = []
+
+    def run_abridged(model: DecoderForCausalLM, *args: Any) -> torch.Tensor:
+        with model.abridged():
+            num_layers.append((len(model.layers), len(distinct_layers(model.layers))))
+            return run(model, *args)
+
+    monkeypatch.setattr(DecoderForCausalLM, "__call__", run_abridged)
+    abridged = calls_of(checkpoint, options, tmp_path)
+    assert {*abridged} == {*whole}
+    for layers, kinds in num_layers:
+        assert len(abridged) < len(whole) or kinds == layers
+
+
+def test_layers_of_another_make_are_kinds_of_their_own(tmp_path: Path) -> None:
+    """What is not known to launch alike is not left out."""
+    model = PagedModel(write_checkpoint("gemma3", tmp_path)).model
+    assert len(distinct_layers(model.layers)) == 3  # the first; of the others those with a window, and one without
+
+    class OtherBlock(type(model.layers[0].mlp)):  # type: ignore[misc]
+        pass
+
+    for layer in model.layers:
+        layer.mlp = OtherBlock(layer.mlp.gate_up_proj, layer.mlp.down_proj, model.ops)
+    assert distinct_layers(model.layers) == tuple(range(len(model.layers)))
+    assert [*model._order] == [*range(len(model.layers))]

@@ -76,7 +76,7 @@ def create_cuda_runner(
         f" {str(kv_dtype).removeprefix('torch.')}"
     )
     if shapes:
-        runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, log)
+        runner.graphs.capture(shapes, runner.new_buffers, runner.run_step, runner.rehearse_step, log)
         runner.memory.prepare(runner.graphs.shapes)
     account.ends("graphs", "graphs")
     account.tell(step_bytes)
@@ -90,7 +90,7 @@ def _compile_kernels(runner: SlotRunner, max_num_seqs: int) -> None:
     sizes = {1 << bits for bits in range(max_num_seqs.bit_length())} | {max_num_seqs}
     shapes = [*(StepShape(size) for size in sorted(sizes)), StepShape(0, 16, 1), StepShape(0, 256, 1)]
     try:
-        number = compile_ahead(lambda: [runner.run_step(runner.new_buffers(shape)) for shape in shapes])
+        number = compile_ahead(lambda: [runner.rehearse_step(runner.new_buffers(shape)) for shape in shapes])
     except (OSError, TimeoutError) as error:  # no memory or no right to fork: the warm-up compiles
         log(f"kernels are compiled one by one: {error}")
     else:

@@ -117,6 +117,11 @@ class SlotRunner:
         """A whole step, reading and writing only device memory. What a graph captures."""
         self._finish_step(buffers, self._compute_hidden(buffers))
 
+    def rehearse_step(self, buffers: StepBuffers) -> None:
+        """Launches every kernel that `run_step` launches, for a small part of its launches."""
+        with self.model.abridged():
+            self.run_step(buffers)
+
     def _finish_step(self, buffers: StepBuffers, hidden: Tensor) -> Tensor:
         """From hidden states to booked tokens. Returns the logits [num_rows, vocab_size] as the model gave them, but
         for stop ids before min_tokens."""

@@ -38,15 +38,18 @@ class StepGraphs:
         shapes: Iterable[StepShape],
         make: Callable[[StepShape], StepBuffers],
         step: Callable[[StepBuffers], object],
+        rehearse: Callable[[StepBuffers], object],
         progress: Callable[[str], None],
     ) -> None:
-        """Capture `step` for every shape. The step must be runnable on buffers of padding and must not wait."""
+        """Capture `step` for every shape. The step must be runnable on buffers of padding and must not wait;
+        `rehearse` runs before it and launches all its kernels.
+        """
         order = sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
         start = time.perf_counter()
         pool = None
         for done, shape in enumerate(order):
             buffers = make(shape)
-            step(buffers)  # compiles kernels and sets up library handles outside the capture
+            rehearse(buffers)  # compiles kernels and sets up library handles outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
