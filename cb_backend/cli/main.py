@@ -15,6 +15,7 @@ from cb_backend.contracts.errors import CbError
 COMMANDS = {
     "serve": "start a Triton server on a model repository and stay with it",
     "demo": "start a server, stream several prompts at once, show the batch change, stop",
+    "check": "what a checkpoint is, whether it will be served, how much of a card it takes; needs no GPU",
     "bench": "measure the engine",
     "study": "what in-flight batching gains on your own traffic, and which settings to run it with",
     "cache": "have a running engine forget its prefix cache",

@@ -138,6 +138,10 @@ def is_fp8_capable(device: torch.device) -> bool:
 
 def fp8_needs(device: torch.device) -> str:
     """What a GPU that is not capable lacks, for messages."""
-    wanted, found = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, torch.cuda.get_device_capability(device)))
-    name = torch.cuda.get_device_name(device)
+    return fp8_needs_of(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def fp8_needs_of(name: str, capability: tuple[int, int]) -> str:
+    """The same of a GPU that is not here."""
+    wanted, found = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, capability))
     return f"needs a GPU of compute capability {wanted} (Ada, Hopper) or newer; this one is {name} ({found})"

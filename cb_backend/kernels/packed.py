@@ -85,6 +85,15 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def packed_bytes(out_size: int, in_size: int, kind: str, group: int, has_zeros: bool) -> int:
+    """`PackedWeight.num_bytes` of what `pack` makes of such a weight with scales of 16 bits (of fp8: 32). group: -1:
+    one a row."""
+    in_padded, out_padded = padded(in_size, TILE_COLUMNS), padded(out_size, TILE_ROWS)
+    group = in_padded if group == -1 or group >= in_size else group
+    bytes_a_group = (4 if kind == "fp8" else 2) + has_zeros
+    return out_padded * (in_padded * KINDS[kind].bits // 8 + -(-in_padded // group) * bytes_a_group)
+
+
 def pack_values(values: Tensor, kind: str) -> Tensor:
     """Stored elements [out_size, in_size] (uint8, of 4 or 8 bits) as tiles [out_tiles, in_tiles, 64, words] int16.
 

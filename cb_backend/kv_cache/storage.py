@@ -24,8 +24,13 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     if name == "auto":
         return dtype
     if not is_fp8_capable(device):
-        raise ConfigError(f"kv_cache_dtype is {name!r}, which {fp8_needs(device)}. Use 'auto'")
+        raise ConfigError(kv_not_capable(name, fp8_needs(device)))
     return FP8
+
+
+def kv_not_capable(name: str, needs: str) -> str:
+    """What is said where a GPU lacks what the cache's element type needs."""
+    return f"kv_cache_dtype is {name!r}, which {needs}. Use 'auto'"
 
 
 class KVCacheStorage:
@@ -43,14 +48,21 @@ class KVCacheStorage:
         self.layers = [rows[row] for _, row in places]  # each [num_blocks, *layout.layer_shape]
 
 
-def size_kv_cache(config: EngineConfig, layout: KVLayout, device: torch.device, step_bytes: int = 0) -> int:
+def size_kv_cache(
+    config: EngineConfig,
+    layout: KVLayout,
+    device: torch.device,
+    step_bytes: int = 0,
+    of_device: tuple[int, int] | None = None,
+) -> int:
     """How many blocks to allocate, null block included. Call it when the weights are in place.
 
     step_bytes: what else will be taken of the memory that is free now (activations, graphs); the cache leaves them.
+    of_device: (free, total) bytes of a device that is not here; None: what this one has.
     Raises `ConfigError` with the figures and the settings to change when the memory does not suffice.
     """
     block_bytes = layout.bytes_per_block
-    free_bytes, total_bytes = free_memory(device)
+    free_bytes, total_bytes = free_memory(device) if of_device is None else of_device
     available = free_bytes - step_bytes
     if config.num_gpu_blocks_override is not None:
         num_blocks, setting = config.num_gpu_blocks_override + 1, "num_gpu_blocks_override"

@@ -69,7 +69,13 @@ class QuantizedRows:
         self.nbytes = values.nbytes + scales.nbytes
         self._dtype = dtype  # what random weights are drawn in
 
+    format_name = "fp8"
+
     def numel(self) -> int:
+        return self.values.numel()
+
+    @property
+    def num_weights(self) -> int:
         return self.values.numel()
 
     def copy_(self, source: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, pack
+from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, pack, packed_bytes
 from cb_backend.layers.group import Group
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
@@ -42,6 +42,11 @@ class StoredReader(Protocol):
     @property
     def group(self) -> int:
         """Elements that share a scale; -1: all of a row."""
+        ...
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether groups have zero points of their own."""
         ...
 
     def tensors(self, out_size: int, in_size: int) -> Mapping[str, tuple[int, ...]]:
@@ -209,11 +214,25 @@ class _StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """All of the module's elements at its first tensor."""
-        if not self._is_first:
-            return 0
-        bits, rows = KINDS[self._linear.reader.kind].bits, self._module.rows
-        return (rows.stop - rows.start) * self._linear.size[1] * bits // 8
+        """All that becomes of the module, at its first tensor."""
+        reader, (out_size, in_size) = self._linear.reader, self._size
+        has_zeros = reader.has_zeros
+        return packed_bytes(out_size, in_size, reader.kind, reader.group, has_zeros) if self._is_first else 0
+
+    @property
+    def format_name(self) -> str:
+        return self._linear.reader.name
+
+    @property
+    def num_weights(self) -> int:
+        """All of the module's at its first tensor."""
+        out_size, in_size = self._size
+        return out_size * in_size if self._is_first else 0
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        rows = self._module.rows
+        return rows.stop - rows.start, self._linear.size[1]
 
     @property
     def _is_first(self) -> bool:

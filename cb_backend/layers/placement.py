@@ -26,6 +26,15 @@ class Fillable(Protocol):
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None) -> Any: ...
 
 
+class Holder(Fillable, Protocol):
+    """What is no tensor but takes one, and keeps it in another format."""
+
+    @property
+    def format_name(self) -> str: ...
+    @property
+    def num_weights(self) -> int: ...  # that the checkpoint's tensor stands for; 0 of scales and the like
+
+
 class Shard(NamedTuple):
     """The part of a checkpoint's tensor that is wanted: `size` of the `whole` entries of dimension `dim`."""
 

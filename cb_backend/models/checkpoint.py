@@ -69,17 +69,23 @@ def _where_looked(model: str) -> str:
 
 def resolve_checkpoint(model: str) -> Path:
     """The folder with `config.json` and safetensors that `model` means. Raises `ConfigError` with the remedy."""
+    found = find_checkpoint(model)
+    return convert_gguf(found) if found.is_file() else found
+
+
+def find_checkpoint(model: str) -> Path:
+    """The folder with `config.json`, or the GGUF file, that `model` means. Raises `ConfigError` with the remedy."""
     path = native_path(model).expanduser()
     if path.is_file():
         if not is_gguf_name(path.name) and not is_gguf(path):
             raise ConfigError(f"model {model!r} is a file, but not a .gguf; name the checkpoint's folder")
-        return convert_gguf(path)
+        return path
     folder = path if path.is_dir() else _from_hub(model, _WEIGHT_PATTERNS)
     if not any(folder.glob("*.safetensors")) and (files := find_models(folder)):
         if len(files) > 1:
             names = listed(file.name for file in files)
             raise ConfigError(f"model {model!r} holds {len(files)} GGUF models; name one of its files: {names}")
-        return convert_gguf(files[0])
+        return files[0]
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model {model!r} holds no config.json, so it is not a Hugging Face checkpoint"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cb_backend.layers.fp8_linear import Fp8Linear
@@ -20,18 +20,18 @@ def distinct_layers(layers: Sequence[DecoderLayer]) -> tuple[int, ...]:
     return (0, *sorted(first.values()))
 
 
-def _kind(layer: DecoderLayer) -> Hashable:
+def _kind(layer: DecoderLayer) -> object:
     """What the launches of a layer depend on, but for the values in its tensors. What is not known here is a kind of
     its own.
     """
     attention, block = layer.self_attn, layer.mlp
-    if type(block) not in (MLP, GeluMLP):
+    if not isinstance(block, MLP) or type(block) not in (MLP, GeluMLP):
         return id(layer)
     linears = (attention.qkv_proj, attention.o_proj, block.gate_up_proj, block.down_proj)
     return (layer.spec, type(block), *map(_product, linears))
 
 
-def _product(linear: Linear) -> Hashable:
+def _product(linear: Linear) -> object:
     if type(linear) in (Linear, Fp8Linear):
         return (type(linear), linear.weight.shape, linear.weight.dtype, linear.bias is None)
     if type(linear) is not PackedLinear:

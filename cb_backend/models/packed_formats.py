@@ -35,6 +35,7 @@ class AwqReader:
 
     group: int
     kind: str = "int4"
+    has_zeros: bool = True
 
     @property
     def name(self) -> str:
@@ -66,6 +67,10 @@ class GptqReader:
     @property
     def kind(self) -> str:
         return _kind(self.bits)
+
+    @property
+    def has_zeros(self) -> bool:
+        return not self.is_symmetric
 
     @property
     def name(self) -> str:
@@ -103,6 +108,10 @@ class PackQuantizedReader:
         return _kind(self.bits)
 
     @property
+    def has_zeros(self) -> bool:
+        return not self.is_symmetric
+
+    @property
     def name(self) -> str:
         return f"pack-quantized int{self.bits}, groups of {self.group}"
 
@@ -129,6 +138,7 @@ class IntQuantizedReader:
 
     kind: str = "int8"
     group: int = -1
+    has_zeros: bool = False
     name: str = "int-quantized int8"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
@@ -145,6 +155,7 @@ class Fp8BlockReader:
     block: tuple[int, int]
     kind: str = "fp8"
     group: int = stored_weights.FP8_BLOCK
+    has_zeros: bool = False
 
     @property
     def name(self) -> str:
@@ -165,6 +176,7 @@ class Nvfp4Reader:
     is_modelopt: bool
     kind: str = "fp4"
     group: int = 16
+    has_zeros: bool = False
 
     @property
     def name(self) -> str:
@@ -189,6 +201,7 @@ class Mxfp4Reader:
 
     kind: str = "fp4"
     group: int = 32
+    has_zeros: bool = False
     name: str = "mxfp4"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:

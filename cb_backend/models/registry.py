@@ -15,12 +15,14 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.ops import resolve_ops
 from cb_backend.models import families, weights
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.generation_config import read_generation_eos_ids
 from cb_backend.models.quantization import FP8, module_formats
 from cb_backend.models.spec import ModelSpec
+from cb_backend.models.weights import Complain, refuse
 from cb_backend.support.json_files import read_json_object
 
 
@@ -82,23 +84,16 @@ def load_model(
     `max_model_len`: the longest context that will come; None: the longest the checkpoint is meant for.
     Raises `ConfigError` that names file and tensor.
     """
-    make = LayerMaker(
-        ops=ops,
-        dtype=dtype,
-        device=device,
-        group=NoGroup(),
-        format_of=spec.formats or module_formats(quantization or spec.quantization),
-    )
-
+    make = _maker(spec, ops, dtype, device, quantization)
     length = spec.max_context_len if max_model_len is None else max_model_len
     if load_format == "dummy":
         model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=length)
         weights.fill_dummy(model.placements(), seed)
         return model
-    spec, make, source, has_own_head, num_bytes = _open_weights(folder, spec, make)
+    spec, make, source, outline = _open_weights(folder, spec, make)
     if measured is not None:
-        measured(num_bytes)
-    model = DecoderForCausalLM(spec, make, has_own_head=has_own_head, max_model_len=length)
+        measured(sum(placement.target.nbytes for placement in outline.placements()))
+    model = DecoderForCausalLM(spec, make, has_own_head=outline.has_own_head, max_model_len=length)
     weights.fill_from_checkpoint(list(model.placements()), source, progress)
     if spec.tie_word_embeddings and model.lm_head.is_as(model.embed_tokens.weight):
         model.tie_head()
@@ -107,13 +102,40 @@ def load_model(
     return model
 
 
-def _open_weights(
-    folder: Path, spec: ModelSpec, make: LayerMaker
-) -> tuple[ModelSpec, LayerMaker, weights.CheckpointFiles, bool, int]:
-    """(the specification with the files' names, the maker with their format of the head, the files that hold what the
-    model needs, whether it has a head of its own, bytes of its weights on the device). Raises `ConfigError`.
+def outline_model(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None, complain: Complain = refuse
+) -> tuple[DecoderForCausalLM, weights.CheckpointFiles]:
+    """(the model of `load_model` on the device "meta": sizes and no numbers, the files it would be filled from).
+
+    `complain` is told of everything that `load_model` would refuse of the files. Raises `ConfigError` where there is
+    nothing that could be outlined.
     """
-    source = weights.open_checkpoint(folder, is_fp8=spec.quantization == FP8, is_packed=spec.formats is not None)
+    make = _maker(spec, resolve_ops("torch"), dtype, torch.device("meta"), quantization)
+    _, _, source, outline = _open_weights(folder, spec, make, complain)
+    return outline, source
+
+
+def outline_spec(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> DecoderForCausalLM:
+    """The model that a specification describes, on the device "meta". Raises `ConfigError` as building it does."""
+    make = _maker(spec, resolve_ops("torch"), dtype, torch.device("meta"), quantization)
+    return DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=1)
+
+
+def _maker(
+    spec: ModelSpec, ops: ModelOps, dtype: torch.dtype, device: torch.device, quantization: str | None
+) -> LayerMaker:
+    formats = spec.formats or module_formats(quantization or spec.quantization)
+    return LayerMaker(ops=ops, dtype=dtype, device=device, group=NoGroup(), format_of=formats)
+
+
+def _open_weights(
+    folder: Path, spec: ModelSpec, make: LayerMaker, complain: Complain = refuse
+) -> tuple[ModelSpec, LayerMaker, weights.CheckpointFiles, DecoderForCausalLM]:
+    """(the specification with the files' names, the maker with their format of the head, the files that hold what the
+    model needs, the model without memory). Raises `ConfigError` for files that are missing, and for sizes that no
+    model can have.
+    """
+    source = weights.open_checkpoint(folder, spec.quantization == FP8, spec.formats is not None, complain)
     spec = _as_named(spec, source)
     source = source.under(spec.names)
     if spec.tie_word_embeddings:
@@ -127,9 +149,9 @@ def _open_weights(
     sizes = replace(make, device=torch.device("meta"))
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
     ignored = [pattern for pattern in (spec.ignored, make.format_of.ignored) if pattern is not None]
-    placements = list(outline.placements())
-    weights.check_placements(placements, source, "|".join(f"(?:{each})" for each in ignored) or None)
-    return spec, make, source, has_own_head, sum(placement.target.nbytes for placement in placements)
+    patterns = "|".join(f"(?:{each})" for each in ignored) or None
+    weights.check_placements(list(outline.placements()), source, patterns, complain)
+    return spec, make, source, outline
 
 
 def _as_named(spec: ModelSpec, source: weights.CheckpointFiles) -> ModelSpec:

@@ -32,6 +32,12 @@ _PACKED = (*_FLOATS, _FP8, "I64", "I32", "I8", "U8")
 _DUMMY_STD = 0.02
 
 Transform = Callable[[Tensor], Tensor]
+Complain = Callable[[str], None]  # is told what is wrong; may raise, or go on to hear of the rest
+
+
+def refuse(fault: str) -> None:
+    """Raises `ConfigError` at the first fault."""
+    raise ConfigError(fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +82,34 @@ class CheckpointFiles:
         return self.tensors[name].path.name
 
 
-def open_checkpoint(folder: Path, is_fp8: bool = False, is_packed: bool = False) -> CheckpointFiles:
+def open_checkpoint(
+    folder: Path, is_fp8: bool = False, is_packed: bool = False, complain: Complain = refuse
+) -> CheckpointFiles:
     """Read the headers of the folder's safetensors files; `is_fp8`: matrices may be; `is_packed`: they are stored in
-    types that their readers know. Raises `ConfigError` for a missing or broken file, or a type that is not supported.
+    types that their readers know. Complains of a broken file, or a type that is not supported. Raises `ConfigError` for
+    files that are missing.
     """
     tensors: dict[str, StoredTensor] = {}
     quantised = set()
     for path in find_weight_files(folder):
-        for stored in read_header(path):
+        for stored in _header(path, complain):
             if stored.dtype == _FP8 and is_fp8:
                 quantised.add(stored.name)
             elif stored.dtype not in (_PACKED if is_packed else _FLOATS):
-                raise ConfigError(
+                complain(
                     f"{path.name}: tensor {stored.name} is {stored.dtype}; supported are unquantised checkpoints, "
                     "and fp8 (e4m3) ones whose config.json says so"
                 )
             tensors[stored.name] = stored
     return CheckpointFiles(tensors, frozenset(quantised))
+
+
+def _header(path: Path, complain: Complain) -> list[StoredTensor]:
+    try:
+        return read_header(path)
+    except ConfigError as error:
+        complain(str(error))
+        return []
 
 
 def fill_from_checkpoint(
@@ -175,32 +192,35 @@ def fill_dummy(placements: Iterable[Placement], seed: int) -> None:
             target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def check_placements(placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None = None) -> None:
+def check_placements(
+    placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None = None, complain: Complain = refuse
+) -> None:
     """Compare what the model needs with the files' headers; the targets may lie on the device "meta".
 
-    ignored: regular expression of names that need no place. Raises `ConfigError` that names the first tensor which is
-    missing, misshapen or unknown.
+    ignored: regular expression of names that need no place. Complains of every tensor which is missing, misshapen or
+    unknown, by its name.
     """
     names = sorted({stored.path.name for stored in source.tensors.values()})
     where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
     for placement in placements:
         name = placement.name
         if name not in source.tensors:
-            raise ConfigError(f"tensor {name} is missing in {where}{_hint(name, source)}")
+            complain(f"tensor {name} is missing in {where}{_hint(name, source)}")
+            continue
         if source.shape(name) != placement.shape:
-            raise ConfigError(
+            complain(
                 f"{source.file_name(name)}: tensor {name} has shape {list(source.shape(name))}, "
                 f"config.json asks for {list(placement.shape)}"
             )
-        if name in source.quantised:
-            _check_scales(placement, source)
+        elif name in source.quantised:
+            _check_scales(placement, source, complain)
     is_other = re.compile(ignored or "(?!)").match
     known = {placement.name for placement in placements}
     modules = [name.removesuffix("weight") for name in source.quantised]
     scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
     for name, stored in source.tensors.items():
         if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
-            raise ConfigError(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
+            complain(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
 
 
 def _hint(missing: str, source: CheckpointFiles) -> str:
@@ -210,17 +230,16 @@ def _hint(missing: str, source: CheckpointFiles) -> str:
     return "; the config does not tie the head (tie_word_embeddings)" if missing == HEAD else ""
 
 
-def _check_scales(placement: Placement, source: CheckpointFiles) -> None:
+def _check_scales(placement: Placement, source: CheckpointFiles, complain: Complain) -> None:
     """Of a matrix that is fp8 in the file: that its place is too, and that it has one scale, or one a row."""
     name = placement.name
     where, scale = source.file_name(name), f"{name}_scale"
     if not isinstance(placement.target, QuantizedRows):
-        raise ConfigError(f"{where}: tensor {name} is {_FP8}; embedding, head and norms are supported unquantised only")
-    if scale not in source.tensors:
-        raise ConfigError(f"{where}: tensor {name} is {_FP8} but there is no {scale}; fetch the checkpoint again")
-    shape, num_rows = source.shape(scale), placement.shape[0]
-    if shape not in ((), (1,), (num_rows,), (num_rows, 1)):
-        raise ConfigError(
-            f"{source.file_name(scale)}: tensor {scale} has shape {list(shape)}; supported are one scale, or one for "
-            f"each of the {num_rows} rows"
+        complain(f"{where}: tensor {name} is {_FP8}; embedding, head and norms are supported unquantised only")
+    elif scale not in source.tensors:
+        complain(f"{where}: tensor {name} is {_FP8} but there is no {scale}; fetch the checkpoint again")
+    elif source.shape(scale) not in ((), (1,), placement.shape[:1], (placement.shape[0], 1)):
+        complain(
+            f"{source.file_name(scale)}: tensor {scale} has shape {list(source.shape(scale))}; supported are one "
+            f"scale, or one for each of the {placement.shape[0]} rows"
         )

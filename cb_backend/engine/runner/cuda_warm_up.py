@@ -89,8 +89,13 @@ def _compile_kernels(runner: SlotRunner, max_num_seqs: int) -> None:
     start = time.perf_counter()
     sizes = {1 << bits for bits in range(max_num_seqs.bit_length())} | {max_num_seqs}
     shapes = [*(StepShape(size) for size in sorted(sizes)), StepShape(0, 16, 1), StepShape(0, 256, 1)]
+
+    def launch_all() -> None:
+        for shape in shapes:
+            runner.rehearse_step(runner.new_buffers(shape))
+
     try:
-        number = compile_ahead(lambda: [runner.rehearse_step(runner.new_buffers(shape)) for shape in shapes])
+        number = compile_ahead(launch_all)
     except (OSError, TimeoutError) as error:  # no memory or no right to fork: the warm-up compiles
         log(f"kernels are compiled one by one: {error}")
     else:

@@ -14,6 +14,17 @@ BAR_WIDTH = 20
 LONGEST_SILENCE = 10.0  # seconds: a slow disk is told of oftener than at each quarter
 
 
+def lack_of_memory(name: str, num_bytes: int, device: str, free_bytes: int, total_bytes: int) -> str | None:
+    """What is said of weights that take more than the device has free."""
+    if num_bytes <= free_bytes:
+        return None
+    return (
+        f"not enough memory for the weights of {name!r}: they take {show_bytes(num_bytes)}, and "
+        f"{show_bytes(free_bytes)} of {show_bytes(total_bytes)} are free on the {device} device. "
+        "Use a smaller model or dtype, or quantization 'fp8', or end what else uses the memory"
+    )
+
+
 class LoadProgress:
     """One model's weights on their way to one device."""
 
@@ -26,13 +37,8 @@ class LoadProgress:
 
     def begin(self, num_bytes: int) -> None:
         """`num_bytes` of weights will be on the device. Raises `ConfigError` with the figures if it has not so many."""
-        free_bytes, total_bytes = free_memory(self._device)
-        if num_bytes > free_bytes:
-            raise ConfigError(
-                f"not enough memory for the weights of {self._name!r}: they take {show_bytes(num_bytes)}, and "
-                f"{show_bytes(free_bytes)} of {show_bytes(total_bytes)} are free on the {self._device.type} device. "
-                "Use a smaller model or dtype, or quantization 'fp8', or end what else uses the memory"
-            )
+        if fault := lack_of_memory(self._name, num_bytes, self._device.type, *free_memory(self._device)):
+            raise ConfigError(fault)
         self._started = self._told = time.monotonic()
         self._log(f"loading {self._name}: {show_bytes(num_bytes)} of weights")
 

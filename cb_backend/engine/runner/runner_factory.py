@@ -18,7 +18,7 @@ from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
 from cb_backend.engine.runner.load_progress import LoadProgress
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.start_account import StartAccount
-from cb_backend.kernels.fp8 import fp8_needs, is_fp8_capable
+from cb_backend.kernels.fp8 import MIN_CAPABILITY, fp8_needs, fp8_needs_of, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
 from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage, resolve_kv_dtype, size_kv_cache
@@ -58,23 +58,44 @@ def resolve_quantization(config: EngineConfig, spec: ModelSpec, dtype: torch.dty
     """The checkpoint's method, or fp8 where that is asked for. Raises `ConfigError` where the checkpoint has another
     method, or the GPU or the dtype does not do.
     """
+    quantization = choose_quantization(config, spec)
+    if quantization == FP8 and not is_fp8_capable(device):
+        raise ConfigError(_not_capable(quantization, fp8_needs(device)))
+    if quantization == FP8 and device.type == "cuda" and dtype != torch.bfloat16:
+        raise ConfigError(_not_in_bfloat16(quantization, dtype))
+    return quantization
+
+
+def fp8_faults(quantization: str | None, dtype: torch.dtype, name: str, capability: tuple[int, int]) -> Iterator[str]:
+    """What `resolve_quantization` would say on a GPU that is not here, by its name and compute capability."""
+    if quantization != FP8:
+        return
+    if capability < MIN_CAPABILITY:
+        yield _not_capable(quantization, fp8_needs_of(name, capability))
+    if dtype != torch.bfloat16:
+        yield _not_in_bfloat16(quantization, dtype)
+
+
+def choose_quantization(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """The checkpoint's method, or fp8 where that is asked for. Raises `ConfigError` where it has another method."""
     wanted = config.quantization and SYNONYMS.get(config.quantization, config.quantization)
     if wanted == FP8 and spec.quantization == "fp8_blocks":
         wanted = spec.quantization
     if wanted not in (None, spec.quantization) and (wanted != FP8 or spec.quantization is not None):
         found = f"quantised ({spec.quantization})" if spec.quantization else "not quantised"
         raise ConfigError(f"quantization is {config.quantization!r}, but the checkpoint is {found}; remove it")
-    quantization = wanted or spec.quantization
-    if quantization != FP8:
-        return quantization
-    if not is_fp8_capable(device):
-        raise ConfigError(f"quantization is {quantization!r}, which {fp8_needs(device)}. Use an unquantised checkpoint")
-    if device.type == "cuda" and dtype != torch.bfloat16:
-        raise ConfigError(
-            f"quantization is {quantization!r}, whose products are bfloat16 on a GPU, but dtype is "
-            f"{str(dtype).removeprefix('torch.')}; set dtype 'bfloat16'"
-        )
-    return quantization
+    return wanted or spec.quantization
+
+
+def _not_capable(quantization: str, needs: str) -> str:
+    return f"quantization is {quantization!r}, which {needs}. Use an unquantised checkpoint"
+
+
+def _not_in_bfloat16(quantization: str, dtype: torch.dtype) -> str:
+    return (
+        f"quantization is {quantization!r}, whose products are bfloat16 on a GPU, but dtype is "
+        f"{str(dtype).removeprefix('torch.')}; set dtype 'bfloat16'"
+    )
 
 
 def resolve_attention_backend(name: str, device: torch.device) -> str:
@@ -112,7 +133,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     quantization = resolve_quantization(config, spec, dtype, device)
     max_model_len = resolve_max_model_len(config, spec)
     # What small files may have wrong is found before the weights are loaded.
-    tokenizer_dir = _tokenizer_dir(config, folder)
+    tokenizer_dir = find_tokenizer(config, folder)
     tokenizer_eos_ids = read_tokenizer_eos_ids(tokenizer_dir, spec.vocab_size)
     wants_defaults = config.generation_config == "auto"
     sampling_defaults = read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {}
@@ -164,7 +185,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     return runner, info
 
 
-def _tokenizer_dir(config: EngineConfig, folder: Path) -> Path:
+def find_tokenizer(config: EngineConfig, folder: Path) -> Path:
     """The tokenizer's folder; the checkpoint's own when it has none, for whoever works with token ids alone.
 
     A front end that finds no tokenizer there refuses to start. Raises `ConfigError` for one that cannot be converted.

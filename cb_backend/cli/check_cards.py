@@ -1,0 +1,102 @@
+"""Cards by name, and how much of one is left for the KV cache: what an engine would find there, reckoned beforehand."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+
+import torch
+
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.engine.runner.cuda_warm_up import GRAPH_MEMORY
+from cb_backend.engine.runner.load_progress import lack_of_memory
+from cb_backend.engine.runner.runner_factory import fp8_faults
+from cb_backend.kernels.fp8 import MIN_CAPABILITY, fp8_needs_of
+from cb_backend.kv_cache.layout import KVLayout
+from cb_backend.kv_cache.storage import kv_not_capable, size_kv_cache
+from cb_backend.models.spec import ModelSpec
+
+_GIB = 1 << 30
+# Of a context, the libraries' kernels and work space, before the first weight.
+_CONTEXT_BYTES = int(0.8 * _GIB)
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": _GIB, "TIB": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU that need not be here."""
+
+    name: str
+    num_bytes: int  # as CUDA reports them, which is less than what is sold
+    capability: tuple[int, int]
+
+
+def _card(name: str, gibibytes: float, capability: tuple[int, int]) -> Card:
+    return Card(name, int(gibibytes * _GIB), capability)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("b200", 178.3, (10, 0)),
+        _card("h200", 139.8, (9, 0)),
+        _card("h100", 79.1, (9, 0)),
+        _card("a100", 79.1, (8, 0)),
+        _card("a100-40gb", 39.4, (8, 0)),
+        _card("l40s", 44.4, (8, 9)),
+        _card("l4", 22.0, (8, 9)),
+        _card("a10", 22.0, (8, 6)),
+        _card("rtx4090", 23.5, (8, 9)),
+    )
+}
+
+
+def memory_size(text: str) -> int:
+    """`141GB`, `80GiB`: bytes, for argparse."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
+    unit = match[2] if match else ""
+    unit = unit if unit in _UNITS or unit.endswith("B") else f"{unit}B"
+    if match is None or unit not in _UNITS or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory, like 80GB or 79.1GiB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def card_faults(card: Card, config: EngineConfig, quantization: str | None, dtype: torch.dtype) -> list[str]:
+    """What the card's kernels cannot do of what is asked for, in the engine's words."""
+    faults = list(fp8_faults(quantization, dtype, card.name, card.capability))
+    if config.kv_cache_dtype != "auto" and card.capability < MIN_CAPABILITY:
+        faults.append(kv_not_capable(config.kv_cache_dtype, fp8_needs_of(card.name, card.capability)))
+    return faults
+
+
+def cache_tokens(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, layout: KVLayout, card: Card, weight_bytes: int
+) -> int:
+    """Tokens that the cache would hold. Raises `ConfigError` as the engine does where the weights do not fit, or no
+    cache beside them.
+    """
+    free_bytes = card.num_bytes - _CONTEXT_BYTES
+    if lack := lack_of_memory(config.model, weight_bytes, "cuda", free_bytes, card.num_bytes):
+        raise ConfigError(lack)
+    free_bytes -= weight_bytes + _state_bytes(config, spec, dtype)
+    # Graphs have a pool of their own for the largest step, beside the step itself.
+    steps = 2 * _largest_step_bytes(config, spec, dtype) + GRAPH_MEMORY
+    num_blocks = size_kv_cache(config, layout, torch.device("cuda"), steps, (free_bytes, card.num_bytes))
+    return (num_blocks - 1) * config.block_size // len(layout.groups)  # block 0 is the null block
+
+
+def _state_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """The logits that all graphs share, and what the sampler keeps of the vocabulary by slot."""
+    return config.max_num_seqs * spec.vocab_size * (dtype.itemsize + 1)
+
+
+def _largest_step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Nearly: what the tokens of a full step have at once between two layers, or its rows at the sampler."""
+    attention = spec.attention
+    qkv = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    inner = max(getattr(layer.mlp, "intermediate_size", 0) for layer in spec.layers)
+    tokens = config.max_num_batched_tokens * dtype.itemsize * (4 * spec.hidden_size + max(qkv, inner))
+    rows = config.max_num_seqs * spec.vocab_size * 6  # float32 logits, and what rules make of them
+    return max(tokens, rows)

@@ -1,0 +1,252 @@
+"""`cb-backend check`: everything that is wrong at once, what fits on which card, and the command itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cb_backend.cli import check_cards
+from cb_backend.cli.check_cards import CARDS, cache_tokens, memory_size
+from cb_backend.cli.check_findings import Findings, examine
+from cb_backend.cli.main import main
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.kv_cache.layout import layout_of
+from cb_backend.models.registry import read_model_config
+from tests.models.tiny_checkpoints import write_checkpoint
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def broken(plain: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(plain, tmp_path / "copy"))
+
+
+def look_at(path: Path, tokenizer: Path | None = None, **arguments: Any) -> Findings:
+    return examine(EngineConfig(model=str(path), tokenizer=None if tokenizer is None else str(tokenizer), **arguments))
+
+
+# ---- all refusals at once ------------------------------------------------------------------------------------------
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+
+
+def test_all_that_is_wrong_is_said(broken: Path) -> None:
+    up, gate = (f"model.layers.{layer}.mlp.{kind}_proj.weight" for layer, kind in ((0, "up"), (1, "gate")))
+    edit(broken, lambda tensors: (tensors.pop(up), tensors.update({gate: torch.zeros(3, 3), "other": torch.ones(2)})))
+    (broken / "tokenizer.json").unlink()
+    refusals = look_at(broken, max_model_len=1 << 20).refusals
+    assert len(refusals) == 5
+    for text in (f"{up} is missing", f"{gate} has shape", "tensor other has no place", "max_model_len is", "tokenizer"):
+        assert any(text in refusal for refusal in refusals), text
+
+
+def test_two_broken_files_are_both_named(broken: Path) -> None:
+    tensors = load_file(broken / FILE)
+    (broken / FILE).unlink()
+    names = sorted(tensors)
+    for number, part in enumerate((names[:5], names[5:10], names[10:]), 1):
+        file = broken / f"model-{number:05d}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in part}, file)
+        if number != 2:
+            file.write_bytes(file.read_bytes()[:-10])
+    refusals = look_at(broken).refusals
+    assert [text.partition(" ")[0] for text in refusals[:2]] == [
+        "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_config_that_is_refused_does_not_hide_the_tokenizer(broken: Path) -> None:
+    (broken / "config.json").write_text('{"model_type": "mamba"}')
+    (broken / "tokenizer.json").write_text("{}")
+    refusals = look_at(broken).refusals
+    assert len(refusals) == 2
+    assert refusals[0].startswith("model_type 'mamba' is not supported")
+    assert refusals[1].startswith("tokenizer.json cannot be read")
+
+
+# ---- cards ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_on_an_h200_are_those_that_were_measured(tmp_path: Path, tokenizer: Path) -> None:
+    """An 8B of Llama's shape: 55,906 blocks of 16 tokens beside weights and graphs."""
+    found = look_at(write_outline(tmp_path, LLAMA_8B), tokenizer, max_model_len=8192)
+    assert found.refusals == []
+    assert found.num_parameters == 8_030_261_248
+    config = EngineConfig(model="8b", max_model_len=8192)
+    spec, weight_bytes = found.spec, found.weight_bytes
+    assert spec is not None
+    assert weight_bytes is not None
+    tokens = cache_tokens(config, spec, torch.bfloat16, layout_of(spec, 16, 2), CARDS["h200"], weight_bytes)
+    assert tokens == pytest.approx(55_906 * 16, rel=0.01)
+
+
+LLAMA_8B = {
+    "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write_outline(folder: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint whose file has a header and holes: nobody may read more of it than that."""
+    from cb_backend.models.registry import outline_spec
+
+    (folder / "config.json").write_text(json.dumps(config))
+    model = outline_spec(read_model_config(folder), torch.bfloat16)
+    entries, end = {}, 0
+    for placement in model.placements():
+        size = 2 * placement.target.numel()
+        entries[placement.name] = {"dtype": "BF16", "shape": placement.shape, "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    with (folder / FILE).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["check", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_a_card_that_is_too_small_is_refused_in_the_engines_words(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_outline(tmp_path, LLAMA_8B))
+    more = ("--tokenizer", str(tokenizer))
+    code, text = run(capsys, folder, "--memory", "12GB", *more)
+    assert code == 1
+    assert "not enough memory for the weights of" in text
+    assert "they take 14.96 GiB, and 10.38 GiB of 11.18 GiB are free on the cuda device" in text
+    code, text = run(capsys, folder, "--memory", "18GiB", *more)
+    assert code == 1
+    assert "no room for a KV cache: a block of 16 tokens takes 2048.0 KiB" in text
+    assert run(capsys, folder, "--card", "l4", *more)[0] == 0
+
+
+def test_cards_without_fp8_are_told_apart(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (("--quantization", "fp8", "--dtype", "bfloat16"), ("--kv-cache-dtype", "fp8")):
+        code, text = run(capsys, str(plain), "--card", "a100", *arguments)
+        assert code == 1
+        assert "needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; this one is a100 (8.0). Use" in text
+        assert run(capsys, str(plain), "--card", "l40s", *arguments)[0] == 0
+    assert "set dtype 'bfloat16'" in run(capsys, str(plain), "--card", "h100", "--quantization", "fp8")[1]
+
+
+def test_more_cache_where_less_is_asked_for(tmp_path: Path, tokenizer: Path) -> None:
+    found = look_at(write_outline(tmp_path, LLAMA_8B), tokenizer)
+    assert found.spec is not None
+    assert found.weight_bytes is not None
+
+    def tokens(card: str = "h100", kv_bytes: int = 2, **arguments: Any) -> int:
+        config = EngineConfig(model="8b", **arguments)
+        layout = layout_of(found.spec, 16, kv_bytes)
+        return cache_tokens(config, found.spec, torch.bfloat16, layout, CARDS[card], found.weight_bytes)  # type: ignore[arg-type]
+
+    usual = tokens()
+    assert tokens(kv_bytes=1) == pytest.approx(2 * usual, rel=0.001)
+    assert tokens("h200") > tokens(gpu_memory_utilization=0.95) > usual > tokens(max_num_batched_tokens=1 << 15)
+    assert tokens(num_gpu_blocks_override=100) == 1600
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("141GB", 141 * 10**9), ("80GiB", 80 << 30), ("79.5 gib", int(79.5 * 2**30)), ("80G", 80 * 10**9), ("1024", 1024)],
+)
+def test_sizes_of_memory(text: str, size: int) -> None:
+    assert memory_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "80 apples", "-3GB", "0GB", "1e3GB", "80GBB"])
+def test_what_is_no_size_is_told(text: str, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", str(plain), f"--memory={text}"])
+    assert caught.value.code == 2
+    assert "is not a size of memory, like 80GB or 79.1GiB" in capsys.readouterr().err
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_report_names_what_matters(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (plain / "chat_template.jinja").write_text("{{ messages }}")
+    code, text = run(capsys, str(plain))
+    assert code == 0
+    for part in (
+        "safetensors, llama", "is served", "all layers see everything", "default, theta", "1 t1", "templates  default",
+        "model.layers.*.self_attn.{q_proj,k_proj,v_proj,o_proj}", "F32", "of weights", "tokens: ",
+    ):  # fmt: skip
+        assert part in text, part
+    assert all(card in text for card in CARDS)
+
+
+def test_windows_and_ropes_of_a_mixed_model_are_told(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_checkpoint("gemma3", tmp_path)
+    text = run(capsys, str(folder), "--tokenizer", str(tokenizer))[1]
+    assert "4 layers see the newest 9, 2 layers see everything" in text
+    assert "default, theta 700; linear, theta 50000, factor 8" in text
+
+
+def test_json_has_everything(plain: Path, broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, str(plain), "--json", "--card", "h200")
+    found = json.loads(text)
+    assert code == 0
+    assert found["is_served"]
+    assert found["refusals"] == []
+    assert found["architecture"]["num_layers"] == 2
+    assert found["modules"][0]["modules"] == "model.embed_tokens"
+    assert sum(group["num_bytes"] for group in found["modules"]) == found["weight_bytes"]
+    assert [fit["card"] for fit in found["cards"]] == ["h200"]
+    edit(broken, lambda tensors: tensors.clear() or tensors.update({"x": torch.ones(1)}))
+    code, text = run(capsys, str(broken), "--json")
+    assert code == 1
+    assert len(json.loads(text)["refusals"]) > 20
+    assert "more (--json has all)" in run(capsys, str(broken))[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["/nowhere/at/all"], "is neither a folder nor a file; nothing is fetched here"),
+        (["org/name"], "is neither a folder nor a file"),
+        ([], "FOLDER"),
+        ([".", "--card", "abacus"], "invalid choice"),
+        ([".", "--card", "l4", "--memory", "80GB"], "not allowed with"),
+        ([".", "--max-model-len", "many"], "max_model_len"),
+        ([".", "--kv-cache-dtype", "int3"], "kv_cache_dtype"),
+    ],
+)
+def test_wrong_usage_is_another_exit_code(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", *arguments])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, str(tmp_path))
+    assert code == 1
+    assert "holds no config.json" in text
+
+
+def test_no_gpu_is_asked_for_anything(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("is_available", "get_device_capability", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was called"))
+    assert main(["check", str(plain), "--card", "h200"]) == 0
+    assert check_cards.CARDS["h200"].capability == (9, 0)

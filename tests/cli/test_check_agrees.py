@@ -1,0 +1,132 @@
+"""What `cb-backend check` says beforehand is what the engine says and takes: of every family, format and shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.engine.llm_engine import create_engine
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.packed_linear import PackedLinear
+from cb_backend.models.checkpoint import resolve_checkpoint
+from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.registry import load_model, read_model_config
+from tests.cli.test_check import look_at
+from tests.models.published_checkpoints import published_checkpoints
+from tests.models.published_gguf import published_gguf
+from tests.models.published_shape import PublishedShape
+from tests.models.quantised_models import FORMATS, pair
+from tests.models.tiny_checkpoints import CONFIGS, write_checkpoint
+
+
+def load(folder: Path, dtype: torch.dtype, **options: Any) -> DecoderForCausalLM:
+    spec, cpu = read_model_config(folder), torch.device("cpu")
+    return load_model(folder, spec, ops=resolve_ops("torch"), dtype=dtype, device=cpu, **options)
+
+
+def bytes_of(model: DecoderForCausalLM) -> int:
+    """Of the tensors that were really made."""
+    packed: dict[int, int] = {}
+    plain = 0
+    for placement in model.placements():
+        target = placement.target
+        linear = getattr(target, "_linear", None)
+        if isinstance(linear, PackedLinear):
+            packed[id(linear)] = sum(piece.weight.num_bytes for piece in linear.pieces)
+        else:
+            plain += target.nbytes
+    return plain + sum(packed.values())
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_family_is_served_and_takes_what_is_said(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    folder = write_checkpoint(name, tmp_path)
+    found = look_at(folder, tokenizer, dtype="bfloat16")
+    assert found.refusals == []
+    model = load(folder, torch.bfloat16)
+    assert found.weight_bytes == bytes_of(model)
+    assert found.has_own_head == model.has_own_head
+    stored = {tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()}
+    assert found.num_parameters == sum(tensor.numel() for _, tensor in stored if tensor is not None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_takes_what_is_said(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    config, writer = FORMATS[name]
+    plain, quantised = pair(tmp_path, "llama", config, writer)
+    found = look_at(quantised, tokenizer, dtype="bfloat16")
+    assert found.refusals == []
+    taken = bytes_of(load(quantised, torch.bfloat16))
+    assert found.weight_bytes == pytest.approx(taken, rel=0.01)
+    assert found.num_parameters == look_at(plain, tokenizer).num_parameters
+    assert any(group.served not in ("bfloat16", "fp8") for group in found.groups or [])
+
+
+def test_weights_that_are_to_be_quantised_take_what_is_said(plain: Path) -> None:
+    found = look_at(plain, quantization="fp8", dtype="bfloat16")
+    assert found.refusals == []
+    assert found.weight_bytes == bytes_of(load(plain, torch.bfloat16, quantization="fp8"))
+    assert {group.served for group in found.groups or []} == {"bfloat16", "fp8"}
+
+
+def engine_says(path: Path) -> str | None:
+    try:
+        folder = resolve_checkpoint(str(path))
+        load(folder, torch.float32)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+# Those that transformers saved and nobody changed are the families above.
+CHANGED = [shape for shape in published_checkpoints() if not shape.name.startswith("saved by")]
+
+
+@pytest.mark.parametrize("shape", CHANGED, ids=lambda shape: shape.name)
+def test_it_says_of_published_checkpoints_what_the_engine_says(
+    shape: PublishedShape, tmp_path: Path, tokenizer: Path
+) -> None:
+    path = shape.build(tmp_path)
+    said, refusals = engine_says(path), look_at(path, tokenizer).refusals
+    assert refusals[:1] == ([] if said is None else [said])
+
+
+VALUES_ALONE_TELL = ("not finite",)  # what no header says
+
+
+@pytest.mark.parametrize("shape", list(published_gguf()), ids=lambda shape: shape.name)
+def test_it_says_of_gguf_files_what_the_engine_says(
+    shape: PublishedShape, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CB_BACKEND_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "built").mkdir()
+    path = shape.build(tmp_path / "built")
+    refusals = look_at(path, tokenizer).refusals
+    assert not (tmp_path / "cache").exists()
+    said = engine_says(path)
+    if said is not None and any(reason in said for reason in VALUES_ALONE_TELL):
+        return
+    assert refusals[:1] == ([] if said is None else [said])
+
+
+def test_a_gguf_file_takes_what_is_said(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CB_BACKEND_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "built").mkdir()
+    shape = next(shape for shape in published_gguf() if shape.outcome == "equal")
+    path = shape.build(tmp_path / "built")
+    found = look_at(path, tokenizer, dtype="bfloat16")
+    assert found.kind == "GGUF"
+    assert found.weight_bytes == pytest.approx(bytes_of(load(resolve_checkpoint(str(path)), torch.bfloat16)), rel=0.01)
+
+
+def test_arguments_are_refused_in_the_engines_words(plain: Path) -> None:
+    for arguments in ({"max_model_len": 1 << 20}, {"quantization": "awq"}):
+        with pytest.raises(ConfigError) as caught:
+            create_engine(EngineConfig(model=str(plain), device="cpu", **arguments))
+        assert look_at(plain, **arguments).refusals == [str(caught.value)]
