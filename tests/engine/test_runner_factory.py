@@ -48,7 +48,7 @@ def full_host(*args: object, **kwargs: object) -> None:
         (full_host, r".*you tried to allocate 1152921504606846976 bytes.*"),
     ],
 )
-@pytest.mark.parametrize("where", ["load_model", "new_storage"])
+@pytest.mark.parametrize("where", ["load_model", "KVCacheStorage"])
 def test_memory_that_does_not_suffice_is_said_with_a_remedy(
     where: str, fill: Callable[..., None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
