@@ -42,7 +42,7 @@ from cb_backend.contracts.queue_room import RefusedRequests
 from cb_backend.contracts.step_dump import DumpSteps
 from cb_backend.engine.ending import ServerEnding, leave
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
-from cb_backend.engine.garbage import GarbageSchedule
+from cb_backend.engine.garbage import GarbageSchedule, no_collection
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
 from cb_backend.support.fault_points import reach
 from cb_backend.support.silence import SilenceClock
@@ -257,7 +257,8 @@ def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:
     link = FrontEndLink(socket_path, server_pid)
     try:
         begin = time.monotonic()
-        engine = create_engine(config)
+        with no_collection():
+            engine = create_engine(config)
     except Exception as error:
         is_final = isinstance(error, ConfigError)
         reason = str(error) if isinstance(error, CbError) else f"{type(error).__name__}: {error}"

@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from cb_backend.kernels.compiled_note import CompiledNote
 from cb_backend.kernels.launch import IS_INTERPRETING, triton
 
 MAX_PROCESSES = 24
@@ -33,6 +36,7 @@ class Variant:
     options: dict[str, Any]
     target: Any  # triton.backends.compiler.GPUTarget
     launcher: Callable[..., Any] | None = None  # makes the host's part of a launch: a C module that is compiled too
+    described: str = ""  # all of it in words, as Triton keys its variants, but for the kernel's source
 
     def compile(self) -> None:
         source = triton.compiler.ASTSource(self.kernel, self.signature, self.constants, self.attributes)
@@ -54,7 +58,8 @@ def rehearse(launch_all: Callable[[], object]) -> list[Variant]:
         }
         target = kernel.device_caches[compile["device"]][2]
         types, constants, (attributes,) = compile["signature"], compile["constants"], compile["configs"]
-        found.setdefault(described, Variant(kernel, types, constants, attributes, options, target, launcher))
+        variant = Variant(kernel, types, constants, attributes, options, target, launcher, described)
+        found.setdefault(described, variant)
         return True  # do not compile
 
     def run_without_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -105,9 +110,20 @@ def compile_variants(variants: list[Variant], num_processes: int | None = None) 
 
 
 def compile_ahead(launch_all: Callable[[], object]) -> int:
-    """Compile what `launch_all` would launch; returns the number of variants. Needs an operating system that forks."""
+    """Compile what `launch_all` would launch; returns the number of variants, 0 where a note says that all of them are
+    in the cache. Needs an operating system that forks.
+    """
     if triton is None or IS_INTERPRETING or not hasattr(os, "fork"):
         return 0
     variants = rehearse(launch_all)
-    compile_variants(variants)
+    note = CompiledNote(Path(triton.knobs.cache.dir), map(_describe, variants))
+    if note.is_there():
+        return 0
+    if not compile_variants(variants):
+        note.write()
     return len(variants)
+
+
+def _describe(variant: Variant) -> str:
+    versions = (triton.runtime.cache.triton_key(), variant.kernel.cache_key, str(variant.target), sys.version)
+    return "\n".join((variant.described, *versions))

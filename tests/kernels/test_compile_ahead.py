@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from cb_backend.kernels import compile_ahead
+from cb_backend.kernels.compiled_note import CompiledNote
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +56,42 @@ def test_variants_are_compiled_into_the_cache(tmp_path: Path) -> None:
     assert compiled == {"_rms_norm_kernel", "_silu_mul_kernel"}
 
 
-def test_nothing_is_compiled_ahead_for_the_interpreter() -> None:
-    from cb_backend.kernels.compile_ahead import compile_ahead
+def test_a_note_is_of_one_set_of_variants_in_any_order(tmp_path: Path) -> None:
+    note = CompiledNote(tmp_path, ["rms_norm, 64", "silu_mul, 64"])
+    assert not note.is_there()
+    note.write()
+    assert CompiledNote(tmp_path, ["silu_mul, 64", "rms_norm, 64"]).is_there()
+    assert not CompiledNote(tmp_path, ["rms_norm, 64"]).is_there()
+    assert not CompiledNote(tmp_path, ["rms_norm, 64", "silu_mul, 128"]).is_there()
+    shutil.rmtree(tmp_path)
+    assert not note.is_there()
+    note.write()  # there is nowhere to put it: no harm
 
-    assert compile_ahead(lambda: pytest.fail("launched")) == 0
+
+@pytest.mark.parametrize("errors", [[], ["_silu_mul_kernel: AssertionError"]])
+def test_what_is_noted_is_not_compiled_again(
+    errors: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def compile_variants(variants: list[Any]) -> list[str]:
+        compiled.extend(variant.described for variant in variants)
+        return errors
+
+    def variant(described: str) -> compile_ahead.Variant:
+        return compile_ahead.Variant(SimpleNamespace(cache_key="source"), {}, {}, {}, {}, "sm_90", None, described)
+
+    wanted = [variant("rms_norm, 64"), variant("silu_mul, 64")]
+    monkeypatch.setattr(compile_ahead, "IS_INTERPRETING", False)
+    monkeypatch.setattr(compile_ahead, "rehearse", lambda launch_all: wanted)
+    monkeypatch.setattr(compile_ahead, "compile_variants", compile_variants)
+    monkeypatch.setattr(compile_ahead.triton.knobs.cache, "dir", str(tmp_path))
+    assert compile_ahead.compile_ahead(lambda: None) == 2
+    assert compile_ahead.compile_ahead(lambda: None) == (2 if errors else 0)
+    monkeypatch.setattr(wanted[0].kernel, "cache_key", "another source")
+    assert compile_ahead.compile_ahead(lambda: None) == 2
+    assert len(compiled) == (6 if errors else 4)
+
+
+def test_nothing_is_compiled_ahead_for_the_interpreter() -> None:
+    assert compile_ahead.compile_ahead(lambda: pytest.fail("launched")) == 0
