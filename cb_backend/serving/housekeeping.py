@@ -24,6 +24,7 @@ from cb_backend.serving.server_arguments import exit_timeout_s, is_on
 INTERVAL_S = 0.25
 STARTING_INTERVAL_S = 0.05
 NUM_STARTING_ROUNDS = 600  # then it may be a server that cannot be asked
+LET_GO_S = 5.0  # after the last request of a model that the server stops: it has called `finalize` long before
 ENGINE_SILENCE_S = 8.0  # of an engine that has work: it speaks twice a second
 TIME_IS_UP = "the server is stopping and the request did not end in time; send it to another server"
 
@@ -59,6 +60,8 @@ class Housekeeping:
             member.on_idle = self._wake_up
         self.is_engine_stuck = False
         self._is_closing = False
+        self._has_let_go = False
+        self._idle_since: float | None = None  # with no request left, while the server stops the model
         self._is_engine_idle = False  # has just fallen idle, and that is still to be published
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="housekeeping", daemon=True)
@@ -73,8 +76,12 @@ class Housekeeping:
         self._is_closing = True
         self._wake.set()
         self._thread.join()
-        self._publisher.close()
-        self._metrics.close()
+        self._give_metrics_back()
+
+    def _give_metrics_back(self) -> None:
+        if not self._has_let_go:
+            self._publisher.close()
+            self._metrics.close()
 
     def _wake_up(self) -> None:
         self._is_engine_idle = True
@@ -100,6 +107,25 @@ class Housekeeping:
         if self._drain.is_time_up and self._responder.num_live:
             self._responder.end_all(ErrorCode.UNAVAILABLE, TIME_IS_UP)
         self._watch_engine()
+        if self._drain.is_draining and not self._has_let_go:
+            self._let_go_if_kept()
+
+    def _let_go_if_kept(self) -> None:
+        """Leave the engine of a model that the server has stopped and does not take down.
+
+        Server 24.10 keeps a model for ever after some of its cancelled streams (`UNLOADING`); the memory of the device
+        is not to be kept with it. Requests are refused since the stop was noticed, so nobody misses the engine.
+        """
+        now = time.monotonic()
+        if self._responder.num_live:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since > LET_GO_S:
+            logger.info("the server has stopped this model but does not take it down; its engine is given up")
+            self._give_metrics_back()
+            self._has_let_go = True
+            self._supervisor.close()
 
     def _publish_what_is_due(self) -> None:
         now = time.monotonic()
