@@ -82,7 +82,7 @@ def seat(runner: SlotRunner, lengths: list[int]) -> None:
     state.num_tokens[rows] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     state.last_token[rows] = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE) + 100
     state.sampling.temperature[rows] = 0.6
-    state.sampling.seeds[rows] = torch.arange(len(lengths), device=DEVICE)
+    state.sampling.seed[rows] = torch.arange(len(lengths), device=DEVICE)
 
 
 @torch.inference_mode()

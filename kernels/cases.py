@@ -24,6 +24,7 @@ from cb_backend.kernels.fp8 import FP8
 from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
 from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
+from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.sample import sample, sample_torch
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
 from cb_backend.kv_cache.layout import layout_of
@@ -230,11 +231,15 @@ def _make_sample(model: str, num_rows: int, kind: str) -> Launch:
     seeds = torch.arange(num_rows, device=DEVICE)
     arguments = (
         3 * _randn(num_rows, MODELS[model].vocab_size),
-        full(0.0 if kind == "greedy" else 0.8),
-        full(50 if is_filtered else 0, torch.int32),
-        full(0.9 if is_filtered else 1.0),
-        full(0.0),
-        seeds,
+        RowSampling(
+            (
+                full(0.0 if kind == "greedy" else 0.8),
+                full(50 if is_filtered else 0, torch.int32),
+                full(0.9 if is_filtered else 1.0),
+                full(0.0),
+                seeds,
+            )
+        ),
         seeds + 1000,
         is_filtered,
     )

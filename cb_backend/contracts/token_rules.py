@@ -7,8 +7,9 @@ words: each field, its default and its bounds stand here once. Names and default
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
-from typing import Any
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 
@@ -46,14 +47,38 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """Marks a field that the sampler reads for each row of a step; says what it is on the device.
+
+    The slot state, the array by which requests join, the gather of a step's rows, their padding and the sampler's
+    arguments follow from the marked fields and their order (`kernels.row_sampling`).
+    """
+
+    format: str  # NumPy's; 32 or 64 bits
+    neutral: float  # changes nothing: for rows of padding, and for slots that nobody has had yet
+    read: Callable[[Any], float] | None = None  # of the rules; None: the field as it is
+
+
+def _device_temperature(rules: TokenRules) -> float:
+    return 0.0 if rules.is_greedy else rules.temperature
+
+
+def _device_seed(rules: TokenRules) -> int:
+    """The unsigned seed as the signed number of the same bits."""
+    return rules.seed - 2**64 if rules.seed >= 2**63 else rules.seed
+
+
 class SamplingRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen, in the words of clients and engine alike."""
 
     min_tokens: int = 0  # stop ids cannot be sampled, stop strings do not count, before this many tokens
-    temperature: float = 1.0  # 0 (anything below GREEDY_TEMPERATURE) = greedy, ties to the lowest id
-    top_p: float = 1.0  # smallest set of tokens whose probability reaches this; 1 = off
-    top_k: int = 0  # only the k most likely tokens; 0 or -1 = off; above the vocabulary = off
-    min_p: float = 0.0  # drop tokens below min_p * (highest probability); 0 = off
+    # 0 (anything below GREEDY_TEMPERATURE) = greedy, ties to the lowest id
+    temperature: Annotated[float, PerRow("<f4", 0.0, _device_temperature)] = 1.0
+    # only the k most likely tokens; 0 or -1 = off; above the vocabulary = off
+    top_k: Annotated[int, PerRow("<i4", 0, lambda rules: max(rules.top_k, 0))] = 0
+    top_p: Annotated[float, PerRow("<f4", 1.0)] = 1.0  # smallest set of tokens whose probability reaches this; 1 = off
+    min_p: Annotated[float, PerRow("<f4", 0.0)] = 0.0  # drop tokens below min_p * (highest probability); 0 = off
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own end-of-sequence ids do not stop (stop_token_ids still do)
     repetition_penalty: float = 1.0  # tokens of prompt and output: logit / r where above 0, else logit * r; 1 = off
@@ -103,7 +128,7 @@ class TokenRules(SamplingRules, frozen=True, kw_only=True, omit_defaults=True):
     """The rules of one answer, complete: what an engine request carries. Immutable; travels as it is."""
 
     max_tokens: int = 16  # most tokens to generate, >= 1
-    seed: int = 0
+    seed: Annotated[int, PerRow("<i8", 0, _device_seed)] = 0
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not come out
 
     @property

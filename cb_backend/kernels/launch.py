@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS
+
 try:
     import triton
     import triton.language as tl
@@ -40,8 +42,7 @@ _ROW_POINTERS = frozenset(
     f"{name}_ptr"
     for name in (
         "slots", "seq_lens", "query_start_loc", "cos_sin_rows", "slot_mapping",
-        "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "token_ids", "is_failed",
-        "rows", "mark_rows",
+        "positions", "token_ids", "is_failed", "rows", "mark_rows", *ROW_PARAMETERS,
     )
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""How rows sample: the one list of the parameters that the sampler reads for each row.
+"""How rows sample: the fields of `TokenRules` that are marked `PerRow`, as tensors of rows or slots.
 
-The slot state, the array by which requests join, the gather of a step's rows and their padding follow from the list.
-A new parameter is a line here, and an argument of `sample` and its twin. This module does not know the sampler.
+The sampler, the slot state and the gather of a step's rows take them in the order of `ROW_PARAMETERS`. This module does
+not know the sampler.
 """
 
 from __future__ import annotations
@@ -9,50 +9,52 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, NamedTuple, get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.contracts.token_rules import PerRow, TokenRules
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """What a row-wise parameter is on the device, and where its value comes from."""
 
-    dtype: torch.dtype  # of 32 or 64 bits
-    neutral: float  # changes nothing: for rows of padding, and for slots that nobody has had yet
+    dtype: torch.dtype
+    format: str  # NumPy's name of the same
+    neutral: float
     read: Callable[[TokenRules], float]
 
 
-def _temperature(params: TokenRules) -> float:
-    return 0.0 if params.is_greedy else params.temperature
+def _row_parameters() -> dict[str, Row]:
+    found = {}
+    for name, hint in get_type_hints(TokenRules, include_extras=True).items():
+        marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        for mark in (each for each in marks if isinstance(each, PerRow)):
+            dtype = torch.from_numpy(np.empty(0, mark.format)).dtype
+            found[name] = Row(dtype, mark.format, mark.neutral, mark.read or attrgetter(name))
+    return found
 
 
-def _seed_bits(params: TokenRules) -> int:
-    """The unsigned seed as the signed number of the same bits."""
-    return params.seed - 2**64 if params.seed >= 2**63 else params.seed
+ROW_PARAMETERS: dict[str, Row] = _row_parameters()  # by name, in order
+_INDEX = {name: index for index, name in enumerate(ROW_PARAMETERS)}
 
 
-class RowSampling(NamedTuple):
-    """How some rows, or all slots, sample. Tensors [num_rows] or [num_slots], in the order of `sample`'s arguments."""
+class RowSampling(tuple[Tensor, ...]):
+    """How some rows, or all slots, sample: tensors [num_rows] or [num_slots] in the order of `ROW_PARAMETERS`."""
 
-    temperature: Annotated[Tensor, Row(torch.float32, 0.0, _temperature)]  # 0 = greedy
-    top_k: Annotated[Tensor, Row(torch.int32, 0, lambda params: max(params.top_k, 0))]  # 0 = off
-    top_p: Annotated[Tensor, Row(torch.float32, 1.0, attrgetter("top_p"))]  # 1 = off
-    min_p: Annotated[Tensor, Row(torch.float32, 0.0, attrgetter("min_p"))]  # 0 = off
-    seeds: Annotated[Tensor, Row(torch.int64, 0, _seed_bits)]
+    __slots__ = ()
 
-
-# By name, in order.
-ROW_PARAMETERS: dict[str, Row] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(RowSampling, include_extras=True).items()
-}
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in _INDEX:
+            raise AttributeError(f"there is no row-wise parameter {name!r}; there are {', '.join(_INDEX)}")
+        return self[_INDEX[name]]
 
 
 def neutral_rows(num_rows: int, device: torch.device) -> RowSampling:
     """Rows that sample greedily, without filters."""
     return RowSampling(
-        *(torch.full((num_rows,), row.neutral, dtype=row.dtype, device=device) for row in ROW_PARAMETERS.values())
+        torch.full((num_rows,), row.neutral, dtype=row.dtype, device=device) for row in ROW_PARAMETERS.values()
     )

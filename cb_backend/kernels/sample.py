@@ -25,6 +25,7 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
+from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.sample_filters import choose_filtered, weight_of
 from cb_backend.kernels.sample_scores import best_within, scale_of, score_bound_of
 
@@ -41,7 +42,7 @@ def _bound_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    seeds_ptr,
+    seed_ptr,
     positions_ptr,
     bound_ptr,
     part_max_ptr,
@@ -64,7 +65,7 @@ def _bound_kernel(
     row, tile = tl.program_id(0), tl.program_id(1)
     place = (row * num_tiles + tile).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    seed, position = tl.load(seed_ptr + row), tl.load(positions_ptr + row)
     token_ids = tile * TILE + tl.arange(0, TILE)
     is_inside = token_ids < vocab_size
     logits_ptr += row.to(tl.int64) * row_stride
@@ -97,7 +98,7 @@ def _choose_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    seeds_ptr,
+    seed_ptr,
     positions_ptr,
     bound_ptr,
     part_max_ptr,
@@ -130,7 +131,7 @@ def _choose_kernel(
     largest = tl.max(bounds, axis=0)
     is_failed = (num_nans > 0) | (largest == float("-inf")) | (largest == float("inf"))
     temperature = tl.load(temperature_ptr + row)
-    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    seed, position = tl.load(seed_ptr + row), tl.load(positions_ptr + row)
     token_id = 0
     if not is_failed:
         token_id = best_within(logits_ptr, bounds, temperature, seed, position, vocab_size, GREEDY_BELOW, TILE, TILES)
@@ -153,11 +154,7 @@ def _choose_kernel(
 
 def sample(
     logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
+    sampling: RowSampling,
     positions: Tensor,
     has_filters: bool = True,
     out: tuple[Tensor, Tensor] | None = None,
@@ -167,7 +164,7 @@ def sample(
     The random bits are the twin's; scores may differ in the last bit of a logarithm.
     """
     if needs_twin(logits):
-        return sample_torch(logits, temperature, top_k, top_p, min_p, seeds, positions, has_filters, out)
+        return sample_torch(logits, sampling, positions, has_filters, out)
     num_rows, vocab_size = logits.shape
     if out is None:
         out = (
@@ -186,7 +183,7 @@ def sample(
     ids = torch.empty(num_rows, _LISTED, dtype=torch.int32, device=logits.device)
     constants = {"HAS_FILTERS": has_filters, "GREEDY_BELOW": GREEDY_BELOW, "TILE": tile, "PARTS": _PARTS}
     constants |= {"IS_DEPENDENT": can_overlap(logits.device), **dependent_options(logits.device, num_rows)}
-    row_values = (logits, temperature, top_k, top_p, min_p, seeds, positions)
+    row_values = (logits, *sampling, positions)
     _bound_kernel[(num_rows, num_tiles)](
         *row_values, bounds, part_max, tile_mass, logits.stride(0), vocab_size, num_tiles,
         **constants, num_warps=parameters["num_warps"],
@@ -202,22 +199,19 @@ def sample(
 
 def sample_torch(
     logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
+    sampling: RowSampling,
     positions: Tensor,
     has_filters: bool = True,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (token_ids [num_rows] int32, is_failed [num_rows] bool).
 
-    logits [num_rows, vocab_size], any float type; temperature, top_p, min_p [num_rows] fp32 (top_p 1 and min_p 0: off);
-    top_k [num_rows] int32 (0: off); seeds [num_rows] int64, the bits of a uint64; positions [num_rows] int64.
+    logits [num_rows, vocab_size], any float type; sampling, each [num_rows]: temperature, top_p, min_p fp32 (top_p 1
+    and min_p 0: off), top_k int32 (0: off), seed int64, the bits of a uint64; positions [num_rows] int64.
     has_filters False promises that no row filters. Greedy ties go to the lowest id. A row whose logits hold NaN or
     +inf, or are all -inf, is failed and its id is 0.
     """
+    temperature, top_k, top_p, min_p, seed = sampling
     largest = logits.amax(dim=-1)  # NaN where the row holds one
     is_failed = ~largest.isfinite()
     token_ids = logits.argmax(dim=-1).to(torch.int32)
@@ -226,7 +220,7 @@ def sample_torch(
         scaled = logits[rows].float() / temperature[rows].unsqueeze(1)
         if has_filters:
             scaled = _filter(scaled, top_k[rows], top_p[rows], min_p[rows])
-        noise = gumbel_noise_torch(seeds[rows], positions[rows], logits.shape[1])
+        noise = gumbel_noise_torch(seed[rows], positions[rows], logits.shape[1])
         token_ids[rows] = (scaled + noise).argmax(dim=-1).to(torch.int32)
     token_ids.masked_fill_(is_failed, 0)
     if out is None:

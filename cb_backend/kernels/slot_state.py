@@ -38,13 +38,12 @@ class SlotState(NamedTuple):
 
 
 _OWN_VALUES = ("last_token", "num_tokens", "num_prompt_tokens", "min_positions", "max_total_tokens")
-_FORMATS = {torch.int32: "<i4", torch.float32: "<f4", torch.int64: "<i8"}
 _WORDS_A_VALUE = 2
 # How requests join: their slot and one value for each column, two words of 32 bits apart; stop ids follow.
 JOINED_VALUES = np.dtype(
     {
         "names": ["slot", *_OWN_VALUES, *ROW_PARAMETERS],
-        "formats": ["<i4"] * (1 + len(_OWN_VALUES)) + [_FORMATS[row.dtype] for row in ROW_PARAMETERS.values()],
+        "formats": ["<i4"] * (1 + len(_OWN_VALUES)) + [row.format for row in ROW_PARAMETERS.values()],
         "offsets": [4 * _WORDS_A_VALUE * index for index in range(1 + len(_OWN_VALUES) + len(ROW_PARAMETERS))],
         "itemsize": 4 * _WORDS_A_VALUE * (1 + len(_OWN_VALUES) + len(ROW_PARAMETERS)),
     }

@@ -87,8 +87,8 @@ def prepare_rows(slots: Tensor, num_decode: int, state: SlotState, block_size: i
     """`prepare_rows_torch` in one launch."""
     num_rows = slots.shape[0]
     _prepare_rows_kernel[(-(-num_rows // 128),)](
-        slots, state.last_token, state.num_tokens, state.num_prompt_tokens, state.block_tables, state.sampling,
-        out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, out.sampling,
+        slots, state.last_token, state.num_tokens, state.num_prompt_tokens, state.block_tables, tuple(state.sampling),
+        out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, tuple(out.sampling),
         out.sample_positions,
         num_rows, num_decode, state.block_tables.stride(0),
         BLOCK_SIZE=block_size, IS_DEPENDENT=can_overlap(slots.device), BLOCK=128,

@@ -14,6 +14,7 @@ from cb_backend.kernels.expert_plan import ExpertPlan
 from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.kernels.packed import PackedWeight
 from cb_backend.kernels.route import Routing
+from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kernels.slot_state import SlotState
 from cb_backend.kernels.step_rows import StepRows
 
@@ -151,11 +152,7 @@ class StepOps(Protocol):
     def sample(
         self,
         logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seeds: Tensor,
+        sampling: RowSampling,
         positions: Tensor,
         has_filters: bool = True,
         out: tuple[Tensor, Tensor] | None = None,

@@ -11,41 +11,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.front_end.wire.parameters import GivenParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Sampling and stopping rules of one prompt, with vLLM's names. None: left out, so the default counts."""
+class SamplingParams(GivenParameters):
+    """Sampling and stopping rules of one prompt, with vLLM's names and meanings. None: left out, so the default counts.
 
-    n: int | None = None  # answers to the prompt; 1
-    max_tokens: int | None = None  # most tokens of an answer; 16, with structured output as many as fit
-    min_tokens: int | None = None
-    temperature: float | None = None  # 1.0; 0 is greedy
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None  # None: drawn anew for each prompt
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logprobs: int | None = None  # likely tokens beside each chosen one; 0: the chosen one's figures only
-    prompt_logprobs: int | None = None
+    The parameters and their defaults stand in the reference of requests (docs/guide/requests.md).
+    """
+
     structured_outputs: dict[str, Any] | None = None  # {"json": schema}, {"regex": ...}, {"choice": [...]}, ...
-    priority: int | None = None  # less is more urgent
-    timeout_ms: int | None = None
-    queue_timeout_ms: int | None = None
-    cache_salt: str | None = None
-    tenant: str | None = None
 
     def to_json(self) -> str:
         """The parameters that are set, as the JSON text of a served request's.

@@ -41,7 +41,7 @@ def force_token(engine: LLMEngine, seed: int, token_id: int, after: int) -> None
 
     def forced(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         token_ids, is_failed = sample(*args, **kwargs)
-        rows = (args[5] == seed).nonzero().flatten()
+        rows = (args[1].seed == seed).nonzero().flatten()
         num_sampled[0] += len(rows)
         if num_sampled[0] > after:
             token_ids[rows] = token_id

@@ -10,17 +10,33 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels import sample as module
+from cb_backend.kernels import sample as sampler
 from cb_backend.kernels.gumbel import gumbel_noise_log2, gumbel_noise_torch, least_uniforms_log2, random_bits_torch
 from cb_backend.kernels.launch import jit, overriding, tl
-from cb_backend.kernels.sample import sample, sample_torch
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
 
+Sampled = tuple[Tensor, Tensor]
 LOG_PROBS = [math.log(p) for p in (0.05, 0.5, 0.1, 0.2, 0.15)]
+
+
+def _sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """The sampler's own arguments: row-wise parameters as one."""
+    others = {name: value for name, value in values.items() if name not in ROW_PARAMETERS}
+    return {"sampling": RowSampling(values[name] for name in ROW_PARAMETERS), **others}
+
+
+def sample(logits: Tensor, **values: Any) -> Sampled:
+    return sampler.sample(logits, **_sampling(values))
+
+
+def sample_torch(logits: Tensor, **values: Any) -> Sampled:
+    return sampler.sample_torch(logits, **_sampling(values))
 
 
 def arguments(num_rows: int, **given: Any) -> dict[str, Tensor]:
     """One value a row of each parameter, or one for all; greedy and unfiltered where nothing is said."""
-    defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 7, "positions": 0}
-    types = {"top_k": torch.int32, "seeds": torch.int64, "positions": torch.int64}
+    defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7, "positions": 0}
+    types = {"top_k": torch.int32, "seed": torch.int64, "positions": torch.int64}
     return {
         name: torch.tensor(given.get(name, default), dtype=types.get(name, torch.float32)).expand(num_rows).clone()
         for name, default in defaults.items()
@@ -39,7 +55,7 @@ def frequencies(logits: list[float], num_draws: int = 20_000, **given: Any) -> l
     ("given", "expected"),
     [
         ({}, [0.05, 0.5, 0.1, 0.2, 0.15]),
-        ({"seeds": -3}, [0.05, 0.5, 0.1, 0.2, 0.15]),  # a seed above 2 ** 63
+        ({"seed": -3}, [0.05, 0.5, 0.1, 0.2, 0.15]),  # a seed above 2 ** 63
         ({"top_k": 2}, [0, 5 / 7, 0, 2 / 7, 0]),
         ({"top_k": 9}, [0.05, 0.5, 0.1, 0.2, 0.15]),
         ({"top_p": 0.6}, [0, 5 / 7, 0, 2 / 7, 0]),
@@ -79,7 +95,7 @@ def make_rows(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Te
         top_k=[5, 0, 0, 7, 0, 2, 40, 0, 0, 3],
         top_p=[1.0, 0.9, 0.5, 0.7, 1.0, 0.5, 1.0, 0.8, 0.95, 0.1],
         min_p=[0.0, 0.0, 0.1, 0.0, 0.0, 0.2, 0.0, 0.0, 0.05, 0.0],
-        seeds=[1, 2, 3, -4, 5, 6, 2**62, 8, -(2**63), 10],
+        seed=[1, 2, 3, -4, 5, 6, 2**62, 8, -(2**63), 10],
     )
     return logits, values
 
@@ -112,7 +128,7 @@ def test_tiles_and_passes(listed: int, device: torch.device, monkeypatch: pytest
         top_k=[0, 1, 2, 5, 20, 60, 300, 699, 700, 50, 30, 0],
         top_p=[0.05, 1.0, 0.5, 0.9, 0.9, 1.0, 0.3, 0.99, 0.95, 0.2, 1.0, 1.0],
         min_p=[0.0, 0.0, 0.0, 0.01, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.3, 0.4],
-        seeds=list(range(12)),
+        seed=list(range(12)),
     )
     values = {name: value.to(device) for name, value in values.items()}
     with overriding("sample", {"tile": 128, "num_warps": 4, "choose_num_warps": 4}):
@@ -190,7 +206,7 @@ def test_kernel_on_a_gpu(dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(num_rows, 151_936, device="cuda")).to(dtype)
     rows = torch.arange(num_rows, device="cuda")
     values = {name: value.cuda() for name, value in arguments(num_rows, temperature=0.8).items()}
-    values |= {"seeds": rows * 12345, "top_k": (rows % 3 * 20).int(), "top_p": torch.where(rows % 2 == 0, 1.0, 0.9)}
+    values |= {"seed": rows * 12345, "top_k": (rows % 3 * 20).int(), "top_p": torch.where(rows % 2 == 0, 1.0, 0.9)}
     found, wanted = sample(logits, **values)[0], sample_torch(logits, **values)[0]
     assert (found != wanted).sum() <= 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from cb_backend.contracts.step import JoinedRow, RowStatus
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.device_state import MAX_STOP_IDS_PER_SLOT, joined_slots, new_slot_state
 from cb_backend.kernels import sample, slot_state, step_rows
-from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling, neutral_rows
 
 NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 5, 4, 37
 PADDING = NUM_SLOTS - 1
@@ -32,7 +32,7 @@ def _state(rng: np.random.Generator, device: torch.device) -> slot_state.SlotSta
         num_tokens=ints(1, MAX_BLOCKS * BLOCK_SIZE + 1),
         num_prompt_tokens=ints(1, 9),
         block_tables=ints(1, 100, MAX_BLOCKS),
-        sampling=RowSampling(floats(), ints(0, 50), floats(), floats(), seeds),
+        sampling=RowSampling((floats(), ints(0, 50), floats(), floats(), seeds)),
         min_positions=ints(0, 9),
         max_total_tokens=ints(100, 200),
         stop_ids=ints(-1, VOCAB, 6),
@@ -46,7 +46,7 @@ def _rows(num_rows: int, num_decode: int, device: torch.device) -> step_rows.Ste
         return torch.full((size,), -7, dtype=dtype, device=device)
 
     i32 = torch.int32
-    sampling = RowSampling(*(poison(num_rows, row.dtype) for row in ROW_PARAMETERS.values()))
+    sampling = RowSampling(poison(num_rows, row.dtype) for row in ROW_PARAMETERS.values())
     return step_rows.StepRows(
         *(poison(num_decode + 2, i32) for _ in range(4)),
         poison(num_decode, i32),
@@ -96,9 +96,9 @@ def test_joining_writes_the_slot_and_no_other(suffix: str, device: torch.device)
     assert [state.last_token[2], state.num_tokens[2], state.num_prompt_tokens[2]] == [6, 3, 2]
     assert [state.min_positions[2], state.max_total_tokens[2], state.max_total_tokens[5]] == [5, 18, 17]
     assert [round(float(values[2]), 6) for values in state.sampling[:4]] == [0.7, 5, 0.9, 0.1]
-    assert np.int64(int(state.sampling.seeds[2])).astype(np.uint64) == 2**63 + 12345
+    assert np.int64(int(state.sampling.seed[2])).astype(np.uint64) == 2**63 + 12345
     assert state.stop_ids[2, :3].tolist() == [9, 11, -1]
-    assert [state.last_token[5], state.num_tokens[5], state.sampling.seeds[5]] == [8, 1, 7]
+    assert [state.last_token[5], state.num_tokens[5], state.sampling.seed[5]] == [8, 1, 7]
     assert state.sampling.temperature[5] == 0.0
     others = [slot for slot in range(NUM_SLOTS) if slot not in (2, 5)]
     for now, then in zip(state.joined, before.joined, strict=True):
@@ -124,12 +124,16 @@ def test_each_row_parameter_goes_its_way_from_the_request_to_the_row(
     assert getattr(out.sampling, name).dtype == row.dtype
 
 
-@pytest.mark.parametrize("sampler", [sample.sample, sample.sample_torch])
-def test_row_parameters_are_the_samplers_arguments_in_order(sampler: Callable[..., object]) -> None:
-    arguments = list(inspect.signature(sampler).parameters)
-    assert arguments[1 : 1 + len(ROW_PARAMETERS)] == list(ROW_PARAMETERS)
-    assert arguments[0] == "logits"
-    assert arguments[1 + len(ROW_PARAMETERS)] == "positions"
+@pytest.mark.parametrize("kernel", [sample._bound_kernel, sample._choose_kernel])
+def test_row_parameters_are_the_samplers_arguments_in_order(kernel: Any) -> None:
+    arguments = list(inspect.signature(kernel.fn).parameters)
+    wanted = ["logits", *ROW_PARAMETERS, "positions"]
+    assert arguments[: len(wanted)] == [f"{name}_ptr" for name in wanted]
+
+
+def test_no_other_row_parameter_can_be_asked_for() -> None:
+    with pytest.raises(AttributeError, match="there is no row-wise parameter 'seeds'; there are temperature, top_k, "):
+        neutral_rows(1, torch.device("cpu")).seeds  # noqa: B018
 
 
 @pytest.mark.parametrize("min_tokens", [0, 7, 2**30, 2**31 - 1])

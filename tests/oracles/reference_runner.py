@@ -28,7 +28,7 @@ from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, LogitsRules, st
 from cb_backend.engine.runner.logprobs import LogprobsOfStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.row_masks import RowMasks
-from cb_backend.kernels.row_sampling import ROW_PARAMETERS
+from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.ops import Ops
@@ -51,10 +51,7 @@ class HostBatch(InputBatch):
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         super().__init__(num_slots, max_model_len, block_size)
-        self.row_parameters = {
-            name: np.zeros(num_slots, torch.empty(0, dtype=row.dtype).numpy().dtype)
-            for name, row in ROW_PARAMETERS.items()
-        }
+        self.row_parameters = {name: np.zeros(num_slots, row.format) for name, row in ROW_PARAMETERS.items()}
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.max_total_tokens = np.zeros(num_slots, np.int32)
         self.has_ended = np.zeros(num_slots, np.bool_)  # the last token is out
@@ -196,7 +193,7 @@ class ReferenceRunner:
             masked.force_tokens(scores)
         token_ids, is_failed = self.ops.sample(
             scores,
-            *(self._to_device(values[slots]) for values in batch.row_parameters.values()),
+            RowSampling(self._to_device(values[slots]) for values in batch.row_parameters.values()),
             self._to_device(positions.astype(np.int64)),
         )
         sampled = token_ids.cpu().numpy()

@@ -163,7 +163,7 @@ class SlotRunner:
         state, ops, rules, result = self.state, self.ops, self.rules, buffers.result
         positions = buffers.rows.sample_positions[ruled.rows]
         if ruled.sampling is None:
-            ruled.sampling = RowSampling(*(values[ruled.slots] for values in state.sampling))
+            ruled.sampling = RowSampling(values[ruled.slots] for values in state.sampling)
         own_logits = logits[ruled.rows].float()  # [num_ruled_rows, vocab_size] a copy
         if masked is not None:
             masked.mask_logits(own_logits)
@@ -172,7 +172,7 @@ class SlotRunner:
             ops.mask_stop_ids(own_logits, ruled.slots, positions, rules.min_positions, state.stop_ids)
         if masked is not None:
             masked.force_tokens(own_logits)
-        token_ids, is_failed = ops.sample(own_logits, *ruled.sampling, positions)
+        token_ids, is_failed = ops.sample(own_logits, ruled.sampling, positions)
         chosen = result.new_empty(2, len(token_ids))
         # Booked again, over what the step itself has booked: only now it is known whether the request has ended.
         ops.commit_tokens(ruled.slots, token_ids, is_failed, positions, rules.min_positions, state, chosen)
@@ -205,7 +205,7 @@ class SlotRunner:
         """Choose the rows' tokens and book them. Changes stop ids in logits [num_rows, vocab_size]."""
         state, ops, slots, rows = self.state, self.ops, buffers.slots, buffers.rows
         ops.mask_stop_ids(logits, slots, rows.sample_positions, state.min_positions, state.stop_ids)
-        token_ids, is_failed = ops.sample(logits, *rows.sampling, rows.sample_positions)
+        token_ids, is_failed = ops.sample(logits, rows.sampling, rows.sample_positions)
         ops.commit_tokens(
             slots, token_ids, is_failed, rows.sample_positions, state.min_positions, state, buffers.result
         )
