@@ -24,7 +24,7 @@ from cb_backend.kernels.fp8 import FP8
 from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
 from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
-from cb_backend.kernels.row_sampling import RowSampling
+from cb_backend.kernels.row_sampling import neutral_rows
 from cb_backend.kernels.sample import sample, sample_torch
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
 from cb_backend.kv_cache.layout import layout_of
@@ -224,23 +224,14 @@ def _sample_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
 
 
 def _make_sample(model: str, num_rows: int, kind: str) -> Launch:
-    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=DEVICE)
-
     is_filtered = kind == "top_k and top_p"
     seeds = torch.arange(num_rows, device=DEVICE)
-    arguments = (
-        3 * _randn(num_rows, MODELS[model].vocab_size),
-        RowSampling(
-            (
-                full(0.0 if kind == "greedy" else 0.8),
-                full(50 if is_filtered else 0, torch.int32),
-                full(0.9 if is_filtered else 1.0),
-                full(0.0),
-                seeds,
-            )
-        ),
-        seeds + 1000,
-        is_filtered,
-    )
+    sampling = neutral_rows(num_rows, torch.device(DEVICE))
+    sampling.seed.copy_(seeds)
+    if kind != "greedy":
+        sampling.temperature.fill_(0.8)
+    if is_filtered:
+        sampling.top_k.fill_(50)
+        sampling.top_p.fill_(0.9)
+    arguments = (3 * _randn(num_rows, MODELS[model].vocab_size), sampling, seeds + 1000, is_filtered)
     return Launch(lambda plans: sample(*arguments), lambda: sample_torch(*arguments), list)

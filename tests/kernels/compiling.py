@@ -25,7 +25,7 @@ from cb_backend.engine.runner.device_state import new_slot_state
 from cb_backend.engine.runner.step_buffers import make_buffers, padding
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.launch import overriding
-from cb_backend.kernels.row_sampling import RowSampling
+from cb_backend.kernels.row_sampling import neutral_rows
 from cb_backend.kernels.slot_state import NUM_JOINED_WORDS, SlotState
 from tests.kernels.expert_cases import EXPERT_LAUNCHES
 from tests.kernels.product_launches import PRODUCT_LAUNCHES
@@ -198,9 +198,8 @@ def _qkv_post(
 
 
 def _sample(module: Any, vocab_size: int) -> None:
-    floats, ints = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     logits = torch.zeros(2, vocab_size, dtype=torch.bfloat16)
-    module.sample(logits, RowSampling((floats, ints.int(), floats, floats, ints)), ints)
+    module.sample(logits, neutral_rows(2, logits.device), torch.zeros(2, dtype=torch.int64))
 
 
 def _top_logprobs(module: Any, vocab_size: int) -> None:

@@ -27,12 +27,13 @@ def _state(rng: np.random.Generator, device: torch.device) -> slot_state.SlotSta
         return torch.from_numpy(rng.integers(low, high, (NUM_SLOTS, *shape), np.int32)).to(device)
 
     seeds = torch.from_numpy(rng.integers(-(2**63), 2**63, NUM_SLOTS, np.int64)).to(device)
+    of_type = {torch.float32: floats, torch.int32: lambda: ints(0, 50), torch.int64: lambda: seeds}
     state = slot_state.SlotState(
         last_token=ints(0, VOCAB),
         num_tokens=ints(1, MAX_BLOCKS * BLOCK_SIZE + 1),
         num_prompt_tokens=ints(1, 9),
         block_tables=ints(1, 100, MAX_BLOCKS),
-        sampling=RowSampling((floats(), ints(0, 50), floats(), floats(), seeds)),
+        sampling=RowSampling(of_type[row.dtype]() for row in ROW_PARAMETERS.values()),
         min_positions=ints(0, 9),
         max_total_tokens=ints(100, 200),
         stop_ids=ints(-1, VOCAB, 6),
