@@ -18,6 +18,10 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "server", "faults", "p
 TESTS_OF_PAGES = {
     "add-a-model": ["tests/models/test_equal_to_transformers.py", "tests/models/test_model_config.py", "-k", "seed"],
     "add-a-kernel": ["tests/kernels/test_relu2_mul.py"],
+    "add-a-parameter": [
+        *("tests/front_end/test_max_gap.py", "tests/kernels/test_sample.py", "tests/kernels/test_slot_state.py"),
+        *("-k", "gap or engine"),
+    ],
 }
 
 
@@ -66,6 +70,14 @@ def test_the_change_of_the_page_works(page: str, tree: Path) -> None:
 def test_a_family_is_a_file_and_an_entry_of_the_tests() -> None:
     assert sorted(files_of(diff_of("add-a-model"))) == [
         "cb_backend/models/families/seed_oss.py", "tests/models/tiny_checkpoints.py",
+    ]  # fmt: skip
+
+
+def test_a_parameter_of_rows_is_three_files_and_their_tests() -> None:
+    assert sorted(files_of(diff_of("add-a-parameter"))) == [
+        "cb_backend/contracts/token_rules.py", "cb_backend/front_end/wire/parameters.py",
+        "cb_backend/kernels/sample.py", "tests/front_end/test_max_gap.py", "tests/kernels/test_sample.py",
+        "tests/kernels/test_slot_state.py",
     ]  # fmt: skip
 
 
