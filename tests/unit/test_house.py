@@ -31,7 +31,7 @@ def test_floors_are_longest_ways_down() -> None:
 
 def test_rooms_are_packages_and_loose_files() -> None:
     rooms = {
-        "cb_backend.errors": "cb_backend.errors",
+        "cb_backend.loose": "cb_backend.loose",
         "cb_backend.layers.norm": "cb_backend.layers",
         "cb_backend.engine.llm_engine": "cb_backend.engine.llm_engine",
         "cb_backend.engine.runner.bad_words": "cb_backend.engine.runner",
