@@ -10,9 +10,8 @@ from cb_backend.cli import main as cli_main
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        ("bench batching --num-requests 0", "--num-requests: '0' is not a whole number of at least 1"),
-        ("bench batching --repeats -3", "--repeats: '-3' is not a whole number of at least 1"),
-        ("bench batching --prompt-len 5 x", "--prompt-len: 'x' is not a whole number of at least 1"),
+        ("timeline demo --requests -3", "--requests: '-3' is not a whole number of at least 1"),
+        ("timeline demo --steps x", "--steps: 'x' is not a whole number of at least 1"),
         ("bench engine --model m --reps 0", "--reps: '0' is not a whole number of at least 1"),
         ("bench engine --model m --scale nan", "--scale: 'nan' is not a number above 0"),
         ("bench engine --model m --run-ahead 1,a", "--run-ahead: '1,a' is not a list of whole numbers, like 64,256"),
@@ -35,7 +34,7 @@ def test_a_wrong_value_is_named_with_its_flag(command: str, complaint: str, caps
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        ("bench batching --prompt-len 50 10", "--prompt-len is 50 10; give the smaller number first"),
+        ("study --input-len 5", "give --trace FILE, or both --input-len and --output-len"),
         ("serve --exit-timeout-secs -3", "--exit-timeout-secs is -3; it must be 0 or more"),
         ("timeline live --runtime-dir /no/where", "No such file or directory: '/no/where'"),
     ],

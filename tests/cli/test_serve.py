@@ -6,8 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,14 +15,13 @@ from cb_backend.cli import serve
 from cb_backend.cli.demo_model import ensure_demo_model
 from cb_backend.cli.paths import CliError, checkout_path
 from cb_backend.cli.server import local_server, start_up
-from cb_backend.cli.server.addresses import http_status, numeric_host
-from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.model_repository import check_model_repository, odd_characters, plain_path
-from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, check_ports, free_ports
+from cb_backend.cli.server.server_process import ServerProcess
 from cb_backend.cli.server.start_up import wait_ready_aloud
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from cb_backend.support.version_folder import load_engine_config
+from tests.cli.test_serve_addresses import not_started
 from tests.cli.test_server_process import make_repository
 
 
@@ -139,62 +136,6 @@ def test_r63e_another_checkpoint_has_the_length_of_its_own(tmp_path: Path) -> No
     assert load_engine_config(made / "llm" / "1" / "model.json").max_model_len == 100
     made = repository_of(tmp_path / "c", "--seed", "3")
     assert load_engine_config(made / "llm" / "1" / "model.json").max_model_len == 2048, "the same checkpoint"
-
-
-# ---- where a server listens ------------------------------------------------------------------------------------
-
-
-def options(**changes: object) -> ServerOptions:
-    http, grpc, metrics = free_ports(3)
-    values = {"model_repository": Path(), "http_port": http, "grpc_port": grpc, "metrics_port": metrics, **changes}
-    return ServerOptions(**values)  # type: ignore[arg-type]
-
-
-def not_started(binary: Path, **changes: object) -> ServerProcess:
-    return ServerProcess(ServerInstallation(binary, Path(), {}, "a stand-in"), options(**changes))
-
-
-def test_r50j_an_ipv6_address_is_told_as_each_door_wants_it() -> None:
-    server = not_started(Path("server"), host="::1")
-    assert {"--http-address=ipv6:::1", "--grpc-address=[::1]"} <= set(server.command())
-    assert server.http_address == f"[::1]:{server.options.http_port}"
-    assert server.grpc_address == f"[::1]:{server.options.grpc_port}"
-    assert server.metrics_address == f"[::1]:{server.options.metrics_port}"
-    check_ports(server.options)
-    every = not_started(Path("server"), host="::")
-    assert every.http_address == f"[::1]:{every.options.http_port}"
-
-
-def test_r50j_names_become_addresses() -> None:
-    assert numeric_host("localhost") in ("127.0.0.1", "::1")
-    assert [numeric_host(host) for host in ("::1", "[::1]", "0.0.0.0")] == ["::1", "::1", "0.0.0.0"]
-    with pytest.raises(CliError, match=r"--host 'no\.such\.invalid' is no address of this machine"):
-        numeric_host("no.such.invalid")
-
-
-class _Restricted(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if self.headers.get("Key") == "a=b" else 403)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_r50i_serve_asks_a_restricted_health_api_with_its_key() -> None:
-    door = HTTPServer(("127.0.0.1", 0), _Restricted)
-    threading.Thread(target=door.serve_forever, daemon=True).start()
-    try:
-        port = door.server_address[1]
-        assert http_status(f"127.0.0.1:{port}", "/v2/health/ready") == 403
-        words = ("--http-restricted-api=health,metadata:Key=a=b", "--allow-metrics=false")
-        server = not_started(Path("server"), http_port=port, extra_arguments=words)
-        assert server.is_ready()
-        other = ("--http-restricted-api=metadata:Key=a=b", "--allow-metrics=false")
-        assert not not_started(Path("server"), http_port=port, extra_arguments=other).is_ready()
-    finally:
-        door.shutdown()
-        door.server_close()
 
 
 # ---- a wait without an end -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ when it sent each response, on the same monotonic clock, so client times have an
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import os
@@ -15,241 +14,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import grpc
+import load_test
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.client.conftest import CLIENT_DIR
+from tests.client.scripted_server import Script, ScriptedServer
 from tests.waiting import WAIT_S, eventually
-
-CLIENT_DIR = Path(__file__).parents[2] / "client"
-sys.path.insert(0, str(CLIENT_DIR))
-
-import load_test  # noqa: E402
-from load_generator.records import RequestRecord, Status  # noqa: E402
-from load_generator.wire import WireOptions, exchange, is_refusal, open_connections  # noqa: E402
-
-TOKENS_PER_WORD = 2  # of the scripted server's "tokenizer"; each prompt has 3 tokens more
-
-
-@dataclass
-class Script:
-    """What the server does with one request: wait, then send each chunk of tokens, then end."""
-
-    chunks: list[tuple[float, int]] = field(default_factory=lambda: [(0.01, 1)])  # (delay before it in s, tokens)
-    error: tuple[grpc.StatusCode, str] | None = None  # instead of the final response
-    error_message: str = ""  # the older style: a message on the stream, no code
-    has_empty_final: bool = False
-    ends_without_final: bool = False
-
-
-class ScriptedServer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Follows `script(index, request)` for each stream, and notes what it received and sent."""
-
-    def __init__(self) -> None:
-        self.script: Callable[[int, dict[str, Any]], Script] = lambda index, request: Script()
-        self.requests: list[dict[str, Any]] = []
-        self.sent_at: dict[str, list[float]] = {}  # request id -> perf_counter of each response with tokens
-        self.num_cancelled = 0
-        self._index = count()
-
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        async for message in requests:
-            request = _decode(message)
-            self.requests.append(request)
-            script = Script() if request["id"] == "probe" else self.script(next(self._index), request)
-            try:
-                async for response in self._follow(script, request):
-                    yield response
-            except asyncio.CancelledError:
-                self.num_cancelled += 1
-                raise
-            if script.error is not None:
-                await context.abort(*script.error)
-
-    async def _follow(self, script: Script, request: dict[str, Any]) -> AsyncIterator[Any]:
-        sent_at = self.sent_at.setdefault(request["id"], [])
-        is_whole = script.error is None and not script.error_message
-        for index, (delay, num_tokens) in enumerate(script.chunks):
-            await asyncio.sleep(delay)
-            is_last = is_whole and index == len(script.chunks) - 1
-            is_final = is_last and not script.has_empty_final and not script.ends_without_final
-            sent_at.append(time.perf_counter())
-            yield _response(request, num_tokens, is_last, is_final)
-        if script.error_message:
-            yield service_pb2.ModelStreamInferResponse(error_message=script.error_message)
-        elif script.has_empty_final and is_whole:
-            response = service_pb2.ModelStreamInferResponse()
-            response.infer_response.parameters["triton_final_response"].bool_param = True
-            yield response
-
-
-def _decode(message: Any) -> dict[str, Any]:
-    values = {
-        tensor.name: raw[4:].decode() if tensor.datatype == "BYTES" else bool(raw[0])
-        for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True)
-    }
-    return {"id": message.id, "model": message.model_name, **values, "parameters": message.parameters}
-
-
-def _response(request: dict[str, Any], num_tokens: int, is_last: bool, is_final: bool) -> Any:
-    stream_response = service_pb2.ModelStreamInferResponse()
-    response = stream_response.infer_response
-    response.id = request["id"]
-    response.parameters["triton_final_response"].bool_param = is_final
-
-    def add(name: str, datatype: str, raw: bytes) -> None:
-        response.outputs.add(name=name, datatype=datatype, shape=[1])
-        response.raw_output_contents.append(raw)
-
-    def text(value: bytes) -> bytes:
-        return len(value).to_bytes(4, "little") + value
-
-    add("text_output", "BYTES", text(b"word " * num_tokens))
-    if request.get("return_finish_reason"):
-        add("finish_reason", "BYTES", text(b"length" if is_last else b"None"))
-    if request.get("return_num_output_tokens"):
-        add("num_output_tokens", "UINT32", num_tokens.to_bytes(4, "little"))
-    if request.get("return_num_input_tokens"):
-        num_input = 3 + TOKENS_PER_WORD * len(request["text_input"].split())
-        add("num_input_tokens", "UINT32", num_input.to_bytes(4, "little"))
-    return stream_response
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[ScriptedServer, str]]:
-    """(server, its address)."""
-    servicer = ScriptedServer()
-    loop = asyncio.new_event_loop()
-
-    async def start() -> tuple[Any, int]:
-        grpc_server = grpc.aio.server()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
-        port = grpc_server.add_insecure_port("127.0.0.1:0")
-        await grpc_server.start()
-        return grpc_server, port
-
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    grpc_server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(WAIT_S)
-    yield servicer, f"127.0.0.1:{port}"
-    asyncio.run_coroutine_threadsafe(grpc_server.stop(0.2), loop).result(WAIT_S)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(WAIT_S)
-
-
-def send(address: str, wire: WireOptions | None = None, **how: Any) -> RequestRecord:
-    """One request straight through `exchange`, on the clock the server's notes are kept in."""
-    record = RequestRecord(0, 0, time.perf_counter(), 4, 8)
-    request = (wire or WireOptions()).request("0", "a b", 8)
-
-    async def run() -> None:
-        async with open_connections(address, 1) as streams:
-            await exchange(next(streams), request, record, time.perf_counter, **how)
-
-    asyncio.run(run())
-    return record
-
-
-# One request
-
-
-def test_chunk_times_and_counts_agree_with_the_server(server: tuple[ScriptedServer, str]) -> None:
-    servicer, address = server
-    servicer.script = lambda index, request: Script([(0.08, 1), (0.03, 1), (0.05, 4), (0.02, 2)])
-    record = send(address)
-    assert list(record.chunk_tokens) == [1, 1, 4, 2]
-    assert (record.num_output_tokens, record.num_responses) == (8, 4)
-    assert (record.status, record.is_final, record.finish_reason) == (Status.OK, True, "length")
-    for received, sent in zip(record.chunk_times, servicer.sent_at["0"], strict=True):
-        assert received >= sent
-    assert record.chunk_times[0] - record.sent_s >= 0.08
-    assert record.end_s == record.chunk_times[-1]
-
-
-def test_request_on_the_wire(server: tuple[ScriptedServer, str]) -> None:
-    servicer, address = server
-    send(address, wire=WireOptions(model="m", sampling={"temperature": 0.5}))
-    (request,) = servicer.requests
-    assert (request["model"], request["text_input"], request["stream"]) == ("m", "a b", True)
-    assert json.loads(request["sampling_parameters"]) == {
-        "max_tokens": 8,
-        "min_tokens": 8,
-        "ignore_eos": True,
-        "temperature": 0.5,
-    }
-    assert request["exclude_input_in_output"] is True
-    assert request["parameters"]["triton_enable_empty_final_response"].bool_param is True
-    assert "return_num_input_tokens" not in request
-
-
-def test_final_flag_alone_is_no_token(server: tuple[ScriptedServer, str]) -> None:
-    servicer, address = server
-    servicer.script = lambda index, request: Script([(0.0, 2)], has_empty_final=True)
-    record = send(address)
-    assert (record.status, record.num_output_tokens, record.num_responses) == (Status.OK, 2, 2)
-    assert record.end_s >= record.chunk_times[-1]
-
-
-def test_server_without_counts_has_one_token_a_response(server: tuple[ScriptedServer, str]) -> None:
-    servicer, address = server
-    servicer.script = lambda index, request: Script([(0.0, 3), (0.0, 3)])
-    wire = WireOptions(has_token_counts=False, has_finish_reason=False)
-    record = send(address, wire=wire, has_token_counts=False)
-    assert "return_num_output_tokens" not in servicer.requests[0]
-    assert (list(record.chunk_tokens), record.finish_reason, record.status) == ([1, 1], None, Status.OK)
-
-
-@pytest.mark.parametrize(
-    ("script", "status", "text"),
-    [
-        (Script([(0, 1)], error=(grpc.StatusCode.INVALID_ARGUMENT, "top_p too high")), Status.ERROR, "top_p too high"),
-        (Script([], error=(grpc.StatusCode.UNAVAILABLE, "the queue is full")), Status.REFUSED, "the queue is full"),
-        (Script([], error_message="Exceeds maximum queue size"), Status.REFUSED, "Exceeds maximum queue size"),
-        (Script([(0, 1)], error_message="broken"), Status.ERROR, "broken"),
-        (Script([(0, 1)], ends_without_final=True), Status.ERROR, "without a final response"),
-    ],
-)
-def test_failures_are_results(server: tuple[ScriptedServer, str], script: Script, status: Status, text: str) -> None:
-    servicer, address = server
-    servicer.script = lambda index, request: script
-    record = send(address)
-    assert record.status is status
-    assert text in (record.error or "")
-    assert record.num_output_tokens == sum(num for _, num in script.chunks)
-
-
-def test_nobody_listens_is_an_error_not_a_refusal() -> None:
-    record = send("127.0.0.1:1")
-    assert record.status is Status.ERROR
-    assert "connect" in (record.error or "").lower()
-    assert is_refusal(grpc.StatusCode.UNAVAILABLE, "engine restarting")
-
-
-def test_cancel_after_tokens_reaches_the_server(server: tuple[ScriptedServer, str]) -> None:
-    servicer, address = server
-    servicer.script = lambda index, request: Script([(0.01, 1)] * 100_000)
-    record = send(address, cancel_after_tokens=3)
-    assert (record.status, record.num_output_tokens, record.is_final) == (Status.CANCELLED, 3, False)
-    eventually(lambda: servicer.num_cancelled == 1, "the server hears of it")
-    assert len(servicer.sent_at["0"]) < 100_000
-
-
-def test_request_timeout(server: tuple[ScriptedServer, str]) -> None:
-    servicer, address = server
-    servicer.script = lambda index, request: Script([(30.0, 1)])
-    record = send(address, timeout_s=0.1)
-    assert record.status is Status.ERROR
-    assert (record.error or "").startswith("DEADLINE_EXCEEDED")
-
-
-# The whole command
 
 
 def run_main(tmp_path: Path, address: str, *options: str) -> tuple[int, dict[str, Any], list[dict[str, Any]], str]:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import sys
 import threading
 import time
 from itertools import count
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cb_backend.traffic.workload import PlannedRequest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "client"))
-
 from load_generator import worker
 from load_generator.contracts import Done, Progress, WorkerSpec
 from load_generator.prompts import Vocabulary
 from load_generator.wire import WireOptions
+
+from cb_backend.traffic.workload import PlannedRequest
 
 
 class PipeThatStalls:

@@ -382,7 +382,7 @@ def test_a_thread_that_comes_too_late_writes_into_no_file() -> None:
     client.close()
     client._sinks[5] = Sink()
     client.cancel([5])
-    assert client._wake_fd == -1
+    assert client._bell.fd == -1
 
 
 def test_closing_ends_open_requests(fleet: Fleet) -> None:

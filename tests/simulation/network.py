@@ -5,7 +5,6 @@ The real ends talk over it: `FrontEndLink` of the engine and the parts of `Engin
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from unittest.mock import patch
 
@@ -130,9 +129,6 @@ class SimulatedClient(EngineClient):
         with patch("threading.Thread", _Nothing), patch("zmq.Context", _Nothing):
             super().__init__(front_end_id)
 
-    def _wake(self) -> None:
-        pass
-
     def attach(self, wires: Wires) -> None:
         self._socket = DealerEnd(wires, b"front-end-%d" % self.front_end_id)  # type: ignore[assignment]
         self._socket.send(encode(Hello(self.front_end_id, 1)), 0)
@@ -150,4 +146,4 @@ class SimulatedClient(EngineClient):
             self._disconnect()
 
     def give_back(self) -> None:
-        os.close(self._wake_fd)
+        self._bell.close()

@@ -35,6 +35,7 @@ from cb_backend.contracts.messages import (
     encode,
 )
 from cb_backend.contracts.queue_room import KnownRoom, QueueRoom
+from cb_backend.front_end.engines.bell import Bell
 from cb_backend.front_end.engines.request_sink import RequestSink, deliver, tell_error
 from cb_backend.front_end.engines.runtime_dir import EngineLife
 from cb_backend.support.process_watch import ProcessWatch
@@ -87,7 +88,7 @@ class EngineClient:
         self._next_life: EngineLife | None = None
         self._is_closing = False
         self._num_others = 0  # requests of other front ends, as of the last statistics
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell = Bell()  # wakes the I/O thread
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket | None = None
         self._watch: ProcessWatch | None = None
@@ -115,7 +116,7 @@ class EngineClient:
         """Talk to this engine from now on."""
         with self._lock:
             self._next_life = life
-            self._wake()
+            self._bell.ring()
 
     def submit(self, request: AddRequest, sink: RequestSink) -> None:
         """Send a request to the engine. Raises `UnavailableError` while there is none."""
@@ -126,7 +127,7 @@ class EngineClient:
             self._sinks[request.request_id] = sink
             self.room.take()  # first: a telling that counts the request already may come once it is sent
             self._outbox.append(frame)
-            self._wake()
+            self._bell.ring()
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         """End requests; their sinks hear nothing more. Unknown and finished ids are ignored."""
@@ -135,7 +136,7 @@ class EngineClient:
             if known:
                 self._outbox.append(encode(CancelRequests(known)))
                 self.room.give_back(len(known))
-                self._wake()
+                self._bell.ring()
 
     def close(self) -> None:
         """Say goodbye, end what is open, stop the thread. The client cannot be used afterwards."""
@@ -143,17 +144,10 @@ class EngineClient:
             if self._is_closing:
                 return
             self._is_closing = True
-            self._wake()
+            self._bell.ring()
         self._thread.join()
         self._context.term()
-        with self._lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-
-    def _wake(self) -> None:
-        """The lock must be held: a thread that comes late must not write into a file that has got this number since."""
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
+        self._bell.close()
 
     # ---- I/O thread -------------------------------------------------------------------------------------------
 
@@ -211,11 +205,11 @@ class EngineClient:
     def _wait(self) -> None:
         if self._poller is None:
             self._poller = zmq.Poller()
-            for end in (self._wake_fd, self._socket, self._watch and self._watch.fd):
+            for end in (self._bell.fd, self._socket, self._watch and self._watch.fd):
                 if end is not None:
                     self._poller.register(end, zmq.POLLIN)
-        if (self._wake_fd, zmq.POLLIN) in self._poller.poll(POLL_MS):
-            os.eventfd_read(self._wake_fd)
+        if (self._bell.fd, zmq.POLLIN) in self._poller.poll(POLL_MS):
+            self._bell.heard()
 
     def _start_next_life(self) -> None:
         with self._lock:
