@@ -23,8 +23,11 @@ demo: $(STAMP) ## start a real Triton server, stream several prompts at once, sh
 serve: $(STAMP) ## serve model_repository/ in the foreground (ARGS="--model PATH_OR_ID" for another model)
 	@$(VENV)/bin/cb-backend serve $(ARGS)
 
-bench: $(STAMP) ## in-flight batching against static batches, in process (ARGS="engine --help" for the rest)
-	@$(VENV)/bin/cb-backend bench $(or $(ARGS),batching)
+# Some minutes on a CPU: the demo's model, two batch sizes, sixteen requests.
+STUDY := --model HuggingFaceTB/SmolLM2-135M-Instruct --input-len uniform:16:128 --output-len uniform:8:128 \
+  --num-requests 16 --max-num-seqs 4,8 --max-num-batched-tokens 128 --no-confirm
+bench: $(STAMP) ## in-flight batching against static batches, in process (ARGS="--help" for your own traffic and model)
+	@$(VENV)/bin/cb-backend study $(or $(ARGS),$(STUDY))
 
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu" -o faulthandler_timeout=180
 # Without ARGS the kernels' tests, which start no server and watch no clock, run beside the others; their report comes last.

@@ -20,10 +20,10 @@ from typing import Any
 from cb_backend import __version__
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
+from cb_backend.cli.teller import Teller
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.study import machine
 from cb_backend.study.bench import Setting
-from cb_backend.study.replay import Progress
 from cb_backend.study.report import html_report, text_report
 from cb_backend.study.sample import Sample, sample_lengths, sample_trace
 from cb_backend.study.step_times import StepTimes
@@ -36,7 +36,6 @@ GRIDS = {  # by device: values of max_num_seqs and of max_num_batched_tokens
     "cuda": ((32, 64, 128, 256, 512), (512, 2048, 8192)),
     "cpu": ((2, 4, 8, 16, 32), (128, 512, 2048)),
 }
-TELL_EVERY_S = 5.0
 INTERRUPTED = 130  # exit code, as after Ctrl-C
 
 
@@ -90,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Study and report; returns the exit code. Raises `CliError` and `CbError` for what cannot be done."""
     check(args)
     begin = time.monotonic()
+    teller = Teller(begin)
     times = StepTimes.load(args.times) if args.times is not None else None
     sample = _sample(args)
     device = times.device if times is not None and args.model is None else _device(args)
@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
         is_confirmed=not args.no_confirm,
         is_cpu_time=args.cpu_time,
         times=times,
-        say=Teller(begin),
-        note=lambda text: print(f"{time.monotonic() - begin:7.1f} s  {text}", file=sys.stderr, flush=True),
+        say=teller,
+        note=teller.note,
         conditions=machine.conditions,
     )
     study = session.run()
@@ -125,25 +125,6 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(study.to_json(), indent=1) + "\n", encoding="utf-8")
     print(f"\n{time.monotonic() - begin:.1f} s" + (f", report in {args.html}" if args.html is not None else ""))
     return INTERRUPTED if study.was_interrupted else 0
-
-
-class Teller:
-    """Says which replay runs, and now and then how far it is. To stderr: stdout is the report."""
-
-    def __init__(self, begin: float) -> None:
-        self._begin = begin
-        self._last = begin
-
-    def __call__(self, name: str) -> Progress:
-        self._last = time.monotonic()
-        print(f"{self._last - self._begin:7.1f} s  {name}", file=sys.stderr, flush=True)
-        return self._tell
-
-    def _tell(self, num_ended: int, num_requests: int) -> None:
-        now = time.monotonic()
-        if now - self._last >= TELL_EVERY_S:
-            self._last = now
-            print(f"{now - self._begin:7.1f} s    {num_ended} of {num_requests} requests", file=sys.stderr, flush=True)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +16,6 @@ from cb_backend.cli.timelines.svg import draw, page, sheet
 from cb_backend.front_end.engines.engine_observer import ask_for_steps, model_of
 from cb_backend.support.argument_types import output_file, positive_int
 
-TELL_EVERY_S = 2.0
 HELP = "draw who was in the batch, token by token: of a running engine, a saved log, or a demo"
 
 
@@ -43,9 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.source == "demo":
+        from cb_backend.cli.teller import Teller
         from cb_backend.cli.timelines.demo import compare  # needs torch
 
-        logs = compare(args.model, args.slots, args.requests or 4 * args.slots, args.seed, Teller())
+        logs = compare(args.model, args.slots, args.requests or 4 * args.slots, args.seed, Teller(time.monotonic()))
         title, note = "The same requests, batched in two ways", _comparison(logs)
     else:
         log = _live(args) if args.source == "live" else StepLogFile.read(Path(args.source))
@@ -63,20 +62,6 @@ def run(args: argparse.Namespace) -> int:
     args.out.write_text(sheet(pictures) if args.out.suffix == ".svg" else page(title, pictures, note))
     print(f"{args.out}: {', '.join(f'{len(log.steps)} steps' for log in logs)}. {note}".rstrip())
     return 0
-
-
-class Teller:
-    """Says which way of batching runs, and every few seconds how far it is. To stderr: stdout says what was written."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, name: str, num_requests: int, num_steps: int, num_ended: int) -> None:
-        now = time.monotonic()
-        if num_steps == 0 or now - self._last >= TELL_EVERY_S:
-            self._last = now
-            far = f": {num_ended} of {num_requests} requests, step {num_steps}" if num_steps else ""
-            print(f"{name}{far}", file=sys.stderr, flush=True)
 
 
 def _comparison(logs: list[StepLogFile]) -> str:

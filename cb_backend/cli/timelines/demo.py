@@ -10,17 +10,18 @@ import dataclasses
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
 from cb_backend.contracts.config import engine_config_from_dict
+from cb_backend.contracts.request import Request
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.study.replay import Progress, Say, drive, fresh_engine
 
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,8 +44,7 @@ TITLES = {
     "static": "Static batching: nobody joins before the whole batch has ended",
 }
 NAMES = {"fcfs": "in flight", "static": "static batches"}
-MAX_STEPS = 100_000
-Tell = Callable[[str, int, int, int], None]  # name, of so many requests; steps so far, requests ended
+MAX_STEPS = 100_000  # that are drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,30 +70,41 @@ def arrivals(num_requests: int, seed: int = 0) -> list[Arrival]:
     return result
 
 
-def record(engine: LLMEngine, traffic: list[Arrival], title: str, tell: Callable[[int, int], None]) -> StepLogFile:
-    """Run the traffic to its end; returns the engine's log. `tell` gets the steps and the requests ended so far."""
+class StepClock:
+    """Counts an engine's steps as if they were seconds; a pause is over at once."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._skipped = 0.0
+
+    def __call__(self) -> float:
+        return self._engine.log.num_steps + self._skipped
+
+    def sleep(self, steps: float) -> None:
+        self._skipped += steps
+
+
+def record(engine: LLMEngine, traffic: list[Arrival], title: str, progress: Progress) -> StepLogFile:
+    """Run the traffic to its end; returns the engine's log. `progress` gets the requests ended so far, and all."""
     ids = np.random.default_rng(1)
-    to_come = sorted(enumerate(traffic, 1), key=lambda entry: entry[1].step)
-    num_steps = num_ended = 0
-    while to_come or engine.has_unfinished():
-        while to_come and (to_come[0][1].step <= num_steps or not engine.has_unfinished()):
-            request_id, arrival = to_come.pop(0)
-            prompt = ids.integers(1, engine.info.vocab_size, arrival.num_prompt_tokens, dtype=np.int32)
-            params = TokenRules(max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True, seed=request_id)
-            engine.add_request(engine.make_request(request_id, prompt, params))
-        tell(num_steps, num_ended)
-        output = engine.step()
-        num_steps += 1
-        num_ended += 0 if output is None else int(np.count_nonzero(output.finish_reasons))
-        if num_steps > MAX_STEPS:
-            raise RuntimeError("the demo does not come to an end")
+    prompts = [
+        ids.integers(1, engine.info.vocab_size, arrival.num_prompt_tokens, dtype=np.int32) for arrival in traffic
+    ]
+
+    def make_request(index: int) -> Request:
+        length = traffic[index].num_output_tokens
+        params = TokenRules(max_tokens=length, temperature=0.0, ignore_eos=True, seed=index)
+        return engine.make_request(index + 1, prompts[index], params)
+
+    clock = StepClock(engine)
+    drive(engine, make_request, [arrival.step for arrival in traffic], clock(), clock, clock.sleep, progress)
     return from_dump(engine.log.dump(MAX_STEPS), title)
 
 
-def compare(model: str | None, num_slots: int, num_requests: int, seed: int, tell: Tell) -> list[StepLogFile]:
+def compare(model: str | None, num_slots: int, num_requests: int, seed: int, say: Say) -> list[StepLogFile]:
     """The logs of in-flight and static batching. Raises `ConfigError` if the model cannot be loaded.
 
-    `tell` is called before each step.
+    `say` is told of each run.
     """
     with _model_folder(model) as folder:
         config = engine_config_from_dict(
@@ -111,9 +122,8 @@ def compare(model: str | None, num_slots: int, num_requests: int, seed: int, tel
         traffic = arrivals(num_requests, seed)
         logs = []
         for policy, title in TITLES.items():
-            changed = dataclasses.replace(config, scheduling_policy=policy)
-            way = LLMEngine(changed, engine.runner, engine.info)
-            logs.append(record(way, traffic, title, partial(tell, NAMES[policy], num_requests)))
+            way = fresh_engine(engine, scheduling_policy=policy)
+            logs.append(record(way, traffic, title, say(NAMES[policy])))
         engine.close()
         return logs
 
