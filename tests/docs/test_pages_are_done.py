@@ -18,6 +18,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "server", "faults", "p
 TESTS_OF_PAGES = {
     "add-a-model": ["tests/models/test_equal_to_transformers.py", "tests/models/test_model_config.py", "-k", "seed"],
     "add-a-kernel": ["tests/kernels/test_relu2_mul.py"],
+    "add-a-weight-format": ["tests/models/test_int8_rows.py"],
     "add-a-parameter": [
         *("tests/front_end/test_max_gap.py", "tests/kernels/test_sample.py", "tests/kernels/test_slot_state.py"),
         *("-k", "gap or engine"),
@@ -78,6 +79,12 @@ def test_a_parameter_of_rows_is_three_files_and_their_tests() -> None:
         "cb_backend/contracts/token_rules.py", "cb_backend/front_end/wire/parameters.py",
         "cb_backend/kernels/sample.py", "tests/front_end/test_max_gap.py", "tests/kernels/test_sample.py",
         "tests/kernels/test_slot_state.py",
+    ]  # fmt: skip
+
+
+def test_a_weight_format_is_two_files_and_a_test() -> None:
+    assert sorted(files_of(diff_of("add-a-weight-format"))) == [
+        "cb_backend/models/packed_formats.py", "cb_backend/models/quantization.py", "tests/models/test_int8_rows.py",
     ]  # fmt: skip
 
 

@@ -42,7 +42,22 @@ class Reach(NamedTuple):
 REACHES = (
     Reach("a row-wise sampling parameter", r"min_p", "min_p"),
     Reach("a side result", r"PromptLogprobs|prompt_logprobs|ChunkLogprobs", "the prompt's log-probabilities"),
-    Reach("a weight format", r"fp8|Fp8\w*|FP8\w*|\w+_fp8|fp8_\w+", "fp8"),
+    Reach("a weight format", r"GptqReader|_read_gptq|read_gptq|gptq\w*", "GPTQ"),
+)
+
+
+class Toy(NamedTuple):
+    """A small feature of one kind: the diff of a page, which the suite applies to a copy of the tree and tries."""
+
+    kind: str
+    page: str
+
+
+TOYS = (
+    Toy("a toy model family", "add-a-model"),
+    Toy("a toy row-wise sampling parameter", "add-a-parameter"),
+    Toy("a toy weight format", "add-a-weight-format"),
+    Toy("a toy kernel", "add-a-kernel"),
 )
 
 
@@ -135,6 +150,12 @@ def files_that_name(names: str, folder: Path) -> list[str]:
     ]
 
 
+def files_of_toy(page: str) -> list[str]:
+    """Files that the diff of a page of docs/contributing touches."""
+    text = (ROOT / "docs" / "contributing" / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(r"^\+\+\+ b/(.*)$", text, re.MULTILINE)
+
+
 # ---- what is printed ----------------------------------------------------------------------------------------------
 
 
@@ -146,8 +167,11 @@ def report() -> list[str]:
         f"what runs next ({RUNS_NEXT}): {scheduler.lines} lines in {scheduler.files} files",
         f"two levels deep: {_counts(arrows)}",
         f"one level deep: {_counts(storeys_of(arrows))}",
-        "a model family: 1 file (tests/models/test_new_family.py adds one by a file alone)",
     ]
+    for toy in TOYS:
+        touched = files_of_toy(toy.page)
+        own = [file.removeprefix(f"{PACKAGE}/") for file in touched if file.startswith(f"{PACKAGE}/")]
+        lines.append(f"{toy.kind}: {len(own)} of the package, {len(touched) - len(own)} of the tests: {', '.join(own)}")
     for reach in REACHES:
         files = files_that_name(reach.names, ROOT / PACKAGE)
         lines.append(f"{reach.kind}: {len(files)} files name {reach.example}: {', '.join(files)}")

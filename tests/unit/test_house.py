@@ -53,7 +53,7 @@ def test_it_prints_every_count() -> None:
     )
     assert done.returncode == 0, done.stderr
     begins = [line.partition(":")[0] for line in done.stdout.splitlines()]
-    kinds = [reach.kind for reach in house.REACHES]
-    counts = ["two levels deep", "one level deep", "a model family"]
+    kinds = [each.kind for each in (*house.TOYS, *house.REACHES)]
+    counts = ["two levels deep", "one level deep"]
     assert begins == ["package", f"what runs next ({house.RUNS_NEXT})", *counts, *kinds]
     assert not [line for line in done.stdout.splitlines() if ": 0 " in line]
