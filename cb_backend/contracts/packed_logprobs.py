@@ -7,7 +7,7 @@ the figures mean is said in `step`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ class TokenLogprob(NamedTuple):
     """What the model thought where one token stands: chosen, or given in a prompt."""
 
     logprob: float  # of this token
-    rank: int  # of this token, from 1
+    figures: dict[str, float]  # of this token, by the names of `step.TokenLogprobs`
     top_ids: list[int]  # likeliest first
     top_logprobs: list[float]
 
@@ -29,14 +29,15 @@ class PackedFigures(msgspec.Struct, frozen=True):
     """The figures of n tokens, with the k likeliest of each."""
 
     own: bytes  # float32 [n] of the tokens themselves
-    ranks: bytes  # int32 [n]
+    figures: dict[str, tuple[str, bytes]]  # [n] of the tokens themselves, by name: NumPy's type, and its values
     top_ids: bytes  # int32 [n, k]
     top_logprobs: bytes  # float32 [n, k]
 
     def unpack(self) -> list[TokenLogprob]:
         own = np.frombuffer(self.own, "<f4").tolist()
+        named = {name: np.frombuffer(values, form).tolist() for name, (form, values) in self.figures.items()}
         columns = (
-            np.frombuffer(self.ranks, "<i4").tolist(),
+            [{name: values[i] for name, values in named.items()} for i in range(len(own))],
             np.frombuffer(self.top_ids, "<i4").reshape(len(own), -1).tolist(),
             np.frombuffer(self.top_logprobs, "<f4").reshape(len(own), -1).tolist(),
         )
@@ -86,7 +87,12 @@ def pack(attachment: Attachment) -> Packed | None:
 def _packed(own: NDArray[np.float32], logprobs: TokenLogprobs | PromptLogprobs) -> PackedFigures:
     return PackedFigures(
         own.astype("<f4", copy=False).tobytes(),
-        logprobs.ranks.astype("<i4", copy=False).tobytes(),
+        {name: _packed_column(values) for name, values in logprobs.figures.items()},
         logprobs.top_ids.astype("<i4", copy=False).tobytes(),
         logprobs.top_logprobs.astype("<f4", copy=False).tobytes(),
     )
+
+
+def _packed_column(values: NDArray[Any]) -> tuple[str, bytes]:
+    form = "<f4" if values.dtype.kind == "f" else "<i4"
+    return form, values.astype(form, copy=False).tobytes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -119,15 +119,16 @@ class TokenLogprobs:
 
     owners: NDArray[np.int64]  # [n] whose: the plan's rows, later request ids
     sampled: NDArray[np.float32]  # [n] of the sampled token
-    ranks: NDArray[np.int32]  # [n] of the sampled token: 1 + number of strictly likelier tokens
+    # Figures of the sampled token by name, [n] each, int32 or float32. They reach the client under their names;
+    # "rank": 1 + number of strictly likelier tokens.
+    figures: dict[str, NDArray[Any]]
     top_ids: NDArray[np.int32]  # [n, k] likeliest first, ties by id; k is the most that any of the n asks for
     top_logprobs: NDArray[np.float32]  # [n, k]
 
     def given_to(self, owners: NDArray[np.int64], keep: NDArray[np.bool_]) -> TokenLogprobs:
         """The figures kept, under other owners. Both [n]."""
-        return TokenLogprobs(
-            owners[keep], self.sampled[keep], self.ranks[keep], self.top_ids[keep], self.top_logprobs[keep]
-        )
+        figures = {name: values[keep] for name, values in self.figures.items()}
+        return TokenLogprobs(owners[keep], self.sampled[keep], figures, self.top_ids[keep], self.top_logprobs[keep])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +138,13 @@ class PromptLogprobs:
     owners: NDArray[np.int64]  # [1] whose prompt, as in `TokenLogprobs`
     first: int  # position of the first of the n tokens in the prompt, >= 1; a prompt computed anew begins at 1 again
     given: NDArray[np.float32]  # [n] of the prompt's token
-    ranks: NDArray[np.int32]  # [n] of the prompt's token, as in `TokenLogprobs`
+    figures: dict[str, NDArray[Any]]  # [n] each, of the prompt's token, as in `TokenLogprobs`
     top_ids: NDArray[np.int32]  # [n, k]
     top_logprobs: NDArray[np.float32]  # [n, k]
 
     def given_to(self, owners: NDArray[np.int64], keep: NDArray[np.bool_]) -> PromptLogprobs:
         """The same under another owner; nothing is left of it where it is not kept."""
-        return PromptLogprobs(owners[keep], self.first, self.given, self.ranks, self.top_ids, self.top_logprobs)
+        return PromptLogprobs(owners[keep], self.first, self.given, self.figures, self.top_ids, self.top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def token_logprobs(output: EngineOutput) -> dict[int, Logprob]:
     figures = {}
     for part in output.attached:
         if isinstance(part, TokenLogprobs):
-            columns = (part.owners, part.sampled, part.ranks, part.top_ids, part.top_logprobs)
+            columns = (part.owners, part.sampled, part.figures["rank"], part.top_ids, part.top_logprobs)
             for owner, *values in zip(*(column.tolist() for column in columns), strict=True):
                 figures[owner] = Logprob(*values)
     return figures
@@ -119,7 +119,7 @@ def take_prompt_logprobs(output: EngineOutput, taken: dict[int, list[Logprob]]) 
         if part.first == 1:
             known.clear()
         assert part.first == len(known) + 1, "figures of a prompt have a gap"
-        columns = (part.given, part.ranks, part.top_ids, part.top_logprobs)
+        columns = (part.given, part.figures["rank"], part.top_ids, part.top_logprobs)
         known += [Logprob(*figures) for figures in zip(*(column.tolist() for column in columns), strict=True)]
 
 

@@ -48,7 +48,7 @@ def test_the_same_batch_brings_new_tokens_and_another_batch_new_shares() -> None
 def test_log_probabilities_go_with_their_entries() -> None:
     values = np.array([-1.0, -2.0, -3.0], np.float32)
     logprobs = TokenLogprobs(
-        IDS, values, np.ones(3, np.int32), np.zeros((3, 1), np.int32), np.zeros((3, 1), np.float32)
+        IDS, values, {"rank": np.ones(3, np.int32)}, np.zeros((3, 1), np.int32), np.zeros((3, 1), np.float32)
     )
     step = output(IDS, attached=(logprobs,))
     packed = {share.front_end_id: step_output(1, share, step, {}).attached for share in Shares().of(step)}
@@ -65,7 +65,7 @@ def test_a_front_end_is_told_of_its_prompt_though_it_has_no_entry() -> None:
         np.array([asking]),
         1,
         np.zeros(1, np.float32),
-        np.ones(1, np.int32),
+        {"rank": np.ones(1, np.int32)},
         np.zeros((1, 0), np.int32),
         np.zeros((1, 0), np.float32),
     )

@@ -18,7 +18,7 @@ from tests.front_end.conftest import CJK, ByteFallbackKit, ByteLevelKit, Kit
 
 
 def figures(ids: list[int], values: list[float], sampled: float, rank: int) -> TokenLogprob:
-    return TokenLogprob(sampled, rank, ids, values)
+    return TokenLogprob(sampled, {"rank": rank}, ids, values)
 
 
 def test_json_of_vllm_backend(byte_level: ByteLevelKit) -> None:
@@ -107,15 +107,15 @@ def test_figures_cross_the_process_border() -> None:
     logprobs = TokenLogprobs(
         owners=np.array([1, 3, 4]),
         sampled=np.array([-0.5, -1.0, -2.0], np.float32),
-        ranks=np.array([1, 2, 3], np.int32),
+        figures={"rank": np.array([1, 2, 3], np.int32), "entropy": np.array([0.5, 1.0, 0.25], np.float32)},
         top_ids=np.array([[7, 8], [9, 10], [11, 12]], np.int32),
         top_logprobs=np.array([[-0.5, -1.5], [-0.25, -1.0], [-0.125, -8.0]], np.float32),
     )
     packed = pack(logprobs.given_to(np.array([70, 80, 90]), np.array([True, False, True])))
     assert isinstance(packed, StepLogprobs)
     assert dict(packed.by_owner()) == {
-        70: TokenLogprob(-0.5, 1, [7, 8], [-0.5, -1.5]),
-        90: TokenLogprob(-2.0, 3, [11, 12], [-0.125, -8.0]),
+        70: TokenLogprob(-0.5, {"rank": 1, "entropy": 0.5}, [7, 8], [-0.5, -1.5]),
+        90: TokenLogprob(-2.0, {"rank": 3, "entropy": 0.25}, [11, 12], [-0.125, -8.0]),
     }
 
 
@@ -123,7 +123,9 @@ def chunk(first: int, given: list[float], ranks: list[int], top: list[list[tuple
     ids = np.array([[token for token, _ in row] for row in top], np.int32)
     values = np.array([[value for _, value in row] for row in top], np.float32)
     packed = pack(
-        PromptLogprobs(np.array([1]), first, np.array(given, np.float32), np.array(ranks, np.int32), ids, values)
+        PromptLogprobs(
+            np.array([1]), first, np.array(given, np.float32), {"rank": np.array(ranks, np.int32)}, ids, values
+        )
     )
     assert isinstance(packed, ChunkLogprobs)
     return packed

@@ -16,7 +16,7 @@ LENGTH = int(FinishReason.LENGTH)
 
 
 def figure(logprob: float) -> tuple[TokenLogprob]:
-    return (TokenLogprob(logprob, 1, [], []),)
+    return (TokenLogprob(logprob, {"rank": 1}, [], []),)
 
 
 def test_n_waits_for_all_and_keeps_the_order_of_the_seeds(bench: Bench) -> None:
@@ -58,7 +58,7 @@ def chunks() -> list[ChunkLogprobs]:
     parts = []
     for first, count in ((1, 4), (5, 2)):
         figures, ids = np.full((count, 1), -0.5, np.float32), np.full((count, 1), 97, np.int32)
-        packed = pack(PromptLogprobs(np.array([1]), first, figures[:, 0], ids[:, 0], ids, figures))
+        packed = pack(PromptLogprobs(np.array([1]), first, figures[:, 0], {"rank": ids[:, 0]}, ids, figures))
         assert isinstance(packed, ChunkLogprobs)
         parts.append(packed)
     return parts

@@ -76,7 +76,7 @@ class PendingLogprobs:
 
     def result(self) -> TokenLogprobs:
         floats, ints = self._floats.numpy(), self._ints.numpy()
-        return TokenLogprobs(self._owners, floats[:, 0], ints[:, 0], ints[:, 1:], floats[:, 1:])
+        return TokenLogprobs(self._owners, floats[:, 0], {"rank": ints[:, 0]}, ints[:, 1:], floats[:, 1:])
 
 
 def to_host(values: Tensor) -> Tensor:

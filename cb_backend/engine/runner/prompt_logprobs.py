@@ -62,7 +62,7 @@ class PendingPromptLogprobs:
         results = []
         for chunk, floats, ints in self._parts:
             f, i, owner = floats.numpy(), ints.numpy(), np.array([chunk.row])
-            results.append(PromptLogprobs(owner, chunk.first, f[:, 0], i[:, 0], i[:, 1:], f[:, 1:]))
+            results.append(PromptLogprobs(owner, chunk.first, f[:, 0], {"rank": i[:, 0]}, i[:, 1:], f[:, 1:]))
         return tuple(results)
 
 

@@ -33,7 +33,8 @@ class OutputLogprobs:
     def take_json(self) -> str:
         """What is new since the last call: a list of {token id: {"logprob", "rank", "decoded_token"}}, a token each.
 
-        The chosen token comes first, then the likeliest ones in order (the chosen one is not repeated).
+        The chosen token comes first, with whatever figures the engine gives of it beside its rank; then the likeliest
+        ones in order (the chosen one is not repeated).
         """
         if self._num_top is None:
             return NOT_ASKED_FOR
@@ -65,13 +66,13 @@ class PromptFigures:
 
 
 def _figures(tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob, num_top: int) -> dict[str, dict[str, object]]:
-    figures = {str(token_id): _figure(tokenizer, token_id, logprob.logprob, logprob.rank)}
+    figures = {str(token_id): _figure(tokenizer, token_id, logprob.logprob, logprob.figures)}
     top = logprob.top_logprobs[:num_top]
     for top_id, value in zip(logprob.top_ids, top, strict=False):
         # Everything likelier stands before it in the list; equals share the rank of their first.
-        figures.setdefault(str(top_id), _figure(tokenizer, top_id, value, top.index(value) + 1))
+        figures.setdefault(str(top_id), _figure(tokenizer, top_id, value, {"rank": top.index(value) + 1}))
     return figures
 
 
-def _figure(tokenizer: Tokenizer, token_id: int, value: float, rank: int) -> dict[str, object]:
-    return {"logprob": max(value, _LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+def _figure(tokenizer: Tokenizer, token_id: int, value: float, others: dict[str, float]) -> dict[str, object]:
+    return {"logprob": max(value, _LOWEST), **others, "decoded_token": tokenizer.token_text(token_id)}
