@@ -14,10 +14,11 @@ import pytest
 from tests.docs.checks import ROOT
 
 COPIED = ("cb_backend", "tests", "kernels", "pyproject.toml")
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "server", "faults", "peers", "results")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "faults", "peers", "results")
 TESTS_OF_PAGES = {
     "add-a-model": ["tests/models/test_equal_to_transformers.py", "tests/models/test_model_config.py", "-k", "seed"],
     "add-a-kernel": ["tests/kernels/test_relu2_mul.py"],
+    "add-a-side-result": ["tests/llm/test_entropy.py"],
     "add-a-weight-format": ["tests/models/test_int8_rows.py"],
     "add-a-parameter": [
         *("tests/front_end/test_max_gap.py", "tests/kernels/test_sample.py", "tests/kernels/test_slot_state.py"),
@@ -79,6 +80,13 @@ def test_a_parameter_of_rows_is_three_files_and_their_tests() -> None:
         "cb_backend/contracts/token_rules.py", "cb_backend/front_end/wire/parameters.py",
         "cb_backend/kernels/sample.py", "tests/front_end/test_max_gap.py", "tests/kernels/test_sample.py",
         "tests/kernels/test_slot_state.py",
+    ]  # fmt: skip
+
+
+def test_a_side_result_is_two_files_and_a_test() -> None:
+    assert sorted(files_of(diff_of("add-a-side-result"))) == [
+        "cb_backend/engine/runner/logprobs.py", "cb_backend/engine/runner/prompt_logprobs.py",
+        "tests/llm/test_entropy.py",
     ]  # fmt: skip
 
 

@@ -56,6 +56,7 @@ class Toy(NamedTuple):
 TOYS = (
     Toy("a toy model family", "add-a-model"),
     Toy("a toy row-wise sampling parameter", "add-a-parameter"),
+    Toy("a toy side result", "add-a-side-result"),
     Toy("a toy weight format", "add-a-weight-format"),
     Toy("a toy kernel", "add-a-kernel"),
 )
