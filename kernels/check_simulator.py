@@ -18,6 +18,7 @@ from cb_backend.contracts.config import engine_config_from_dict
 from cb_backend.study.bench import Setting, SimulatedBench
 from cb_backend.study.figures import Figures, figures
 from cb_backend.study.sample import sample_lengths, sample_trace
+from cb_backend.study.static_admission import POLICIES
 from cb_backend.study.step_times import StepTimes
 from cb_backend.study.traffic import Traffic
 
@@ -55,7 +56,7 @@ def predicted(run: dict[str, Any], times: StepTimes, folder: Path) -> Figures:
         "run_ahead": times.run_ahead,
     }
     bench = SimulatedBench(engine_config_from_dict(arguments), times)
-    return figures(bench.run(traffic_of(run, times, folder), Setting(*run["setting"]), run["policy"]))
+    return figures(bench.run(traffic_of(run, times, folder), Setting(*run["setting"]), POLICIES[run["policy"]]))
 
 
 def errors(found: Figures, run: dict[str, Any]) -> list[float]:
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=RESULTS / "study.jsonl")
     parser.add_argument("--times", type=Path, default=RESULTS / "step_times_h100_llama-3.2-1b.json")
     parser.add_argument("--blocks", type=int, help="only runs with a cache of so many blocks")
-    parser.add_argument("--policy", choices=("fcfs", "static"), help="only runs of this scheduling policy")
+    parser.add_argument("--policy", choices=[*POLICIES], help="only runs of this scheduling policy")
     args = parser.parse_args()
     times = StepTimes.load(args.times)
     names = [f"{name.removesuffix('_ms').replace('output_tokens_per_s', 'tokens/s')} {key}" for name, key in CHECKED]

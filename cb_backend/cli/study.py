@@ -183,6 +183,5 @@ def _config(args: argparse.Namespace, times: StepTimes | None, largest: Setting)
     settings = {
         "max_num_seqs": largest.max_num_seqs,
         "max_num_batched_tokens": largest.max_num_batched_tokens,
-        "scheduling_policy": "fcfs",
     }
     return engine_config_from_dict({**measured, **_arguments(args), **settings})

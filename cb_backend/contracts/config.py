@@ -32,7 +32,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "triton", "torch"),
     "prefill_policy": ("mixed", "hybrid"),
-    "scheduling_policy": ("fcfs", "static"),
 }
 # None is allowed where the field's type has it.
 _AT_LEAST_ONE = (
@@ -73,7 +72,6 @@ class EngineConfig:
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step, whatever its length
     prefill_policy: str = "mixed"  # mixed | hybrid: prompts in large steps of their own while more requests gain by it
     max_itl_ms: float | None = None  # prompt tokens beside running streams are held back to keep a step below it
-    scheduling_policy: str = "fcfs"  # fcfs | static (the baseline: a batch is filled, then runs until all have ended)
     # The queue
     max_queue_size: int = 4096  # requests waiting beyond free slots; one more is refused as UNAVAILABLE
     max_queue_tokens: int = 1 << 24  # their prompt tokens in all; beyond it a request is refused as UNAVAILABLE
@@ -164,6 +162,11 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "enable_lora": (False,),
     "tokenizer_mode": ("auto",),
     "distributed_executor_backend": (None, "mp", "uni"),
+    "scheduling_policy": ("fcfs", "priority"),
+}
+# What is so about others of their values; of the rest it is that they are not supported yet.
+_WHY_NOT = {
+    "scheduling_policy": "but requests always run in flight (`cb-backend study` compares that with static batches)",
 }
 
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
@@ -200,8 +203,8 @@ def _check_without_effect(key: str, value: Any) -> None:
     plain = _BOOLS.get(value.lower(), value) if isinstance(value, str) else value
     if plain not in allowed:
         raise ConfigError(
-            f"engine argument {key!r} is {_show(value)}, which is not supported yet; remove it or use "
-            + " or ".join(repr(choice) for choice in allowed)
+            f"engine argument {key!r} is {_show(value)}, {_WHY_NOT.get(key, 'which is not supported yet')};"
+            " remove it or use " + " or ".join(repr(choice) for choice in allowed)
         )
 
 

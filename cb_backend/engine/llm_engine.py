@@ -31,6 +31,7 @@ from cb_backend.engine.grammar.grammar_wait import grammar_wait
 from cb_backend.engine.grammar.guide import Guide
 from cb_backend.engine.grammar.guided_rows import FedStep, GuidedRows
 from cb_backend.engine.held_requests import HeldRequests
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
 from cb_backend.kv_cache.manager import KVCacheManager
@@ -75,14 +76,16 @@ class LLMEngine:
         runner: Runner,
         info: ModelInfo,
         clock: Callable[[], float] = time.monotonic,
+        policy: PolicyKind = ContinuousAdmission,
     ) -> None:
+        """`policy` as in `Scheduler`."""
         self.config = config
         self.info = info
         self.runner = runner
         by_itself = MAX_RUN_AHEAD if info.device == "cuda" else 0  # on a CPU there is nothing to wait for
         self.run_ahead = by_itself if config.run_ahead is None else config.run_ahead
         kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks)
+        self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks, policy)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)
         self.grammars = GrammarCompiler(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         self._held = HeldRequests()

@@ -12,6 +12,7 @@ import numpy as np
 
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.replay import Progress, Replay, ReplayError, Say, fresh_engine, no_collections, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import StepTimes, fit_laws
@@ -41,7 +42,11 @@ class Bench(Protocol):
     is_simulated: bool
 
     def run(
-        self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None
+        self,
+        traffic: Traffic,
+        setting: Setting,
+        policy: PolicyKind = ContinuousAdmission,
+        progress: Progress | None = None,
     ) -> Replay: ...
 
 
@@ -74,10 +79,16 @@ class RealBench:
         gc.collect()
         gc.freeze()  # the loaded model and its libraries are not looked through again before each replay
 
-    def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
+    def run(
+        self,
+        traffic: Traffic,
+        setting: Setting,
+        policy: PolicyKind = ContinuousAdmission,
+        progress: Progress | None = None,
+    ) -> Replay:
         cpu = CpuClock()
         clock, sleep = (cpu, cpu.sleep) if self._is_cpu_time else (time.monotonic, time.sleep)
-        engine = fresh_engine(self.engine, clock, **settings_of(traffic, setting, policy))
+        engine = fresh_engine(self.engine, clock, policy, **settings_of(traffic, setting))
         try:
             with no_collections():
                 return replay(engine, traffic, clock, sleep, progress)
@@ -94,18 +105,23 @@ class SimulatedBench:
         self.config = config
         self.times = times
 
-    def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
-        config = replace(self.config, **settings_of(traffic, setting, policy))
+    def run(
+        self,
+        traffic: Traffic,
+        setting: Setting,
+        policy: PolicyKind = ContinuousAdmission,
+        progress: Progress | None = None,
+    ) -> Replay:
+        config = replace(self.config, **settings_of(traffic, setting))
         clock = VirtualClock()
-        return replay(simulated_engine(config, self.times, clock), traffic, clock, clock.sleep, progress)
+        return replay(simulated_engine(config, self.times, clock, policy), traffic, clock, clock.sleep, progress)
 
 
-def settings_of(traffic: Traffic, setting: Setting, policy: str) -> dict[str, Any]:
+def settings_of(traffic: Traffic, setting: Setting) -> dict[str, Any]:
     """The engine arguments of a replay. Its queue takes all of the traffic: what is studied is how long it waits."""
     return {
         "max_num_seqs": setting.max_num_seqs,
         "max_num_batched_tokens": setting.max_num_batched_tokens,
-        "scheduling_policy": policy,
         "max_queue_size": len(traffic),
         "max_queue_tokens": 1 + sum(traffic.prompt_lens),
     }

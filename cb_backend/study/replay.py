@@ -21,6 +21,7 @@ from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import EngineOutput
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.answer_lengths import AnswerLengths
 from cb_backend.study.latencies import Latencies, latencies
 from cb_backend.study.traffic import Traffic
@@ -77,13 +78,15 @@ class Replay:
     wall_seconds: float  # that the replay itself took; less than `seconds` in a simulation
 
 
-def fresh_engine(engine: LLMEngine, clock: Clock = time.monotonic, /, **changes: object) -> LLMEngine:
+def fresh_engine(
+    engine: LLMEngine, clock: Clock = time.monotonic, policy: PolicyKind = ContinuousAdmission, /, **changes: object
+) -> LLMEngine:
     """A new scheduler and an empty KV cache over the same runner; `changes` are engine arguments."""
     config = dataclasses.replace(engine.config, **changes)  # type: ignore[arg-type]
     info = engine.info
     if config.num_gpu_blocks_override is not None:
         info = msgspec.structs.replace(info, num_blocks=min(info.num_blocks, config.num_gpu_blocks_override))
-    return LLMEngine(config, engine.runner, info, clock)
+    return LLMEngine(config, engine.runner, info, clock, policy)
 
 
 def replay(

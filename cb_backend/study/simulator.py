@@ -17,6 +17,7 @@ from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.step import NO_TOKEN, MaskSource, StepPlan, StepResult, Want
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.step_times import StepTimes, shape_of
 
 _SAMPLED = 0  # the token id of every sampled token
@@ -79,7 +80,9 @@ class SimulatedRunner:
         pass
 
 
-def simulated_engine(config: EngineConfig, times: StepTimes, clock: VirtualClock) -> LLMEngine:
+def simulated_engine(
+    config: EngineConfig, times: StepTimes, clock: VirtualClock, policy: PolicyKind = ContinuousAdmission
+) -> LLMEngine:
     """An engine like the measured one, with the arguments of `config`, that lives in `clock`'s time.
 
     The cache has the measured number of blocks unless `num_gpu_blocks_override` says otherwise; model, dtype and
@@ -97,4 +100,4 @@ def simulated_engine(config: EngineConfig, times: StepTimes, clock: VirtualClock
         dtype=times.dtype,
         device=times.device,
     )
-    return LLMEngine(config, SimulatedRunner(times, clock), info, clock)
+    return LLMEngine(config, SimulatedRunner(times, clock), info, clock, policy)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.bench import Bench, Setting
 from cb_backend.study.figures import Figures, figures
 from cb_backend.study.replay import Say
+from cb_backend.study.static_admission import StaticAdmission
 from cb_backend.study.traffic import Traffic
 
 MAX_PREEMPTION_RATE = 0.02
@@ -169,7 +171,7 @@ class Comparison:
 def compare(bench: Bench, traffic: Traffic, rate: float, setting: Setting, say: Say) -> Comparison:
     """Static batching gets the same memory and setting; what limits its batch is the length it must reserve."""
 
-    def run(load: Traffic, policy: str, name: str) -> tuple[Figures, Figures]:
+    def run(load: Traffic, policy: PolicyKind, name: str) -> tuple[Figures, Figures]:
         return (
             figures(bench.run(load.at_once(), setting, policy, say(f"{name}, all at once"))),
             figures(bench.run(load.at_rate(rate), setting, policy, say(f"{name}, {rate:.3g} requests/s"))),
@@ -177,7 +179,7 @@ def compare(bench: Bench, traffic: Traffic, rate: float, setting: Setting, say: 
 
     return Comparison(
         rate,
-        run(traffic, "fcfs", "in flight"),
-        run(traffic, "static", "static batches"),
-        run(replace(traffic.with_known_lengths()), "static", "static, lengths known"),
+        run(traffic, ContinuousAdmission, "in flight"),
+        run(traffic, StaticAdmission, "static batches"),
+        run(replace(traffic.with_known_lengths()), StaticAdmission, "static, lengths known"),
     )

@@ -67,7 +67,7 @@ def test_waiting_for_a_grammar_holds_neither_slot_nor_blocks(folder: Path, compi
     assert engine.stats().num_free_blocks == engine.info.num_blocks
     add(engine, 2, None)
     add(engine, 3, None)
-    while len(ended := [rid for rid in (2, 3) if rid not in engine.scheduler._results.running]) < 2:
+    while len(ended := [rid for rid in (2, 3) if rid not in engine.scheduler._table.by_id]) < 2:
         engine.step()
         assert ended is not None
         engine.scheduler.check_integrity()

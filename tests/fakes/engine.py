@@ -13,6 +13,7 @@ from cb_backend.contracts.request import FinishReason, Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import NO_TOKEN, EngineOutput, NoMasks, StepPlan
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.manager import KVCacheManager
 from tests.fakes.runners import FakePending, ScriptedRunner
@@ -35,13 +36,14 @@ class FakeEngine:
         script: Callable[[int, int], int] = ten_plus_index,
         run_ahead: int = 0,
         num_host_blocks: int = 0,
+        policy: PolicyKind = ContinuousAdmission,
         **arguments: Any,
     ) -> None:
         # Nothing is kept for what is expected, so that a situation of scarcity is what the test makes it.
         usual = {"model": "fake", "block_size": 4, "run_ahead": run_ahead, "admission_reserve": -10.0}
         config = EngineConfig(**{**usual, **arguments})
         self.kv = KVCacheManager(num_blocks + 1, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.kv, max_model_len, num_host_blocks)
+        self.scheduler = Scheduler(config, self.kv, max_model_len, num_host_blocks, policy)
         self.runner = ScriptedRunner(config.block_size, script, is_delayed=run_ahead > 0)
         self.run_ahead = run_ahead
         self.max_model_len = max_model_len

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cb_backend.engine.scheduler.admission_policy import NO_RESERVE
+from cb_backend.engine.scheduler.admission import NO_RESERVE
 from tests.faults import patience
 from tests.faults.flatness import Figure, Series, shared_memory_figure, table
 from tests.faults.history import Item

@@ -62,7 +62,13 @@ def test_values_as_people_write_them_and_at_their_borders(name: str, given: obje
         ({"dtype": "int8"}, "dtype is 'int8'; use one of auto, float32"),
         ({"quantization": "bitsandbytes"}, "quantization is 'bitsandbytes'; use 'fp8', or remove it"),
         ({"device": "tpu"}, "device is 'tpu'; use one of auto, cpu, cuda"),
-        ({"scheduling_policy": "best"}, "scheduling_policy is 'best'; use one of fcfs, static"),
+        (
+            {"scheduling_policy": "static"},
+            "'scheduling_policy' is 'static', but requests always run in flight .`cb-backend study` compares that with"
+            " static batches.; remove it or use 'fcfs' or 'priority'",
+        ),
+        ({"scheduling_policy": "best"}, "'scheduling_policy' is 'best', but requests always run in flight"),
+        ({"scheduling_policy": None}, "'scheduling_policy' is None, but requests always run in flight"),
         ({"prefill_policy": "hybrid"}, "changes nothing without max_itl_ms"),
         ({"max_itl_ms": 0}, "it must be above 0"),
         ({"max_itl_ms": 20, "enable_chunked_prefill": False}, "it needs enable_chunked_prefill"),

@@ -39,11 +39,12 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, _REUSE, *_WORLDS)),
-    "request_queue": (
-        f"{_SCHEDULER}.request_queue",
+    "order": (
+        f"{_SCHEDULER}.order",
         (
             *(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "queue_room", "fair_share")),
-            "tests/scheduler/test_priorities.py",
+            *_SCHEDULING,
+            _REUSE,
             *_WORLDS,
         ),
     ),
@@ -52,7 +53,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tests/scheduler/test_fair_share.py", "tests/scheduler/test_request_queue.py", *_WORLDS),
     ),
     "preemption": (f"{_SCHEDULER}.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
-    "swap_space": (f"{_SCHEDULER}.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
+    "swap_space": ("cb_backend.kv_cache.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
     "layout": ("cb_backend.kv_cache.layout", ("tests/kv_cache/test_layout.py",)),
     "manager": (

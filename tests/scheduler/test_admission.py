@@ -6,8 +6,9 @@ import pytest
 
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import StepPlan
-from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
+from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS
+from cb_backend.study.static_admission import StaticAdmission
 from tests.fakes.engine import FakeEngine
 
 PREFIX = list(range(500, 1300))
@@ -95,7 +96,7 @@ def test_exactly_a_quarter_is_short() -> None:
         assert joined(engine) == ([1, 3] if passes else [1])
 
 
-@pytest.mark.parametrize("arguments", [{"enable_chunked_prefill": False}, {"scheduling_policy": "static"}])
+@pytest.mark.parametrize("arguments", [{"enable_chunked_prefill": False}, {"policy": StaticAdmission}])
 def test_nobody_passes_where_prompts_are_whole_or_batches_static(arguments: dict) -> None:
     engine = FakeEngine(num_blocks=20, enable_prefix_caching=False, max_num_batched_tokens=64, **arguments)
     engine.add(1, 40, max_tokens=8)

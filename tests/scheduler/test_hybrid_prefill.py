@@ -97,7 +97,7 @@ def test_streams_go_on_where_the_prompts_cannot_start() -> None:
     step()
     for number in range(200, 200 + NUM_PROMPTS):
         engine.add(number, 2000, max_tokens=1)
-    assert engine.scheduler._prefill.is_better_without_streams(NUM_PROMPTS, 2000 * NUM_PROMPTS)
+    assert engine.scheduler._prefill.is_better_without_streams()
     for _ in range(20):
         plan = step()
         assert plan is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cb_backend.engine.scheduler.non_negative import non_negative_solution
+from cb_backend.engine.scheduler.pace import non_negative_solution
 
 
 def test_nothing_negative_and_nothing_better_nearby() -> None:

@@ -13,8 +13,8 @@ import pytest
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
-from cb_backend.engine.scheduler.admission_policy import FcfsAdmission
-from cb_backend.engine.scheduler.output_lengths import MAX_SAMPLES, OutputLengths, most_growth
+from cb_backend.engine.scheduler.admission import ContinuousAdmission
+from cb_backend.engine.scheduler.stats import MAX_SAMPLES, OutputLengths, most_growth
 from tests.fakes.engine import FakeEngine
 
 STOP = 99
@@ -53,7 +53,7 @@ def test_before_anything_is_known_a_usual_length_is_expected_but_no_more_than_is
 def test_the_growth_of_less_urgent_requests_does_not_count() -> None:
     engine = FakeEngine(num_blocks=64, enable_prefix_caching=False, admission_reserve=0.5)
     for _ in range(50):
-        engine.scheduler._results.output_lengths.add(200)
+        engine.scheduler._parts.lengths.add(200, 400)
     engine.add(1, 4, max_tokens=200, scheduling=SchedulingParams(priority=1))
     engine.step()
     engine.add(2, 100, max_tokens=100, scheduling=SchedulingParams(priority=1))
@@ -67,7 +67,7 @@ def test_the_growth_of_less_urgent_requests_does_not_count() -> None:
 def test_what_is_still_to_come_is_that_of_requests_that_ran_as_long() -> None:
     lengths = OutputLengths()
     for value in [10] * 30 + [100] * 10:  # more than what was believed at first
-        lengths.add(value)
+        lengths.add(value, 1000)
     mean, deviation = lengths.still_to_come(np.array([0, 9, 10, 50, 100]))
     assert mean.tolist() == [32.5, 23.5, 90.0, 50.0, 100.0]
     assert deviation[2:].tolist() == [0.0, 0.0, 100.0], "all alike; beyond all that is known as much again"
@@ -77,7 +77,7 @@ def test_what_is_still_to_come_is_that_of_requests_that_ran_as_long() -> None:
 def test_only_the_last_lengths_count() -> None:
     lengths = OutputLengths()
     for value in [500] * MAX_SAMPLES + [20] * MAX_SAMPLES:
-        lengths.add(value)
+        lengths.add(value, 1000)
     assert lengths.still_to_come(np.array([0]))[0].tolist() == [20.0]
 
 
@@ -127,14 +127,14 @@ def test_looking_first_whether_memory_is_enough_for_all_decides_nothing(
     num_blocks: int, arguments: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_it_is = starts(num_blocks, **arguments)
-    most, tried = FcfsAdmission.most_reserved_blocks, []
+    most, tried = ContinuousAdmission.most_reserved_blocks, []
 
-    def checked(policy: FcfsAdmission, request: Request) -> int:
+    def checked(policy: ContinuousAdmission, request: Request) -> int:
         tried.append(most(policy, request))
         assert tried[-1] >= policy.num_reserved_blocks(request)
         return 1_000_000  # so that it is always worked out
 
-    monkeypatch.setattr(FcfsAdmission, "most_reserved_blocks", checked)
+    monkeypatch.setattr(ContinuousAdmission, "most_reserved_blocks", checked)
     assert starts(num_blocks, **arguments) == as_it_is
     assert len(tried) >= 60
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import UnavailableError
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.fair_share import FairShare
-from cb_backend.engine.scheduler.request_queue import RequestQueue
+from cb_backend.engine.scheduler.order import RequestQueue
 
 
 def add(queue: RequestQueue, request_id: int, tenant: str = "", priority: int = 0, length: int = 4) -> Request:
@@ -22,8 +25,9 @@ def add(queue: RequestQueue, request_id: int, tenant: str = "", priority: int = 
     return request
 
 
-def make_queue(max_size: int = 100, **arguments: bool) -> RequestQueue:
-    return RequestQueue(max_size, 10_000, 10.0, FairShare(), **arguments)
+def make_queue(max_size: int = 100, is_fair: bool = True, **arguments: Any) -> RequestQueue:
+    config = EngineConfig(model="m", max_queue_size=max_size, max_queue_tokens=10_000, **arguments)
+    return RequestQueue(config, FairShare(), is_fair)
 
 
 def ids(requests: list[Request]) -> list[int]:
@@ -31,8 +35,8 @@ def ids(requests: list[Request]) -> list[int]:
 
 
 def test_tenants_take_turns_unless_places_are_all_there_is() -> None:
-    for arguments, expected in (({}, [0, 3, 1, 2]), ({"is_fair": False}, [0, 1, 2, 3])):
-        queue = make_queue(**arguments)
+    for is_fair, expected in ((True, [0, 3, 1, 2]), (False, [0, 1, 2, 3])):
+        queue = make_queue(is_fair=is_fair)
         for number in range(3):
             add(queue, number, "flood")
         add(queue, 3, "small")
@@ -54,7 +58,7 @@ def test_whoever_has_left_is_not_among_the_first_and_whoever_came_is() -> None:
 
 def test_a_turn_that_was_charged_changes_the_order() -> None:
     share = FairShare()
-    queue = RequestQueue(100, 10_000, 10.0, share)
+    queue = RequestQueue(EngineConfig(model="m"), share)
     requests = [add(queue, number, tenant) for number, tenant in enumerate("abab")]
     assert ids(queue.first(4)) == [0, 1, 2, 3]
     queue.start(requests[0])
@@ -64,17 +68,28 @@ def test_a_turn_that_was_charged_changes_the_order() -> None:
     assert ids(queue.first(4)) == [1, 2, 3]
 
 
-def test_the_first_within_a_class_may_be_of_its_least_urgent_priority() -> None:
-    queue = make_queue()
-    for number, priority in enumerate((1, 0, -1)):
-        add(queue, number, priority=priority)
-    first = [queue.first_within(limit) for limit in (-2, -1, 0, 1)]
-    assert [request and request.request_id for request in first] == [None, 2, 2, 2]
+@pytest.mark.parametrize(
+    ("reserved_share", "reserved_priority", "found", "found_without"),
+    [(0.5, -2, [0], [0]), (0.5, -1, [0, 2], [0]), (0.5, 0, [0, 2], [0, 1]), (0.5, 1, [0], [0]), (0.0, 0, [0], [0])],
+)
+def test_the_first_who_has_a_share_is_a_candidate_wherever_he_stands(
+    reserved_share: float, reserved_priority: int, found: list[int], found_without: list[int]
+) -> None:
+    queue = make_queue(reserved_share=reserved_share, reserved_priority=reserved_priority)
+    add(queue, 0, priority=1)
+    queue.now = 100.0
+    add(queue, 1, priority=0)
+    add(queue, 2, priority=-1)
+    assert ids(queue.candidates(1)) == found
     queue.remove(2)
-    assert queue.first_within(-1) is None
-    found = queue.first_within(0)
-    assert found is not None
-    assert found.request_id == 1
+    assert ids(queue.candidates(1)) == found_without
+
+
+def test_nobody_has_a_share_where_places_are_all_there_is() -> None:
+    queue = make_queue(is_fair=False, reserved_share=0.5, reserved_priority=0)
+    requests = [add(queue, number, priority=priority) for number, priority in enumerate((5, -5))]
+    assert ids(queue.candidates(1)) == [1]
+    assert not queue.has_share_apart(requests[1], requests[0])
 
 
 @pytest.mark.parametrize(("seconds_each", "hint"), [(0.0, 1), (20.0, 60)])

@@ -13,6 +13,7 @@ from cb_backend.contracts.step import StepPlan, StepResult
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.study.static_admission import StaticAdmission
 from tests.fakes.engine import FakeEngine
 
 
@@ -288,7 +289,7 @@ def test_stats_count_what_happened() -> None:
 
 
 def test_static_batching_admits_nobody_until_all_have_ended() -> None:
-    engine = FakeEngine(scheduling_policy="static", max_num_seqs=2)
+    engine = FakeEngine(policy=StaticAdmission, max_num_seqs=2)
     for request_id, max_tokens in ((1, 2), (2, 6), (3, 1)):
         engine.add(request_id, 5, max_tokens=max_tokens)
     running = []
@@ -301,7 +302,7 @@ def test_static_batching_admits_nobody_until_all_have_ended() -> None:
 
 
 def test_a_static_batch_is_limited_by_the_full_length_of_its_requests() -> None:
-    engine = FakeEngine(num_blocks=10, scheduling_policy="static")
+    engine = FakeEngine(num_blocks=10, policy=StaticAdmission)
     for request_id in (1, 2, 3):
         engine.add(request_id, 4, max_tokens=12)  # 4 blocks each at the end
     engine.step()

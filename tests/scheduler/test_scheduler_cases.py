@@ -60,7 +60,7 @@ def test_n1_a_thousand_requests_cut_after_a_few_tokens(run_ahead: int) -> None:
     for request_id in cut_after:
         engine.add(request_id, rng.randint(1, 12), max_tokens=50)
     while engine.scheduler.has_unfinished():
-        for request_id in list(engine.scheduler._results.running):
+        for request_id in list(engine.scheduler._table.by_id):
             if len(engine.tokens[request_id]) >= cut_after[request_id]:
                 assert engine.scheduler.cancel(request_id)
         engine.step()

@@ -14,7 +14,7 @@ from cb_backend.contracts.request import FinishReason, Request, RequestStatus
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import StepPlan
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.engine.scheduler.swap_space import FIXED_COST_TOKENS, SwapSpace
+from cb_backend.kv_cache.swap_space import FIXED_COST_TOKENS, SwapSpace
 from tests.fakes.engine import FakeEngine
 from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.expectations import check_cached_content

@@ -8,7 +8,7 @@ other step · I12 budget, no gap · I13 nothing is computed for who has ended ·
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,7 +16,7 @@ from cb_backend.contracts.errors import CbError, InvalidRequestError, Unavailabl
 from cb_backend.contracts.request import Request, RequestStatus
 from cb_backend.contracts.step import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.engine.scheduler.admission import MAX_OVERTAKEN
+from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.fakes.runners import FakePending, HashRunner
 from tests.simulation.clients import Answer
@@ -150,8 +150,8 @@ class CheckedEngine:
         self.was_short |= num_needed > self.kv.num_free_blocks
         return self._allocate(request, num_tokens, found, num_reserved)
 
-    def may_admit(self, head: Request, waiting: Iterable[Request], num_running: int) -> bool:
-        may_start = self._may_admit(head, waiting, num_running)
+    def may_admit(self, head: Request) -> bool:
+        may_start = self._may_admit(head)
         self.counters["held back by a share"] += not may_start and self.config.reserved_share > 0
         return may_start
 
@@ -263,7 +263,7 @@ class CheckedEngine:
         is_mixed = self.config.enable_chunked_prefill and self.config.prefill_policy == "mixed"
         most_gap = 0 if is_mixed else 1
         most_wait = self.scenario.run_ahead + (0 if is_mixed else 2)
-        for request_id, request in self.scheduler._results.running.items():
+        for request_id, request in self.scheduler._table.by_id.items():
             gap = plan.step_id - self.last_row[request_id]
             if gap <= most_gap:
                 continue

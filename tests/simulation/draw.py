@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.request import make_request_id
@@ -43,9 +44,11 @@ def make_scenario(seed: int) -> Scenario:
     drawer = _ArrivalDrawer(rng, texts, longest, vocab_size, block_size, classes, tenants, is_scarce)
     arrivals = [drawer.draw(index) for index in range(rng.randint(8 if is_scarce else 4, 20))]
     num_faults = rng.choice((0, 0, 0, 1, 2))
+    config, is_static = _config(rng, block_size, is_scarce, has_urgent=min(classes) < 0)
     return Scenario(
         seed=seed,
-        config=_config(rng, block_size, is_scarce, has_urgent=min(classes) < 0),
+        config=config,
+        is_static=is_static,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
@@ -82,18 +85,22 @@ def _step_faults(seed: int) -> tuple[Fault, ...]:
     return (Fault(point, rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 1, 2)), rng.choice(traits)),)
 
 
-def _config(rng: random.Random, block_size: int, is_scarce: bool, has_urgent: bool) -> EngineConfig:
+def _config(rng: random.Random, block_size: int, is_scarce: bool, has_urgent: bool) -> tuple[EngineConfig, bool]:
+    """And whether its batches are static."""
     is_chunking = rng.random() < 0.75
     max_itl_ms = rng.choice((None, None, 0.001, 20.0)) if is_chunking else None
-    return EngineConfig(
+    batch: dict[str, Any] = {
+        "max_num_seqs": rng.choice((4, 8, 8, 16, 16) if is_scarce else (2, 4, 8, 16)),
+        "max_num_batched_tokens": rng.choice((7, 16, 16, 64, 64, 512) if is_scarce else (1, 7, 16, 64, 64, 512)),
+        "max_queue_size": rng.choice((3, 10, 1000, 1000, 1000)),
+        "enable_prefix_caching": rng.random() < 0.85,
+    }
+    is_static = rng.random() < (0.0 if is_scarce else 0.12)
+    config = EngineConfig(
         model="fake",
         block_size=block_size,
-        max_num_seqs=rng.choice((4, 8, 8, 16, 16) if is_scarce else (2, 4, 8, 16)),
-        max_num_batched_tokens=rng.choice((7, 16, 16, 64, 64, 512) if is_scarce else (1, 7, 16, 64, 64, 512)),
-        max_queue_size=rng.choice((3, 10, 1000, 1000, 1000)),
         enable_chunked_prefill=is_chunking,
-        enable_prefix_caching=rng.random() < 0.85,
-        scheduling_policy="static" if rng.random() < (0.0 if is_scarce else 0.12) else "fcfs",
+        **batch,
         run_ahead=rng.randint(0, 4),
         max_itl_ms=max_itl_ms,
         prefill_policy=rng.choice(("mixed", "hybrid")) if max_itl_ms else "mixed",
@@ -105,6 +112,7 @@ def _config(rng: random.Random, block_size: int, is_scarce: bool, has_urgent: bo
         reserved_share=rng.choice((0.0, 0.0, 0.3, 0.5) if has_urgent else (0.0,) * 9 + (0.3,)),
         watchdog_timeout_s=0.0,
     )
+    return config, is_static
 
 
 class _ArrivalDrawer:

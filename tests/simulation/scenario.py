@@ -64,6 +64,7 @@ class Scenario:
     engine_dies_at: int | None = None  # step
     front_end_dies_at: int | None = None  # step at which front end 1 is gone, and all its clients
     resets_cache_at: int | None = None  # step
+    is_static: bool = False  # batches are filled, and then run until all in them have ended
 
     @property
     def num_cache_tokens(self) -> int:

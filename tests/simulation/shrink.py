@@ -18,7 +18,7 @@ CASES = Path(__file__).parent / "cases"
 Fails = Callable[[Scenario], "str | None"]
 
 _PLAIN = {
-    "max_itl_ms": None, "queue_timeout_ms": None, "timeout_ms": None, "scheduling_policy": "fcfs", "run_ahead": 0,
+    "max_itl_ms": None, "queue_timeout_ms": None, "timeout_ms": None, "run_ahead": 0,
     "enable_prefix_caching": False, "enable_chunked_prefill": True, "reserved_share": 0.0, "prefill_policy": "mixed",
     "max_queue_size": 1000, "max_queue_tokens": 1 << 24, "priority_aging_s": 10.0, "admission_reserve": 0.5,
 }  # fmt: skip
@@ -71,7 +71,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
                 yield replace(scenario, config=replace(scenario.config, **{name: value}))
             except ConfigError:
                 continue  # not together with the rest
-    for name in ("num_host_blocks", "stop_chance", "is_delayed"):
+    for name in ("num_host_blocks", "stop_chance", "is_delayed", "is_static"):
         if getattr(scenario, name):
             yield replace(scenario, **{name: type(getattr(scenario, name))(0)})
     for index, arrival in enumerate(arrivals):

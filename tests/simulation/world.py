@@ -25,8 +25,10 @@ from cb_backend.contracts.messages import (
 from cb_backend.contracts.request import RequestStatus, split_request_id
 from cb_backend.engine.engine_process import EngineProcess, GaveUpError
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import HashBlock
+from cb_backend.study.static_admission import StaticAdmission
 from cb_backend.support import fault_points
 from tests.fakes.runners import HashModel, HashRunner
 from tests.simulation.checks import CheckedEngine
@@ -98,7 +100,8 @@ class World:
             num_blocks=scenario.num_blocks - 1, max_num_seqs=config.max_num_seqs, dtype="float32", device="cpu",
             num_host_blocks=scenario.num_host_blocks,
         )  # fmt: skip
-        engine = LLMEngine(config, runner, info, lambda: self.now)
+        policy: PolicyKind = StaticAdmission if scenario.is_static else ContinuousAdmission
+        engine = LLMEngine(config, runner, info, lambda: self.now, policy)
         engine.grammars = SimulatedCompiler(lambda: self.turn)  # type: ignore[assignment]
         engine.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
         if self.hash_block is not None:

@@ -11,6 +11,7 @@ from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.step import MaskSource, StepPlan
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.replay import Replay, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import Law, StepTimes
@@ -62,9 +63,12 @@ def traffic(
     return traffic_of(planned, VOCAB_SIZE, max_tokens)
 
 
-def simulate(load: Traffic, times: StepTimes | None = None, **arguments: Any) -> Replay:
+def simulate(
+    load: Traffic, times: StepTimes | None = None, policy: PolicyKind = ContinuousAdmission, **arguments: Any
+) -> Replay:
     clock = VirtualClock()
-    return replay(simulated_engine(config(**arguments), times or step_times(), clock), load, clock, clock.sleep)
+    engine = simulated_engine(config(**arguments), times or step_times(), clock, policy)
+    return replay(engine, load, clock, clock.sleep)
 
 
 class RepeatingRunner(ScriptedRunner):
@@ -76,7 +80,9 @@ class RepeatingRunner(ScriptedRunner):
         return super().execute(plan, masks)
 
 
-def scripted_engine(num_blocks: int, is_delayed: bool = False, **arguments: Any) -> LLMEngine:
+def scripted_engine(
+    num_blocks: int, is_delayed: bool = False, policy: PolicyKind = ContinuousAdmission, **arguments: Any
+) -> LLMEngine:
     """The engine over a runner that samples made-up tokens at once: nothing of the simulator is in it."""
     info = ModelInfo(
         model="fake",
@@ -91,7 +97,7 @@ def scripted_engine(num_blocks: int, is_delayed: bool = False, **arguments: Any)
         device="cpu",
     )
     runner = RepeatingRunner(BLOCK_SIZE, lambda request, n: (request + n) % (VOCAB_SIZE - 1), is_delayed)
-    return LLMEngine(config(**arguments), runner, info)
+    return LLMEngine(config(**arguments), runner, info, policy=policy)
 
 
 def mixed_traffic(count: int, seed: int = 0) -> Traffic:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cb_backend.contracts.step import MaskSource, StepPlan
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.bench import RealBench, Setting, settings_of
 from cb_backend.study.replay import Progress, Replay, fresh_engine, replay
 from cb_backend.study.simulator import PendingStep, SimulatedRunner, VirtualClock, simulated_engine
@@ -58,7 +59,13 @@ class DeviceBench(RealBench):
         info = simulated_engine(engine_config, H100, self._clock).info
         self.engine = LLMEngine(engine_config, DeviceRunner(self._clock, seed), info, self._clock)
 
-    def run(self, traffic: Traffic, setting: Setting, policy: str = "fcfs", progress: Progress | None = None) -> Replay:
+    def run(
+        self,
+        traffic: Traffic,
+        setting: Setting,
+        policy: PolicyKind = ContinuousAdmission,
+        progress: Progress | None = None,
+    ) -> Replay:
         self.num_runs += 1
-        engine = fresh_engine(self.engine, self._clock, **settings_of(traffic, setting, policy))
+        engine = fresh_engine(self.engine, self._clock, policy, **settings_of(traffic, setting))
         return replay(engine, traffic, self._clock, self._clock.sleep, progress)

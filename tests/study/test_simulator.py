@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.figures import figures, prompt_time_share
 from cb_backend.study.replay import ReplayError, replay
+from cb_backend.study.static_admission import StaticAdmission
 from tests.study.made_up import (
     ROW_S,
     STEP_S,
@@ -42,7 +46,7 @@ def test_a_static_batch_waits_for_its_longest_answer() -> None:
     """Two slots, answers of 2, 10 and 2 tokens: the third joins at once in flight, and after the tenth if static."""
     load = traffic([10, 10, 10], [2, 10, 2])
     in_flight = simulate(load, max_num_seqs=2)
-    static = simulate(load, max_num_seqs=2, scheduling_policy="static")
+    static = simulate(load, policy=StaticAdmission, max_num_seqs=2)
     assert len(in_flight.steps.ends) == 10
     assert len(static.steps.ends) == 12
     assert static.latencies.ttft[2] > static.latencies.e2e[1]
@@ -56,7 +60,7 @@ def test_a_static_batch_waits_for_its_longest_answer() -> None:
 def test_a_static_batch_reserves_what_clients_allow() -> None:
     """160 tokens of cache: of requests that may need 10 + 70 tokens two run together, of 10 + 10 eight."""
     load = traffic([10] * 8, [10] * 8, max_tokens=70)
-    settings = {"max_num_seqs": 8, "scheduling_policy": "static", "num_gpu_blocks_override": 40}
+    settings: dict[str, Any] = {"policy": StaticAdmission, "max_num_seqs": 8, "num_gpu_blocks_override": 40}
     reserved = simulate(load, **settings)
     known = simulate(load.with_known_lengths(), **settings)
     assert reserved.steps.num_rows.max() == 2
@@ -64,13 +68,15 @@ def test_a_static_batch_reserves_what_clients_allow() -> None:
     assert simulate(load, max_num_seqs=8, num_gpu_blocks_override=40, admission_reserve=-10.0).steps.num_rows.max() == 8
 
 
-@pytest.mark.parametrize(("run_ahead", "policy"), [(0, "fcfs"), (0, "static"), (2, "fcfs")])
-def test_plans_are_those_of_the_engine(run_ahead: int, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("run_ahead", "policy"), [(0, ContinuousAdmission), (0, StaticAdmission), (2, ContinuousAdmission)]
+)
+def test_plans_are_those_of_the_engine(run_ahead: int, policy: PolicyKind) -> None:
     """The same requests at once through another runner: step for step the same rows, tokens, blocks, preemptions."""
     load = mixed_traffic(40).at_once()
-    settings = {
+    settings: dict[str, Any] = {
         "run_ahead": run_ahead,
-        "scheduling_policy": policy,
+        "policy": policy,
         "max_num_batched_tokens": 32,
         "admission_reserve": -10.0,
     }
@@ -79,7 +85,7 @@ def test_plans_are_those_of_the_engine(run_ahead: int, policy: str) -> None:
     assert simulated.steps.shapes.tolist() == real.steps.shapes.tolist()
     assert simulated.steps.num_free_blocks.tolist() == real.steps.num_free_blocks.tolist()
     assert simulated.num_preemptions == real.num_preemptions
-    assert (simulated.num_preemptions > 0) == (policy == "fcfs")
+    assert (simulated.num_preemptions > 0) == policy.is_continuous
 
 
 def test_shared_prefixes_are_found() -> None:

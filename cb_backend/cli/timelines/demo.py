@@ -10,6 +10,7 @@ import dataclasses
 import json
 import random
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ from cb_backend.contracts.config import engine_config_from_dict
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.replay import Progress, Say, drive, fresh_engine
+from cb_backend.study.static_admission import StaticAdmission
 
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,11 +42,11 @@ TINY_MODEL = {
     "torch_dtype": "float32",
     "eos_token_id": 0,
 }
-TITLES = {
-    "fcfs": "In-flight batching: a request takes a free slot at the next token",
-    "static": "Static batching: nobody joins before the whole batch has ended",
-}
-NAMES = {"fcfs": "in flight", "static": "static batches"}
+# Policy, name, title.
+WAYS: tuple[tuple[PolicyKind, str, str], ...] = (
+    (ContinuousAdmission, "in flight", "In-flight batching: a request takes a free slot at the next token"),
+    (StaticAdmission, "static batches", "Static batching: nobody joins before the whole batch has ended"),
+)
 MAX_STEPS = 100_000  # that are drawn
 
 
@@ -121,9 +124,9 @@ def compare(model: str | None, num_slots: int, num_requests: int, seed: int, say
         engine = create_engine(config)
         traffic = arrivals(num_requests, seed)
         logs = []
-        for policy, title in TITLES.items():
-            way = fresh_engine(engine, scheduling_policy=policy)
-            logs.append(record(way, traffic, title, say(NAMES[policy])))
+        for policy, name, title in WAYS:
+            way = fresh_engine(engine, time.monotonic, policy)
+            logs.append(record(way, traffic, title, say(name)))
         engine.close()
         return logs
 

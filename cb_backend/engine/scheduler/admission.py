@@ -1,43 +1,125 @@
 """From the queue into a slot: who starts in this step, and who must wait.
 
-The head of the queue starts first, with four exceptions inside the first `LOOKAHEAD` requests. The one that finds most
-of its tokens in the prefix cache goes first, before they are evicted. While a giant prompt
-is computed, or where one at the head does not fit into memory, short prompts may pass it. And a request whose prefix
-another one is computing at this moment waits for it instead of computing it again; meanwhile anyone may pass. Nobody
-is passed by a less urgent request, nobody more than `MAX_OVERTAKEN` times, and nobody after a preemption. What is
-reserved for a high class is given to it past everybody else. This module does not know how a step's budget is divided.
+The head of the queue starts first, with four exceptions inside the first `LOOKAHEAD` requests (and none against what
+`order` allows). The one that finds most of its tokens in the prefix cache goes first, before they are evicted. While a
+giant prompt is computed, or where one at the head does not fit into memory, short prompts may pass it. And a request
+whose prefix another one is computing at this moment waits for it instead of computing it again; meanwhile anyone may
+pass. What is reserved for a high class is given to it past everybody else. Whoever is chosen starts only if the policy
+agrees, and leaves as many blocks free as it wants. This module does not know how a step's budget is divided.
 """
 
 from __future__ import annotations
 
-from cb_backend.contracts.errors import InvalidRequestError
-from cb_backend.contracts.request import Request, check_prompt_length
-from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from cb_backend.contracts.request import Request
+from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
+from cb_backend.engine.scheduler.parts import Parts
+from cb_backend.engine.scheduler.plan import PlanBuilder
 from cb_backend.engine.scheduler.preemption import Preemption, is_protected
-from cb_backend.engine.scheduler.prefill import SHORT_FACTOR, PrefillPlanner
-from cb_backend.engine.scheduler.request_queue import RequestQueue
-from cb_backend.engine.scheduler.slot_table import SlotTable
-from cb_backend.engine.scheduler.step_plan import PlanBuilder
-from cb_backend.engine.scheduler.step_result import StepResults
-from cb_backend.engine.scheduler.swap_space import SwapSpace
-from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS, KVCacheManager
+from cb_backend.engine.scheduler.prefill import SHORT_FACTOR
+from cb_backend.engine.scheduler.results import StepResults
+from cb_backend.engine.scheduler.stats import most_growth
+from cb_backend.kv_cache.manager import MIN_COMING_BLOCKS
 
 LOOKAHEAD = 8
-MAX_OVERTAKEN = 16
+NO_RESERVE = -10.0  # of `admission_reserve`: nothing is kept for what running requests are going to need
 _CAN_ALWAYS_TRY = -1
 _ANY_LENGTH = 1 << 62
 
 
-def check_fits_alone(request: Request, max_model_len: int, kv: KVCacheManager) -> None:
-    """Raise `InvalidRequestError` for a request that could not run even if there were no other."""
-    num_prompt, num_cache_tokens = request.num_prompt_tokens, kv.num_usable_blocks * kv.block_size
-    check_prompt_length(min(num_prompt, len(request.token_ids)), max_model_len)
-    if num_prompt + 1 > num_cache_tokens:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens, but the whole KV cache holds {num_cache_tokens} "
-            f"({kv.num_usable_blocks} blocks of {kv.block_size}), one of which must be left for the "
-            "output; shorten the prompt or give the cache more memory"
-        )
+class AdmissionPolicy(Protocol):
+    """Looks at the queue and at memory, and says who may leave the queue. It starts nothing itself."""
+
+    def may_admit(self, head: Request) -> bool:
+        """Whether this request, whose turn it is, may start now, memory aside."""
+        ...
+
+    def num_reserved_blocks(self, request: Request) -> int:
+        """Blocks that must stay free when this request starts."""
+        ...
+
+    def most_reserved_blocks(self, request: Request) -> int:
+        """No fewer than `num_reserved_blocks`, and found in a tenth of the time: often memory is not that short."""
+        ...
+
+
+class PolicyKind(Protocol):
+    """Makes an `AdmissionPolicy`. A policy's class is one."""
+
+    is_continuous: bool  # whether anyone may start while others run
+
+    def __call__(self, parts: Parts) -> AdmissionPolicy: ...
+
+
+class ContinuousAdmission:
+    """In-flight batching: whoever fits joins the running batch in the next step, in the queue's order."""
+
+    is_continuous = True
+
+    def __init__(self, parts: Parts) -> None:
+        config = parts.config
+        self._table = parts.table
+        self._lengths = parts.lengths
+        self._block_size = parts.kv.block_size
+        self._admission_reserve = config.admission_reserve
+        self._reserved_priority = parts.queue.reserved_priority
+        # Something is left for the others, however small the engine is.
+        self._reserved_slots = min(int(config.reserved_share * self._table.num_slots), self._table.num_slots - 1)
+        self._reserved_blocks = int(config.reserved_share * parts.kv.num_usable_blocks)
+
+    def may_admit(self, head: Request) -> bool:
+        reserved = self._reserved_priority
+        if reserved is None or head.scheduling.priority <= reserved:
+            return True
+        num_others = int(np.count_nonzero(self._table.priority[self._table.order] > reserved))
+        return num_others < self._table.num_slots - self._reserved_slots
+
+    def num_reserved_blocks(self, request: Request) -> int:
+        """Room for every running request to cross one more block border, and for what all of them will grow.
+
+        Growth is what is expected until most blocks are held (`stats`), with `admission_reserve` standard deviations on
+        top. Less urgent requests do not count: they would give way. For a request outside the reserved class also what
+        that class does not hold of its share. Nothing is kept where nothing runs, so that no request waits for ever.
+        """
+        table, order = self._table, self._table.order
+        if not len(order):
+            return 0
+        num_blocks = len(order) + self._growth_in_blocks(request)
+        reserved = self._reserved_priority
+        if reserved is None or request.scheduling.priority <= reserved:
+            return num_blocks
+        held = int(table.num_block_tokens[order[table.priority[order] <= reserved]].sum()) // self._block_size
+        return max(num_blocks, self._reserved_blocks - held)
+
+    def most_reserved_blocks(self, request: Request) -> int:
+        """As if every request would run to its limit, and nobody in the reserved class held anything."""
+        table, order = self._table, self._table.order
+        if not len(order):
+            return 0
+        held = np.maximum(table.num_computed_tokens[order], table.num_prompt_tokens[order])
+        growth = int((table.max_computed_tokens[order] + 1 - held).sum())
+        growth += request.max_total_tokens - len(request.token_ids)
+        return max(len(order) + growth // self._block_size, self._reserved_blocks)
+
+    def _growth_in_blocks(self, request: Request) -> int:
+        """What running requests and this one are to grow together, in whole blocks."""
+        if self._admission_reserve <= NO_RESERVE:
+            return 0
+        table = self._table
+        counted = table.order[table.priority[table.order] <= request.scheduling.priority]
+        computed, prompt = table.num_computed_tokens[counted], table.num_prompt_tokens[counted]
+        num_tokens = len(request.token_ids)
+        held = np.append(np.maximum(computed, prompt), num_tokens).astype(np.float64)
+        generated = np.append(np.maximum(computed - prompt, 0), num_tokens - request.num_prompt_tokens)
+        allowed = np.append(table.max_computed_tokens[counted] + 1, request.max_total_tokens) - held
+        mean, deviation = self._lengths.still_to_come(generated)
+        # Deviations of many requests cancel each other out.
+        to_come = np.clip(mean + self._admission_reserve * deviation / len(held) ** 0.5, 0.0, allowed)
+        return int(most_growth(held, to_come) / self._block_size)
 
 
 class Admission:
@@ -45,26 +127,24 @@ class Admission:
 
     def __init__(
         self,
-        policy: AdmissionPolicy,
-        is_chunking: bool,
-        table: SlotTable,
-        kv: KVCacheManager,
+        parts: Parts,
+        kind: PolicyKind,
         results: StepResults,
-        queue: RequestQueue,
         preemption: Preemption,
-        prefill: PrefillPlanner,
-        swap: SwapSpace,
+        add_chunk: Callable[[PlanBuilder, int], None],
     ) -> None:
-        self._policy = policy
-        self._is_chunking = is_chunking
-        self._lookahead = LOOKAHEAD if is_chunking and policy.is_continuous else 1
-        self._table = table
-        self._kv = kv
+        """`add_chunk` plans the first chunk of the prompt in a slot."""
+        self._policy = kind(parts)
+        self._is_continuous = kind.is_continuous
+        self._is_chunking = parts.config.enable_chunked_prefill
+        self._lookahead = LOOKAHEAD if self._is_chunking and self._is_continuous else 1
+        self._table = parts.table
+        self._kv = parts.kv
+        self._queue = parts.queue
+        self._swap = parts.swap
         self._results = results
-        self._queue = queue
         self._preemption = preemption
-        self._prefill = prefill
-        self._swap = swap
+        self._add_chunk = add_chunk
         self._is_memory_short = False  # of the last look at the queue: somebody did not fit
         self._blocked_head: Request | None = None  # the head of the queue when last nobody could start ...
         self._blocked_at = _CAN_ALWAYS_TRY  # ... the free blocks at that time
@@ -77,7 +157,7 @@ class Admission:
     def yield_to_head(self) -> None:
         """Let the first of the queue preempt what is less urgent. Costs nothing where all priorities are equal."""
         head = self._queue.head
-        if head is None or self._table.highest_priority <= head.scheduling.priority or not self._policy.is_continuous:
+        if head is None or self._table.least_urgent <= head.scheduling.priority or not self._is_continuous:
             return
         if self._is_prefix_coming(head):
             return
@@ -90,24 +170,24 @@ class Admission:
 
         `giant_left` above 0: only requests that are short beside a prompt with so many tokens left.
         """
-        head = self._queue.head
-        if head is None or not self._table.has_free_slot or (not giant_left and self._is_still_blocked(head)):
+        queue, head = self._queue, self._queue.head
+        if head is None or not self._table.num_free_slots or (not giant_left and self._is_still_blocked(head)):
             return False
         longest = longest_of_all = giant_left // SHORT_FACTOR if giant_left else _ANY_LENGTH
-        passed: list[Request] = []
         self._is_memory_short = False
         is_prefix_coming = False
-        in_place = self._queue.first(self._lookahead)
-        best = self._longest_hit(in_place)
+        first = queue.first(self._lookahead)
+        best = self._longest_hit(first)
         if best is not None and len(best.token_ids) <= longest and self._start(best, plan):
-            for other in in_place[: in_place.index(best)]:
+            for other in first[: first.index(best)]:
                 other.num_overtaken += 1
             return True
-        for request in self._candidates():
-            if passed and not self._may_pass(request, passed):
+        passed: list[Request] = []
+        for request in queue.candidates(self._lookahead):
+            if passed and not queue.may_pass(request, passed):
                 passed.append(request)  # it waits all the same: whoever starts after it passes it
                 continue
-            if passed and self._is_of_reserved_class(request, passed[0]):
+            if passed and queue.has_share_apart(request, passed[0]):
                 longest = longest_of_all  # it takes nothing that those before it could have
             num_tokens = len(request.token_ids)
             if num_tokens <= longest and self._is_prefix_coming(request):
@@ -115,7 +195,7 @@ class Admission:
             elif num_tokens <= longest:
                 if self._start(request, plan):
                     for other in passed:
-                        other.num_overtaken += not self._is_of_reserved_class(request, other)
+                        other.num_overtaken += not queue.has_share_apart(request, other)
                     return True
                 longest = min(longest, num_tokens // SHORT_FACTOR)
             passed.append(request)
@@ -124,45 +204,19 @@ class Admission:
             self._blocked_version = self._table.version
         return False
 
-    def _candidates(self) -> list[Request]:
-        """The first of the queue, and the first of those who have a share of their own."""
-        candidates = self._queue.first(self._lookahead)
-        if self._policy.reserved_priority is not None:
-            first = self._queue.first_within(self._policy.reserved_priority)
-            if first is not None and first not in candidates:
-                return [*candidates, first]
-        return candidates
-
-    def _longest_hit(self, in_place: list[Request]) -> Request | None:
+    def _longest_hit(self, first: list[Request]) -> Request | None:
         """The one with the most cached blocks, if it may pass those before it (of its tenant) and it is worth it."""
-        if len(in_place) < 2 or not self._kv.enable_prefix_caching:
+        if len(first) < 2 or not self._kv.enable_prefix_caching:
             return None
-        hits = [self._kv.num_findable_blocks(request) for request in in_place]
+        hits = [self._kv.num_findable_blocks(request) for request in first]
         best = max(range(len(hits)), key=hits.__getitem__)  # of equals the first
-        request, passed = in_place[best], in_place[:best]
+        request, passed = first[best], first[:best]
         is_worth_it = hits[best] >= max(hits[:best], default=0) + MIN_COMING_BLOCKS
         is_same_turn = all(other.scheduling.tenant == request.scheduling.tenant for other in passed)
-        return request if passed and is_worth_it and is_same_turn and self._may_pass(request, passed) else None
-
-    def _is_of_reserved_class(self, request: Request, other: Request) -> bool:
-        """Whether `request` has a share that `other` has no part in."""
-        reserved = self._policy.reserved_priority
-        return reserved is not None and request.scheduling.priority <= reserved < other.scheduling.priority
-
-    def _may_pass(self, request: Request, passed: list[Request]) -> bool:
-        return all(
-            self._is_of_reserved_class(request, other)
-            or (
-                other.num_overtaken < MAX_OVERTAKEN
-                and other.num_preemptions == 0
-                and request.scheduling.priority <= other.scheduling.priority
-            )
-            for other in passed
-        )
+        return request if passed and is_worth_it and is_same_turn and self._queue.may_pass(request, passed) else None
 
     def _start(self, request: Request, plan: PlanBuilder) -> bool:
-        num_running = self._table.num_running
-        if not self._policy.may_admit(request, self._queue, num_running):
+        if not self._policy.may_admit(request):
             return False
         computed_blocks, num_computed = self._kv.get_computed_blocks(request)
         if not self._is_chunking and plan.num_rows and len(request.token_ids) - num_computed > plan.budget:
@@ -174,7 +228,6 @@ class Admission:
             self._is_memory_short = True
             return False
         self._queue.start(request)
-        self._results.charge(request, num_computed)
         if self._swap.num_tokens(request) > num_computed:
             num_computed = self._swap.num_tokens(request)
             plan.swap_in += self._swap.bring_in(request, len(computed_blocks))
@@ -183,7 +236,7 @@ class Admission:
         self._kv.announce(request)
         self._results.join(request, num_computed)
         plan.add_joined(request)
-        self._prefill.add(plan, request.slot)
+        self._add_chunk(plan, request.slot)
         return True
 
     def _is_prefix_coming(self, request: Request) -> bool:

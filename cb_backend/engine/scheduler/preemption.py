@@ -12,13 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.contracts.request import Request, RequestStatus
-from cb_backend.engine.scheduler.in_flight import InFlightSteps
-from cb_backend.engine.scheduler.request_queue import RequestQueue
-from cb_backend.engine.scheduler.slot_table import SlotTable
-from cb_backend.engine.scheduler.step_plan import DecodeBatch
-from cb_backend.engine.scheduler.step_result import StepCounters, StepResults
-from cb_backend.engine.scheduler.swap_space import SwapSpace
-from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.engine.scheduler.parts import Parts
+from cb_backend.engine.scheduler.plan import DecodeBatch
+from cb_backend.engine.scheduler.results import StepResults
 from cb_backend.support.fault_points import reach
 
 MAX_PREEMPTIONS = 4
@@ -32,23 +28,14 @@ def is_protected(request: Request) -> bool:
 class Preemption:
     """Takes slots and blocks from running requests. They are recomputed, or come back from host memory."""
 
-    def __init__(
-        self,
-        table: SlotTable,
-        kv: KVCacheManager,
-        in_flight: InFlightSteps,
-        results: StepResults,
-        queue: RequestQueue,
-        counters: StepCounters,
-        swap: SwapSpace,
-    ) -> None:
-        self._table = table
-        self._kv = kv
-        self._in_flight = in_flight
+    def __init__(self, parts: Parts, results: StepResults) -> None:
+        self._table = parts.table
+        self._kv = parts.kv
+        self._in_flight = parts.in_flight
         self._results = results
-        self._queue = queue
-        self._counters = counters
-        self._swap = swap
+        self._queue = parts.queue
+        self._counters = parts.counters
+        self._swap = parts.swap
         self._waiting: list[tuple[int, int]] = []  # (slot, epoch) of those without a block, in the order of their turn
 
     def make_room(self, growing: NDArray[np.intp], batch: DecodeBatch) -> NDArray[np.intp]:
@@ -86,10 +73,8 @@ class Preemption:
         Nobody is preempted for nothing: not if it would not suffice, not if requests about to end leave enough.
         A request with a higher value that has waited longer than `priority_aging_s` allows is no victim.
         """
-        if self._table.highest_priority <= head.scheduling.priority:
-            return
         ending, others = self._ending_and_others()
-        need_slot = not self._table.has_free_slot and not ending
+        need_slot = not self._table.num_free_slots and not ending
         if not need_slot and num_blocks <= self._num_free_or_coming(ending):
             return
         victims: list[int] = []
@@ -109,7 +94,7 @@ class Preemption:
 
         None of its preemptions is used up by that: nobody has asked for its blocks.
         """
-        request = self._results.running.get(request_id)
+        request = self._table.by_id.get(request_id)
         if request is not None:
             self._results.leave(request.slot, RequestStatus.PREEMPTED)
             self._queue.put_back(request)

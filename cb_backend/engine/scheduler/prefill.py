@@ -9,45 +9,115 @@ The hybrid policy drains a queue of prompts faster than `max_itl_ms` alone would
 measured step times, every other step is one of prompts alone, as large as the budget, and running streams wait for it.
 Better means: the share of its waiting that each request without a first token saves, summed over them, is more than the
 share that each stream loses. When the prompts are done, steps are mixed again. Knows progress and budgets; not blocks,
-and not who is in the queue.
+and not who is in the queue: whoever starts is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.step import NOTHING_WANTED, TOKENS_WANTED
-from cb_backend.engine.scheduler.slot_table import SlotTable
-from cb_backend.engine.scheduler.step_plan import PlanBuilder
-from cb_backend.engine.scheduler.step_time import Pace
+from cb_backend.engine.scheduler.pace import Pace
+from cb_backend.engine.scheduler.parts import Parts
+from cb_backend.engine.scheduler.plan import PlanBuilder
 from cb_backend.engine.step_shapes import FullSteps
 
 SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
 _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
 
+# Starts the next request of the queue and plans its first chunk; False: nobody can start. The number: only one that is
+# short beside a prompt with so many tokens left; 0: anybody.
+Admit = Callable[[PlanBuilder, int], bool]
+
 
 class PrefillPlanner:
     """Plans chunks of prompts whose requests have slots."""
 
-    def __init__(self, table: SlotTable, config: EngineConfig, pace: Pace) -> None:
-        self._table = table
+    def __init__(self, parts: Parts, pace: Pace) -> None:
+        config = parts.config
+        self._table = parts.table
+        self._queue = parts.queue
         self._is_chunking = config.enable_chunked_prefill
         self._pace = pace
         self._budget = config.max_num_batched_tokens
         self._full_steps = FullSteps(config.max_num_seqs, self._budget)
-        self._is_hybrid = config.prefill_policy == "hybrid"
+        self._is_hybrid = config.prefill_policy == "hybrid" and pace.has_limit
 
-    def slots(self) -> list[int]:
+    def plan(self, plan: PlanBuilder, admit: Admit | None) -> None:
+        """Give what is left of the budget to prompts: those that have begun, then those that `admit` starts.
+
+        While a giant prompt is among them, short ones of both kinds come before it, in a share of the budget.
+        """
+        slots = [] if plan.num_rows == self._table.num_running else self._unfinished()
+        if not len(self._queue):
+            admit = None
+        if not slots and admit is None:
+            return
+        self._hold_back(plan, slots)
+        num_left = self._num_left(slots[0]) if slots and self._is_chunking else 0
+        if num_left > plan.budget:  # a giant
+            kept = plan.budget - plan.budget // _SHARE_OF_SHORT
+            plan.budget -= kept
+            short = [slot for slot in slots[1:] if self._num_left(slot) * SHORT_FACTOR <= num_left]
+            num_before = len(plan.prefill)
+            self._add_all(plan, sorted(short, key=self._num_left))
+            planned = {row[0] for row in plan.prefill[num_before:]}
+            slots = [slot for slot in slots if slot not in planned]
+            self._admit_all(plan, admit, num_left)
+            plan.budget += kept
+        self._add_all(plan, slots)
+        self._admit_all(plan, admit, 0)
+
+    def is_better_without_streams(self) -> bool:
+        """Whether the next step is to be one of prompts alone."""
+        if not self._is_hybrid:
+            return False
+        table, order = self._table, self._table.order
+        computed = table.num_computed_tokens[order]
+        num_left = np.maximum(table.num_prefill_tokens[order] - computed, 0)
+        is_stream = num_left == 0
+        num_streams = int(np.count_nonzero(is_stream))
+        num_prompts = len(self._queue) + len(order) - num_streams
+        if not num_streams or not num_prompts:
+            return False
+        prompt_tokens = self._queue.num_tokens + int(num_left.sum())
+        saved, lost = self._pace.shares_by_draining(
+            num_streams, float(computed[is_stream].sum(dtype=np.float64)), min(prompt_tokens, self._budget)
+        )
+        return num_prompts * saved > num_streams * lost
+
+    def add(self, plan: PlanBuilder, slot: int) -> None:
+        """Plan the next chunk of a prompt: all that is left of it, or of the budget."""
+        num_left = self._num_left(slot)
+        num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
+        computed = int(self._table.num_computed_tokens[slot])
+        plan.add_prefill(slot, computed, num_scheduled, TOKENS_WANTED if num_scheduled == num_left else NOTHING_WANTED)
+
+    def _add_all(self, plan: PlanBuilder, slots: list[int]) -> None:
+        for slot in slots:
+            if plan.budget == 0:
+                return
+            self.add(plan, slot)
+
+    def _admit_all(self, plan: PlanBuilder, admit: Admit | None, giant_left: int) -> None:
+        while admit is not None and plan.budget > 0 and admit(plan, giant_left):
+            pass
+
+    def _unfinished(self) -> list[int]:
         """Slots whose prompts are not complete, in order."""
         table, order = self._table, self._table.order
         return order[table.num_computed_tokens[order] < table.num_prefill_tokens[order]].tolist()
 
-    def hold_back(self, plan: PlanBuilder, slots: list[int]) -> None:
+    def _num_left(self, slot: int) -> int:
+        return int(self._table.num_prefill_tokens[slot] - self._table.num_computed_tokens[slot])
+
+    def _hold_back(self, plan: PlanBuilder, slots: list[int]) -> None:
         """Lower the budget to what a full step's graph holds, and so that running streams get their tokens in time.
 
-        `slots` as from `slots()`. Prompts that may not be cut are held to the budget alone: one that fits it, but not
-        the graph, would wait for as long as there are streams.
+        Prompts that may not be cut are held to the budget alone: one that fits it, but not the graph, would wait for as
+        long as there are streams.
         """
         if self._is_chunking:
             plan.budget = min(plan.budget, self._full_steps.most_prompt_tokens(plan.num_decode_rows))
@@ -56,60 +126,3 @@ class PrefillPlanner:
         position = int(self._table.num_computed_tokens[slots[0]]) if slots else 0
         num_pairs = float(np.sum(plan.decode.computed, dtype=np.float64))
         plan.budget = min(plan.budget, self._pace.most_prefill_tokens(plan.num_decode_rows, num_pairs, position))
-
-    def is_better_without_streams(self, num_waiting: int, num_waiting_tokens: int) -> bool:
-        """Whether the next step is to be one of prompts alone. `num_waiting_tokens` are those of the queue."""
-        if not self._is_hybrid or not self._pace.has_limit:
-            return False
-        table, order = self._table, self._table.order
-        computed = table.num_computed_tokens[order]
-        num_left = np.maximum(table.num_prefill_tokens[order] - computed, 0)
-        is_stream = num_left == 0
-        num_streams = int(np.count_nonzero(is_stream))
-        num_prompts = num_waiting + len(order) - num_streams
-        if not num_streams or not num_prompts:
-            return False
-        prompt_tokens = num_waiting_tokens + int(num_left.sum())
-        saved, lost = self._pace.shares_by_draining(
-            num_streams, float(computed[is_stream].sum(dtype=np.float64)), min(prompt_tokens, self._budget)
-        )
-        return num_prompts * saved > num_streams * lost
-
-    def giant_tokens_left(self, plan: PlanBuilder, slots: list[int]) -> int:
-        """What the first prompt has left, if this step cannot finish it; else 0."""
-        if not slots or not self._is_chunking:
-            return 0
-        num_left = self.num_left(slots[0])
-        return num_left if num_left > plan.budget else 0
-
-    def plan_short(self, plan: PlanBuilder, slots: list[int], giant_left: int) -> list[int]:
-        """Plan the short prompts among the running ones, shortest first; returns the slots without a row yet.
-
-        The caller sees to `plan.budget` being the short ones' share.
-        """
-        short = [slot for slot in slots[1:] if self.num_left(slot) * SHORT_FACTOR <= giant_left]
-        for slot in sorted(short, key=self.num_left):
-            if plan.budget == 0:
-                break
-            self.add(plan, slot)
-            slots = [other for other in slots if other != slot]
-        return slots
-
-    def share_of_short(self, budget: int) -> int:
-        return budget // _SHARE_OF_SHORT
-
-    def add_all(self, plan: PlanBuilder, slots: list[int]) -> None:
-        for slot in slots:
-            if plan.budget == 0:
-                return
-            self.add(plan, slot)
-
-    def add(self, plan: PlanBuilder, slot: int) -> None:
-        """Plan the next chunk of a prompt: all that is left of it, or of the budget."""
-        num_left = self.num_left(slot)
-        num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
-        computed = int(self._table.num_computed_tokens[slot])
-        plan.add_prefill(slot, computed, num_scheduled, TOKENS_WANTED if num_scheduled == num_left else NOTHING_WANTED)
-
-    def num_left(self, slot: int) -> int:
-        return int(self._table.num_prefill_tokens[slot] - self._table.num_computed_tokens[slot])

@@ -15,64 +15,62 @@ from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.messages import EngineStats
 from cb_backend.contracts.queue_room import MUCH_ROOM, QueueRoom
-from cb_backend.contracts.request import Request, RequestStatus
+from cb_backend.contracts.request import Request, RequestStatus, check_prompt_length
 from cb_backend.contracts.step import EngineOutput, StepPlan, StepResult
-from cb_backend.engine.scheduler.admission import Admission, check_fits_alone
-from cb_backend.engine.scheduler.admission_policy import AdmissionPolicy, FcfsAdmission, StaticAdmission
-from cb_backend.engine.scheduler.deadlines import Deadlines
-from cb_backend.engine.scheduler.engine_stats import engine_stats
+from cb_backend.engine.scheduler.admission import Admission, ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.fair_share import FairShare
-from cb_backend.engine.scheduler.in_flight import InFlightSteps
+from cb_backend.engine.scheduler.order import Deadlines, RequestQueue
+from cb_backend.engine.scheduler.pace import Pace
+from cb_backend.engine.scheduler.parts import Parts
+from cb_backend.engine.scheduler.plan import DecodeBatch, InFlightSteps, PlanBuilder, launch
 from cb_backend.engine.scheduler.preemption import Preemption
 from cb_backend.engine.scheduler.prefill import PrefillPlanner
-from cb_backend.engine.scheduler.request_queue import RequestQueue
-from cb_backend.engine.scheduler.slot_table import SlotTable
-from cb_backend.engine.scheduler.step_plan import DecodeBatch, PlanBuilder, launch
-from cb_backend.engine.scheduler.step_result import StepCounters, StepResults
-from cb_backend.engine.scheduler.step_time import Pace
-from cb_backend.engine.scheduler.swap_space import SwapSpace
+from cb_backend.engine.scheduler.results import StepResults
+from cb_backend.engine.scheduler.slots import SlotTable
 from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.kv_cache.swap_space import SwapSpace
 from cb_backend.support.fault_points import reach
 
 
 class Scheduler:
     """Owns every request between `add_request` and its end. Not thread-safe: one loop calls it."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, max_model_len: int, num_host_blocks: int = 0) -> None:
-        self._kv = kv
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        max_model_len: int,
+        num_host_blocks: int = 0,
+        policy: PolicyKind = ContinuousAdmission,
+    ) -> None:
+        """`policy`: who may start, where another than in-flight batching is to be studied."""
         self._budget = config.max_num_batched_tokens
         self._is_chunking = config.enable_chunked_prefill
         self._max_model_len = max_model_len
         self._num_cache_tokens = kv.num_usable_blocks * kv.block_size
-        # Never more running requests than budget: then every running request can be given a token in every step.
-        num_slots = min(config.max_num_seqs, self._budget)
-        self._table = SlotTable(num_slots, min(max_model_len, self._num_cache_tokens), kv.block_size)
-        # Where the config leaves the depth to the engine, the engine keeps to its own.
-        run_ahead = MAX_RUN_AHEAD if config.run_ahead is None else config.run_ahead
-        self._in_flight = InFlightSteps(1 + run_ahead)
-        self._counters = StepCounters()
-        self._share = FairShare()
-        self._results = StepResults(self._table, kv, self._in_flight, self._counters, self._share)
-        self._decode_batch = DecodeBatch(self._table)
-        is_static = config.scheduling_policy == "static"
-        self._queue = RequestQueue(
-            config.max_queue_size, config.max_queue_tokens, config.priority_aging_s, self._share, is_fair=not is_static
+        share = FairShare()
+        self._parts = parts = Parts(
+            config=config,
+            kv=kv,
+            swap=SwapSpace(num_host_blocks, kv.block_size),
+            # Never more running requests than budget: then every running request can be given a token in every step.
+            table=SlotTable(
+                min(config.max_num_seqs, self._budget), min(max_model_len, self._num_cache_tokens), kv.block_size
+            ),
+            queue=RequestQueue(config, share, is_fair=policy.is_continuous),
+            share=share,
+            # Where the config leaves the depth to the engine, the engine keeps to its own.
+            in_flight=InFlightSteps(1 + (MAX_RUN_AHEAD if config.run_ahead is None else config.run_ahead)),
         )
-        self._deadlines = Deadlines(config.timeout_ms, config.queue_timeout_ms)
-        self._swap = SwapSpace(num_host_blocks, kv.block_size)
-        self._preemption = Preemption(
-            self._table, kv, self._in_flight, self._results, self._queue, self._counters, self._swap
-        )
+        self._kv, self._table, self._queue, self._swap = kv, parts.table, parts.queue, parts.swap
+        self._in_flight, self._counters = parts.in_flight, parts.counters
+        self._deadlines = Deadlines(config)
         self._pace = Pace(config.max_itl_ms)
-        self._prefill = PrefillPlanner(self._table, config, self._pace)
-        policy: AdmissionPolicy = FcfsAdmission(self._table, self._results, kv, config)
-        if is_static:
-            policy = StaticAdmission(kv, num_slots)
-        self._admission = Admission(
-            policy,
-            self._is_chunking, self._table, kv, self._results, self._queue, self._preemption, self._prefill,
-            self._swap,
-        )  # fmt: skip
+        self._results = StepResults(parts)
+        self._preemption = Preemption(parts, self._results)
+        self._prefill = PrefillPlanner(parts, self._pace)
+        self._admission = Admission(parts, policy, self._results, self._preemption, self._prefill.add)
+        self._decode_batch = DecodeBatch(self._table)
         self._now = 0.0
         self._step_id = 0
         self._was_exclusive = False  # the last plan was prompts alone, and decode rows had to wait for it
@@ -86,7 +84,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Held ones included."""
-        return len(self._queue) + self._queue.num_held
+        return self._queue.num_waiting
 
     @property
     def num_guided(self) -> int:
@@ -95,7 +93,7 @@ class Scheduler:
 
     def guide_of(self, request_id: int) -> object | None:
         """The guide of a running request of structured output; None for any other."""
-        return self._results.running[request_id].guide
+        return self._table.by_id[request_id].guide
 
     @property
     def num_slots(self) -> int:
@@ -125,8 +123,8 @@ class Scheduler:
         A held one waits until `release`, without a slot or blocks; it can be cancelled and can time out meanwhile.
         Lowers `request.max_total_tokens` to what the model and the whole KV cache can hold.
         """
-        check_fits_alone(request, self._max_model_len, self._kv)
-        if request.request_id in self._results.running or request.request_id in self._queue:
+        self._check_fits_alone(request)
+        if request.request_id in self._table.by_id or request.request_id in self._queue:
             raise InvalidRequestError(f"request id {request.request_id} is in use; ids must be unique")
         request.max_total_tokens = min(request.max_total_tokens, self._max_model_len, self._num_cache_tokens)
         request.status = RequestStatus.WAITING
@@ -138,6 +136,17 @@ class Scheduler:
             self._end(request.request_id)  # a refused request leaves nothing behind
             raise
         self._admission.try_again()
+
+    def _check_fits_alone(self, request: Request) -> None:
+        """Raise `InvalidRequestError` for a request that could not run even if there were no other."""
+        num_prompt = request.num_prompt_tokens
+        check_prompt_length(min(num_prompt, len(request.token_ids)), self._max_model_len)
+        if num_prompt + 1 > self._num_cache_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens, but the whole KV cache holds {self._num_cache_tokens} "
+                f"({self._kv.num_usable_blocks} blocks of {self._kv.block_size}), one of which must be left for the "
+                "output; shorten the prompt or give the cache more memory"
+            )
 
     @property
     def _free(self) -> tuple[int, int]:
@@ -179,8 +188,8 @@ class Scheduler:
             request.guide = None
             self._swap.forget(request)
             self._results.settle(request, has_started=request.num_preemptions > 0)
-        elif request_id in self._results.running:
-            self._results.leave(self._results.running[request_id].slot, RequestStatus.FINISHED_ABORTED)
+        elif request_id in self._table.by_id:
+            self._results.leave(self._table.by_id[request_id].slot, RequestStatus.FINISHED_ABORTED)
         else:
             return False
         self._admission.try_again()
@@ -203,7 +212,7 @@ class Scheduler:
         self._was_exclusive = (self._needs_exclusive_step() and self._admission.admit(plan)) or self._drain(plan)
         if not self._was_exclusive:
             can_admit = self._plan_decode_rows(plan)
-            self._plan_prompts(plan, can_admit)
+            self._prefill.plan(plan, self._admission.admit if can_admit else None)
         if plan.num_rows == 0:
             return None
         self._step_id += 1
@@ -241,57 +250,25 @@ class Scheduler:
             plan.set_decode(batch)
         return has_enough
 
-    def _plan_prompts(self, plan: PlanBuilder, can_admit: bool) -> None:
-        """Give what is left of the budget to prompts: those that have begun, then those of the queue.
-
-        While a giant prompt is among them, short ones of both kinds come before it, in a share of the budget.
-        """
-        prefill, admit = self._prefill, self._admission.admit
-        can_admit = can_admit and len(self._queue) > 0
-        slots = [] if plan.num_rows == self.num_running else prefill.slots()
-        if not slots and not can_admit:
-            return
-        prefill.hold_back(plan, slots)
-        giant_left = prefill.giant_tokens_left(plan, slots)
-        if giant_left:
-            budget, share = plan.budget, prefill.share_of_short(plan.budget)
-            plan.budget = share
-            slots = prefill.plan_short(plan, slots, giant_left)
-            while can_admit and plan.budget > 0 and admit(plan, giant_left):
-                pass
-            plan.budget += budget - share
-        prefill.add_all(plan, slots)
-        while can_admit and plan.budget > 0 and admit(plan):
-            pass
-
     def _drain(self, plan: PlanBuilder) -> bool:
         """Hybrid policy: plan prompts alone where that is better, never twice running; False: nothing was planned."""
-        queue = self._queue
-        if self._was_exclusive or not self._prefill.is_better_without_streams(len(queue), queue.num_tokens):
+        if self._was_exclusive or not self._prefill.is_better_without_streams():
             return False
-        self._plan_prompts(plan, can_admit=True)
+        self._prefill.plan(plan, self._admission.admit)
         return plan.num_rows > 0
 
     def _needs_exclusive_step(self) -> bool:
         """Without chunking, a prompt that does not fit beside the decode rows gets a step of its own, now and then."""
-        head = self._queue.head
-        if self._is_chunking or self._was_exclusive or head is None or not self.num_running:
+        if self._is_chunking or self._was_exclusive or not self.num_running:
             return False
-        return len(head.token_ids) > self._budget - self.num_running
+        head = self._queue.head
+        return head is not None and len(head.token_ids) > self._budget - self.num_running
 
     # ---- looking in -------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        return engine_stats(self._step_id, self._counters, self._table, self._queue, self._kv, self._swap)
+        return self._parts.stats(self._step_id)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless blocks, slots and queue add up. For tests and idle moments; O(everything)."""
-        self._table.check_integrity()
-        self._queue.check_integrity()
-        self._swap.check_integrity({request.request_id for request in self._queue})
-        running = [request for request in self._table.requests if request is not None]
-        waiting = self._queue.everyone
-        assert {request.request_id: request for request in running} == self._results.running, "running sets differ"
-        assert not any(request.block_table for request in waiting), "a waiting request holds blocks"
-        self._share.check_integrity(waiting, running)
-        self._kv.check_integrity([*(request.block_table for request in running), *self._in_flight.deferred_blocks])
+        self._parts.check_integrity()

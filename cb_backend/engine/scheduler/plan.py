@@ -1,19 +1,24 @@
-"""One step's plan while it is being made, and the decode batch that stays the same from plan to plan.
+"""One step's plan while it is being made, the decode batch that stays from plan to plan, and the launched steps.
 
-Knows rows, progress and the token budget; not why a row is in the plan.
+Knows rows, progress and the token budget; not why a row is in a plan. With run-ahead a request may end or be preempted
+while a launched step still writes its blocks, or reads what else it holds: such things are kept until the last step
+that touches them has come back. One fence for everything; it does not know why they are given back, nor to whom.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
-from cb_backend.engine.scheduler.in_flight import LaunchedStep
-from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
+from cb_backend.engine.scheduler.slots import Rows, SlotTable
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.support.fault_points import reach
 
@@ -90,6 +95,7 @@ class PlanBuilder:
 
     budget: int  # tokens that may still be scheduled
     decode: DecodeBatch | None = None
+    num_decode_rows: int = 0
     prefill: list[tuple[int, int, int, int]] = field(default_factory=list)  # slot, computed, scheduled, wants
     joined: list[JoinedRow] = field(default_factory=list)
     new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # [n, 3], see StepPlan
@@ -97,16 +103,13 @@ class PlanBuilder:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def num_decode_rows(self) -> int:
-        return 0 if self.decode is None else len(self.decode.slots)
-
-    @property
     def num_rows(self) -> int:
         return self.num_decode_rows + len(self.prefill)
 
     def set_decode(self, batch: DecodeBatch) -> None:
         self.decode = batch
-        self.budget -= len(batch.slots)
+        self.num_decode_rows = len(batch.slots)
+        self.budget -= self.num_decode_rows
 
     @property
     def copies(self) -> Copies:
@@ -134,45 +137,116 @@ class PlanBuilder:
 def launch(step_id: int, plan: PlanBuilder, table: SlotTable) -> tuple[StepPlan, LaunchedStep]:
     """Turn a `PlanBuilder` into the frozen plan and its record, and move the slots' progress on."""
     reach("plan.launch")
-    if plan.decode is not None and not plan.prefill:
-        return _launch_decode(step_id, plan, plan.decode, table)
-    slots, computed, scheduled, wants = (np.array(column, np.int32) for column in zip(*plan.prefill, strict=True))
-    wants = wants.astype(np.uint8)
-    if plan.decode is not None:
-        _, decode_slots, ones, decode_wants = plan.decode.constants()
-        slots = np.concatenate([decode_slots, slots])
-        computed = np.concatenate([plan.decode.computed, computed])
-        scheduled = np.concatenate([ones, scheduled])
-        wants = np.concatenate([decode_wants, wants])
-        plan.decode.num_steps_left = 0
-    after = computed + scheduled
-    (filled,) = (after // table.block_size > computed // table.block_size).nonzero()
-    rows = table.rows(slots.astype(np.intp))
+    batch, may_end = plan.decode, True
+    if batch is not None and not plan.prefill:
+        rows, slots, num_tokens, wants = batch.constants()
+        first = batch.computed
+        after = _frozen(first + 1)
+        may_end = batch.num_steps_left <= 1
+        batch.advance(after)
+        filled = batch.out_of_room
+    else:
+        columns = [np.array(column, np.int32) for column in zip(*plan.prefill, strict=True)]
+        if batch is not None:
+            _, slots, ones, wants = batch.constants()
+            decode_rows: list[NDArray] = [slots, batch.computed, ones, wants]
+            columns = [np.concatenate(pair) for pair in zip(decode_rows, columns, strict=True)]
+            batch.num_steps_left = 0
+        slots, first, num_tokens = map(_frozen, columns[:3])
+        wants = _frozen(columns[3].astype(np.uint8))
+        after = first + num_tokens
+        (filled,) = (after // table.block_size > first // table.block_size).nonzero()
+        rows = table.rows(slots.astype(np.intp))
     table.num_computed_tokens[rows.slots] = after
+    num_decode_rows = plan.num_decode_rows
     output = StepPlan(
-        step_id,
-        _frozen(slots),
-        _frozen(computed),
-        _frozen(scheduled),
-        _frozen(wants),
-        plan.num_decode_rows,
-        tuple(plan.joined),
-        plan.new_blocks,
-        plan.copies,
+        step_id, slots, first, num_tokens, wants, num_decode_rows, tuple(plan.joined), plan.new_blocks, plan.copies
     )
-    step = LaunchedStep(step_id, table.version, rows, after, plan.num_decode_rows, filled, may_end=True)
-    return output, step
+    return output, LaunchedStep(step_id, table.version, rows, after, num_decode_rows, filled, may_end)
 
 
-def _launch_decode(
-    step_id: int, plan: PlanBuilder, batch: DecodeBatch, table: SlotTable
-) -> tuple[StepPlan, LaunchedStep]:
-    rows, slots, ones, wants = batch.constants()
-    computed = batch.computed
-    after = _frozen(computed + 1)
-    may_end = batch.num_steps_left <= 1
-    table.num_computed_tokens[rows.slots] = after
-    batch.advance(after)
-    num_rows = len(slots)
-    output = StepPlan(step_id, slots, computed, ones, wants, num_rows, (), plan.new_blocks, plan.copies)
-    return output, LaunchedStep(step_id, table.version, rows, after, num_rows, batch.out_of_room, may_end)
+class LaunchedStep(msgspec.Struct, frozen=True, eq=False):
+    """What the scheduler must remember of a plan until its result comes. Arrays are [num_rows]."""
+
+    step_id: int
+    table_version: int  # of the slot table when the plan was made
+    rows: Rows  # epoch other than the slot's now = the row's request has left
+    num_computed_after: NDArray[np.int32]
+    num_decode_rows: int
+    filled: NDArray[np.intp]  # rows (indices) that complete a block
+    may_end: bool  # False: no row reaches its length limit with this step's token
+
+
+class _Deferred(NamedTuple):
+    """Something to give back once a launched step is back."""
+
+    step_id: int
+    give_back: Callable[[], None]
+    block_ids: list[int]  # that become free by it
+
+
+class InFlightSteps:
+    """Launched steps in order, and what waits for them."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._steps: deque[LaunchedStep] = deque()
+        self._deferred: list[_Deferred] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._steps) >= self._max_steps
+
+    @property
+    def deferred_blocks(self) -> list[list[int]]:
+        return [deferred.block_ids for deferred in self._deferred]
+
+    def launch(self, step: LaunchedStep) -> None:
+        self._steps.append(step)
+
+    def take(self, step_id: int) -> LaunchedStep:
+        """Remove and return a launched step. Raises `ValueError` if there is none with this id."""
+        for step in self._steps:
+            if step.step_id == step_id:
+                self._steps.remove(step)
+                return step
+        launched = [step.step_id for step in self._steps]
+        raise ValueError(f"step {step_id} is not in flight; launched steps are {launched}")
+
+    def oldest_id(self) -> int | None:
+        return self._steps[0].step_id if self._steps else None
+
+    def free_when_safe(
+        self, slot: int, epoch: int, give_back: Callable[[], None], block_ids: Sequence[int] = ()
+    ) -> None:
+        """Give back what the request that had `slot` in `epoch` has held: now, or after the last launched step with it.
+
+        `block_ids`: the blocks among it, which are counted as coming.
+        """
+        for step in reversed(self._steps):
+            (rows,) = (step.rows.slots == slot).nonzero()
+            if len(rows) and step.rows.epochs[rows[0]] == epoch:
+                self._deferred.append(_Deferred(step.step_id, give_back, list(block_ids)))
+                return
+        give_back()
+
+    def release(self) -> None:
+        """Give back what no launched step touches any more. Call after a step was taken."""
+        if not self._deferred:
+            return
+        oldest = self._steps[0].step_id if self._steps else None
+        waiting = []
+        for deferred in self._deferred:
+            if oldest is not None and oldest <= deferred.step_id:
+                waiting.append(deferred)
+            else:
+                deferred.give_back()
+        self._deferred = waiting
+
+    def num_blocks_coming(self, ref_cnt: Callable[[int], int], ending: Iterable[list[int]]) -> int:
+        """Blocks that become free without any further decision: deferred ones, and those of requests about to end."""
+        leaving = Counter(block_id for block_ids in (*self.deferred_blocks, *ending) for block_id in block_ids)
+        return sum(ref_cnt(block_id) == count for block_id, count in leaving.items())

@@ -6,7 +6,6 @@ not know budgets, queues or plans to come.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,14 +13,11 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.request import FinishReason, Request, RequestStatus
 from cb_backend.contracts.step import NO_TOKEN, ROW_OK, Attachment, EngineOutput, Failure, StepResult
-from cb_backend.engine.scheduler.fair_share import FairShare
-from cb_backend.engine.scheduler.in_flight import InFlightSteps, LaunchedStep
-from cb_backend.engine.scheduler.output_lengths import OutputLengths
-from cb_backend.engine.scheduler.slot_table import Rows, SlotTable
-from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.engine.scheduler.parts import Parts
+from cb_backend.engine.scheduler.plan import LaunchedStep
+from cb_backend.engine.scheduler.slots import Rows
 from cb_backend.support.fault_points import reach
 
-_OUTPUT_LEARNING_RATE = 0.05
 _STATUS_OF_REASON = {
     FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
     FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH,
@@ -29,58 +25,35 @@ _STATUS_OF_REASON = {
 }
 
 
-@dataclass(slots=True)
-class StepCounters:
-    """Counts since the engine's start."""
-
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cancelled: int = 0
-    num_timed_out: int = 0
-
-
 class StepResults:
     """Feeds results back into the slot table and the KV manager."""
 
-    def __init__(
-        self,
-        table: SlotTable,
-        kv: KVCacheManager,
-        in_flight: InFlightSteps,
-        counters: StepCounters,
-        share: FairShare,
-    ) -> None:
-        self.running: dict[int, Request] = {}  # by request id
-        self.output_fraction = 0.0  # of their allowance that requests used which ended lately; 0 until one has
-        self.output_lengths = OutputLengths()
-        self._table = table
-        self._kv = kv
-        self._in_flight = in_flight
-        self._counters = counters
-        self._share = share
+    def __init__(self, parts: Parts) -> None:
+        self._table = parts.table
+        self._kv = parts.kv
+        self._in_flight = parts.in_flight
+        self._counters = parts.counters
+        self._share = parts.share
+        self._lengths = parts.lengths
 
-    def charge(self, request: Request, num_computed_tokens: int) -> None:
-        """Charge the tenant at a request's first start: what is not cached of the prompt, and the expected output."""
+    def join(self, request: Request, num_computed_tokens: int) -> None:
+        """Give an admitted request its slot. `num_computed_tokens` were found in the prefix cache, or were kept.
+
+        At its first start its tenant is charged: what is not cached of the prompt, and the expected output.
+        """
         if request.num_preemptions == 0:
-            expected = self.output_fraction * (request.max_total_tokens - request.num_prompt_tokens)
+            request.num_cached_tokens = num_computed_tokens
+            self._counters.num_prompt_tokens += request.num_prompt_tokens
+            self._counters.num_cached_prompt_tokens += num_computed_tokens
+            expected = self._lengths.used_share * (request.max_total_tokens - request.num_prompt_tokens)
             self._share.start(request, request.num_prompt_tokens - num_computed_tokens + expected)
+        self._table.join(request, num_computed_tokens)
+        request.status = RequestStatus.RUNNING
 
     def settle(self, request: Request, has_started: bool) -> None:
         """A request has ended, running or waiting: charge its tenant what it cost. Recomputing is not the tenant's."""
         num_tokens = len(request.token_ids) - request.num_cached_tokens if has_started else 0
         self._share.end(request, num_tokens, has_started)
-
-    def join(self, request: Request, num_computed_tokens: int) -> None:
-        """Give an admitted request its slot. `num_computed_tokens` were found in the prefix cache."""
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = num_computed_tokens
-            self._counters.num_prompt_tokens += request.num_prompt_tokens
-            self._counters.num_cached_prompt_tokens += num_computed_tokens
-        self._table.join(request, num_computed_tokens)
-        request.status = RequestStatus.RUNNING
-        self.running[request.request_id] = request
 
     def leave(self, slot: int, status: RequestStatus) -> Request:
         """Take a request out of the batch; its blocks are freed once no launched step touches them."""
@@ -90,7 +63,6 @@ class StepResults:
         request.status = status
         if status.is_finished:
             request.guide = None  # whoever still remembers the request
-        del self.running[request.request_id]
         block_ids = self._kv.detach(request)
         self._in_flight.free_when_safe(slot, epoch, partial(self._kv.free_blocks, block_ids), block_ids)
         if status.is_finished:
@@ -109,13 +81,13 @@ class StepResults:
         failed = None
         if np.count_nonzero(output.status):
             failed = self._fail_rows(step, output.status != ROW_OK, output.attached)
-        attached = self._attached_to_tell(rows, output.attached) if output.attached else ()
+        attached = _given(output.attached, rows, self._table.is_live(rows), failures=False) if output.attached else ()
         num_computed, token_ids = step.num_computed_after, output.token_ids[:, 0]
         has_prefill = step.num_decode_rows < num_rows
         keep = output.num_new != 0 if has_prefill else None
         is_live = None
         if step.table_version != self._table.version:
-            is_live = self._table.epoch[rows.slots] == rows.epochs
+            is_live = self._table.is_live(rows)
             keep = is_live if keep is None else is_live & keep
         self._cache_filled(step, is_live)
         if keep is not None:
@@ -139,27 +111,14 @@ class StepResults:
         self, step: LaunchedStep, is_failed: NDArray[np.bool_], attached: tuple[Attachment, ...] = ()
     ) -> EngineOutput:
         rows = step.rows
-        ending = is_failed & (self._table.epoch[rows.slots] == rows.epochs)
+        ending = is_failed & self._table.is_live(rows)
         slots, request_ids = rows.slots[ending], rows.request_ids[ending]
-        texts = tuple(
-            part.given_to(rows.request_ids[part.owners], ending[part.owners])
-            for part in attached
-            if isinstance(part, Failure) and ending[part.owners].any()
-        )
+        texts = _given(attached, rows, ending, failures=True)
         for slot in slots.tolist():
             self._kv.withdraw(self._table.request_at(slot))
             self.leave(slot, RequestStatus.FINISHED_ERROR)
         reasons = np.full(len(slots), FinishReason.ERROR, np.uint8)
         return EngineOutput(request_ids, np.full(len(slots), NO_TOKEN, np.int32), reasons, attached=texts)
-
-    def _attached_to_tell(self, rows: Rows, attached: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-        """By request id; what was computed for a request that has left its slot since is dropped."""
-        is_live = self._table.epoch[rows.slots] == rows.epochs
-        return tuple(
-            part.given_to(rows.request_ids[part.owners], is_live[part.owners])
-            for part in attached
-            if not isinstance(part, Failure) and is_live[part.owners].any()
-        )
 
     def _cache_filled(self, step: LaunchedStep, is_live: NDArray[np.bool_] | None) -> None:
         """Make the blocks that the step completed findable. `is_live` None: all rows are."""
@@ -182,10 +141,19 @@ class StepResults:
         if np.count_nonzero(reasons):
             for row in np.flatnonzero(reasons).tolist():
                 request = self.leave(int(rows.slots[row]), _STATUS_OF_REASON[FinishReason(int(reasons[row]))])
-                num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
-                self.output_lengths.add(num_output_tokens)
-                fraction = num_output_tokens / (request.max_total_tokens - request.num_prompt_tokens)
-                self.output_fraction += _OUTPUT_LEARNING_RATE * (fraction - self.output_fraction)
+                num_prompt = request.num_prompt_tokens
+                self._lengths.add(len(request.token_ids) - num_prompt, request.max_total_tokens - num_prompt)
+
+
+def _given(
+    attached: tuple[Attachment, ...], rows: Rows, keep: NDArray[np.bool_], failures: bool
+) -> tuple[Attachment, ...]:
+    """What is attached to the rows kept, by request id: failures, or all else. What nobody waits for is dropped."""
+    return tuple(
+        part.given_to(rows.request_ids[part.owners], keep[part.owners])
+        for part in attached
+        if isinstance(part, Failure) is failures and keep[part.owners].any()
+    )
 
 
 def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:

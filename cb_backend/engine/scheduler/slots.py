@@ -25,6 +25,7 @@ from cb_backend.contracts.request import NO_SLOT, FinishReason, Request
 from cb_backend.support.fault_points import reach
 
 _NO_STOP_ID = -1
+_NOBODY_RUNS = -(2**31)
 
 
 class Rows(msgspec.Struct, frozen=True, eq=False):
@@ -46,8 +47,9 @@ class SlotTable:
         """`max_tokens` bounds prompt + output of any request."""
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * num_slots
+        self.by_id: dict[int, Request] = {}  # the same
         self.order: NDArray[np.intp] = np.empty(0, np.intp)  # [num_running] taken slots, least queue_key first
-        self.highest_priority = -(2**31)  # greatest `priority` value (the least urgent) of the running requests
+        self.least_urgent = _NOBODY_RUNS  # greatest `priority` value of the running requests
         self.num_guided = 0  # running requests of structured output
         self.version = 0  # changes with every join and leave
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -66,8 +68,7 @@ class SlotTable:
         self.num_unsure = counts()  # of these, how many may turn out not to be
         self.num_known_tokens = counts()  # values in token_ids: without what launched steps have sampled
         self.num_block_tokens = counts()  # tokens that the block table has room for
-        self.max_total_tokens = counts()
-        self.max_computed_tokens = counts()  # max_total_tokens - 1: the last token is never an input
+        self.max_computed_tokens = counts()  # one less than the request may have: its last token is never an input
         self.min_total_tokens = counts()  # a stop id ends the request only at this length or beyond
         self.stop_ids = np.full((num_slots, 0), _NO_STOP_ID, np.int32)  # [num_slots, widest] padded with -1
 
@@ -83,17 +84,13 @@ class SlotTable:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
-
-    def join(self, request: Request, num_computed_tokens: int) -> int:
+    def join(self, request: Request, num_computed_tokens: int) -> None:
         """Give the request a slot; its block table is complete for all its known tokens."""
         reach("slots.join")
         slot = self._free_slots.pop()
         num_tokens = len(request.token_ids)
         request.slot = slot
-        self.requests[slot] = request
+        self.requests[slot] = self.by_id[request.request_id] = request
         self.request_ids[slot] = request.request_id
         self.token_ids[slot, :num_tokens] = request.token_ids
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
@@ -103,7 +100,6 @@ class SlotTable:
         self.num_unsure[slot] = 0
         self.num_known_tokens[slot] = num_tokens
         self.num_block_tokens[slot] = len(request.block_table) * self.block_size
-        self.max_total_tokens[slot] = request.max_total_tokens
         self.max_computed_tokens[slot] = request.max_total_tokens - 1
         self.min_total_tokens[slot] = request.num_prompt_tokens + min(request.params.min_tokens, 2**30)
         self._set_stop_ids(slot, request.stop_token_ids)
@@ -114,15 +110,14 @@ class SlotTable:
             place -= 1
         self.order = np.concatenate([self.order[:place], [slot], self.order[place:]])
         self._note_change()
-        return slot
 
     def leave(self, slot: int) -> Request:
         """Take the slot back and return the request, its `token_ids` holding every token whose value was read."""
-        request = self.requests[slot]
-        assert request is not None
+        request = self.request_at(slot)
         request.token_ids = self.token_ids[slot, : self.num_known_tokens[slot]].copy()
         request.slot = NO_SLOT
         self.requests[slot] = None
+        del self.by_id[request.request_id]
         self.epoch[slot] += 1
         self.num_guided -= request.guide is not None
         self.order = self.order[self.order != slot]
@@ -132,7 +127,7 @@ class SlotTable:
 
     def _note_change(self) -> None:
         self.version += 1
-        self.highest_priority = int(self.priority[self.order].max(initial=-(2**31)))
+        self.least_urgent = int(self.priority[self.order].max(initial=_NOBODY_RUNS))
 
     def request_at(self, slot: int) -> Request:
         request = self.requests[slot]
@@ -147,6 +142,10 @@ class SlotTable:
     def num_sure_tokens(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """The fewest tokens that can be computed once the launched steps are back: [num_slots asked]."""
         return self.num_computed_tokens[slots] - self.num_unsure[slots]
+
+    def is_live(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which rows still have the request in their slot that they were planned for: [num_rows]."""
+        return self.epoch[rows.slots] == rows.epochs
 
     def rows(self, slots: NDArray[np.intp]) -> Rows:
         return Rows(slots, self.epoch[slots], self.request_ids[slots], self.stop_ids[slots])
@@ -163,7 +162,7 @@ class SlotTable:
         self.num_known_tokens[slots] = num_tokens
         reasons = np.zeros(len(slots), np.uint8)
         if may_end:
-            reasons[num_tokens >= self.max_total_tokens[slots]] = FinishReason.LENGTH
+            reasons[num_tokens > self.max_computed_tokens[slots]] = FinishReason.LENGTH
         is_stop = rows.stop_ids == token_ids[:, None]
         if np.count_nonzero(is_stop):  # a fifth of what `any` costs
             reasons[is_stop.any(1) & (num_tokens >= self.min_total_tokens[slots])] = FinishReason.STOP
@@ -183,6 +182,7 @@ class SlotTable:
         assert sorted(order) == taken, "order and taken slots differ"
         assert sorted([*taken, *self._free_slots]) == list(range(len(self.requests))), "a slot is lost or free twice"
         requests = [self.request_at(slot) for slot in order]
+        assert {request.request_id: request for request in requests} == self.by_id, "running sets differ"
         keys = [request.queue_key for request in requests]
         assert keys == sorted(keys), "the running requests are out of order"
         num_guided = sum(request.guide is not None for request in requests)

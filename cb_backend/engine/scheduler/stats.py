@@ -1,32 +1,47 @@
-"""How many tokens requests generate, learned from those that have ended lately: what a running one has still to come.
+"""What is counted and learned of requests: figures for the metrics, and how many tokens a request will generate.
 
 The longer a request has run already, the longer are the ones it is compared with. Knows numbers only.
 """
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_SAMPLES = 1024
 FIRST_SAMPLES = (16,) * 8  # what is believed before anything is known: answers are short, so that a burst can start
 _MIN_ALIKE = 8  # fewer requests that ran as long: what has come is likely to come once more
+_USED_SHARE_RATE = 0.05  # by which a request that has ended moves `used_share`
 
 Floats = NDArray[np.float64]
 
 
+class Counters(msgspec.Struct):
+    """Counts since the engine's start, under their names in `messages.EngineStats`."""
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cancelled: int = 0
+    num_timed_out: int = 0
+
+
 class OutputLengths:
-    """The last `MAX_SAMPLES` lengths."""
+    """The last `MAX_SAMPLES` numbers of tokens that requests generated until they ended by themselves or at a limit."""
 
     def __init__(self) -> None:
+        self.used_share = 0.0  # of the tokens allowed to requests that ended lately; 0 until one has
         self._samples = np.zeros(MAX_SAMPLES)
         self._samples[: len(FIRST_SAMPLES)] = FIRST_SAMPLES
         self._num_added = 0
         self._is_sorted = False
         self._sorted = self._sums = self._squares = np.zeros(0)
 
-    def add(self, num_output_tokens: int) -> None:
-        """A request has ended by itself, or at its limit."""
+    def add(self, num_output_tokens: int, num_allowed: int) -> None:
+        """A request has ended after so many tokens."""
+        self.used_share += _USED_SHARE_RATE * (num_output_tokens / num_allowed - self.used_share)
         self._samples[self._num_added % MAX_SAMPLES] = num_output_tokens
         self._num_added += 1
         self._is_sorted = False

@@ -4,6 +4,9 @@ An attention pair is one computed token looking at one token before it, so that 
 The fit is least squares over the last hundred or so steps of two kinds, kept apart so that a long time of decoding
 does not make what is known of prompts fade. It decides how many prompt tokens may ride along with running streams
 (`max_itl_ms`). This module has no clock: times are told to it.
+
+Coefficients are not below zero: times do not shrink because there is more to do. They are found from the normal
+equations (`non_negative_solution`, which knows nothing of steps), so that a fit that forgets need not keep its samples.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.contracts.step import StepPlan
-from cb_backend.engine.scheduler.non_negative import non_negative_solution
 
 MIN_PREFILL_TOKENS = 16  # a step's prompt tokens even where the limit leaves no room: prompts must go on
 _FORGETTING = 0.99
@@ -26,6 +28,9 @@ _MOST_GROWTH = 2  # times the most tokens seen so far: the fit is not trusted fa
 _MOST_OUTLIER = 3.0  # times the expected seconds: more (a pause of the host) counts as so much
 _LEARNED_AT_ONCE = 256  # steps
 _SCALE = np.array([1.0, 1e-3, 1e-6])  # of the features, so that the normal equations are well conditioned
+
+_AT_REST = 1e-10  # of the largest right-hand side: a gradient below it is none
+_ZERO = 1e-15
 
 Floats = NDArray[np.float64]
 
@@ -166,3 +171,43 @@ class Pace:
             return 0.0, 0.0
         per_token_s = (alone_s + mixed_s) / (num_alone + num_mixed)
         return max(1 - per_token_s * num_mixed / mixed_s, 0.0), alone_s / (alone_s + mixed_s)
+
+
+def non_negative_solution(matrix: Floats, side: Floats) -> Floats:
+    """The x >= 0 [n] with the least |A x - b|, from `matrix` = A'A [n, n] and `side` = A'b [n].
+
+    Columns of A should be of about the same length. Where several x are equally good, one of them. Without a
+    coefficient that wants to be negative this is one small solve; else active sets (Lawson and Hanson, 1974).
+    """
+    solution = _solved(matrix, side)
+    return solution if solution.min(initial=0.0) >= 0.0 else _by_active_sets(matrix, side)
+
+
+def _by_active_sets(matrix: Floats, side: Floats) -> Floats:
+    count = len(side)
+    solution = np.zeros(count)
+    is_free = np.zeros(count, np.bool_)
+    tolerance = _AT_REST * max(float(np.abs(side).max(initial=0.0)), 1e-300)
+    for _ in range(10 * count):
+        gradient = np.where(is_free, -np.inf, side - matrix @ solution)
+        if gradient.max(initial=-np.inf) <= tolerance:
+            break
+        is_free[gradient.argmax()] = True
+        while True:
+            trial = np.zeros(count)
+            trial[is_free] = _solved(matrix[np.ix_(is_free, is_free)], side[is_free])
+            is_below = is_free & (trial <= 0)
+            if not is_below.any():
+                solution = trial
+                break
+            # As far towards the trial as no coefficient goes below zero; those that reach it are fixed there.
+            step = float(np.min(solution[is_below] / (solution[is_below] - trial[is_below])))
+            solution = solution + step * (trial - solution)
+            is_free &= solution > _ZERO
+            solution[~is_free] = 0.0
+    return solution
+
+
+def _solved(matrix: Floats, side: Floats) -> Floats:
+    """The shortest solution where there are several."""
+    return np.linalg.lstsq(matrix, side, rcond=None)[0]
