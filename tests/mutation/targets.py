@@ -52,6 +52,14 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{_SCHEDULER}.fair_share",
         ("tests/scheduler/test_fair_share.py", "tests/scheduler/test_request_queue.py", *_WORLDS),
     ),
+    "prefill": (
+        f"{_SCHEDULER}.prefill",
+        (
+            *(f"tests/scheduler/test_{name}.py" for name in ("prompt_share", "hybrid_prefill", "full_steps")),
+            *_SCHEDULING,
+            *_WORLDS,
+        ),
+    ),
     "preemption": (f"{_SCHEDULER}.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
     "swap_space": ("cb_backend.kv_cache.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
