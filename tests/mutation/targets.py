@@ -42,8 +42,8 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "order": (
         f"{_SCHEDULER}.order",
         (
-            *(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "queue_room", "fair_share")),
-            *_SCHEDULING,
+            *(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "queue_room", "fair_share", "priorities")),
+            *(f"tests/scheduler/test_{name}.py" for name in ("admission", "reserved_share", "prompt_share")),
             _REUSE,
             *_WORLDS,
         ),
@@ -56,7 +56,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{_SCHEDULER}.prefill",
         (
             *(f"tests/scheduler/test_{name}.py" for name in ("prompt_share", "hybrid_prefill", "full_steps")),
-            *_SCHEDULING,
+            "tests/scheduler/test_scheduler.py",
             *_WORLDS,
         ),
     ),
