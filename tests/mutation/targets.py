@@ -42,8 +42,9 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "order": (
         f"{_SCHEDULER}.order",
         (
-            *(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "queue_room", "fair_share", "priorities")),
-            *(f"tests/scheduler/test_{name}.py" for name in ("admission", "reserved_share", "prompt_share")),
+            *(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "queue_room", "fair_share")),
+            *(f"tests/scheduler/test_{name}.py" for name in ("priorities", "admission")),
+            *(f"tests/scheduler/test_{name}.py" for name in ("reserved_share", "prompt_share")),
             _REUSE,
             *_WORLDS,
         ),
