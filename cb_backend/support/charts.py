@@ -77,10 +77,15 @@ class _Axis:
         return [m * 10.0**e for e in exponents for m in (1, 2, 5) if self.low <= m * 10.0**e <= self.high]
 
 
+def nice_step(span: float, most: int) -> float:
+    """The smallest of 1, 2, 5, 10, ... (and 0.1, 0.2, ...) that goes at most so often into `span`, which is above 0."""
+    step = 10.0 ** math.floor(math.log10(span / most))
+    return step * next(m for m in (1, 2, 5, 10) if span / (step * m) <= most)
+
+
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     """About `count` round values from `low` to `high`."""
-    step = 10.0 ** math.floor(math.log10((high - low) / count))
-    step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= count)
+    step = nice_step(high - low, count)
     first = math.ceil(low / step - 1e-9)
     return [round(index * step, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -174,11 +179,11 @@ def _legend_entry(index: int, line: Line, in_a_row: int) -> str:
     )
 
 
-def page(title: str, body: Sequence[str]) -> str:
+def page(title: str, body: Sequence[str], style: str = STYLE) -> str:
     """One self-contained HTML page with the title as its heading; `body` are elements, ready to be put in."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head><body>'
         + "\n".join([f"<h1>{escape(title)}</h1>", *body])
         + "</body></html>\n"
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cb_backend.cli.timelines.steps import Step
+from cb_backend.support.charts import nice_step
 
 WIDTH = 1280
 LEFT, RIGHT = 92, 24
@@ -67,7 +68,7 @@ class TimeAxis:
     def ticks(self) -> list[tuple[float, str]]:
         """(pixel, label) at round figures of the true time; none within a pause."""
         total = (WIDTH - LEFT - RIGHT) / self._scale
-        unit = next(u * 10.0**e for e in range(-6, 9) for u in (1, 2, 5) if total / (u * 10.0**e) <= MOST_TICKS)
+        unit = nice_step(total, MOST_TICKS)
         if not self._is_by_time:
             unit = max(unit, 1.0)
         found: list[tuple[float, str]] = []

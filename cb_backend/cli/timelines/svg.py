@@ -14,6 +14,7 @@ from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, lan
 from cb_backend.cli.timelines.panels import PANELS_HEIGHT, draw_panels, peaks_of
 from cb_backend.cli.timelines.steps import StepLogFile
 from cb_backend.contracts.request import split_request_id
+from cb_backend.support.charts import page as html_page
 
 TOP = 80
 LANES_HEIGHT, MIN_LANE, MAX_LANE = 620, 2.5, 24.0
@@ -41,6 +42,15 @@ PATTERNS = (
     '<pattern id="prompt" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="2" height="5" fill="#000" opacity="0.28"/></pattern>'
     "</defs>"
+)
+STYLE = (
+    ":root{color-scheme:light dark}"
+    "body{font:14px/1.5 system-ui,sans-serif;margin:16px auto;padding:0 12px;max-width:1600px}"
+    "h1{font-size:20px;margin:0 0 6px}p{margin:0 0 8px}.scroll{overflow-x:auto}"
+    ".legend span{margin-right:18px;display:inline-block}"
+    ".key{width:18px;height:12px;padding:1px;margin-right:6px;vertical-align:-2px;background:#fff}"
+    ".picture{display:block;margin-top:14px;width:100%;min-width:900px;height:auto;background:#fff}"
+    "g:hover .stay{stroke:#000}"
 )
 LEAVE_PX = {Leave.STOP: 2.0, Leave.LENGTH: 2.0, Leave.PREEMPTED: 5.0, Leave.CANCELLED: 6.0, Leave.ERROR: 6.0}
 REASON_TEXT = {
@@ -270,20 +280,6 @@ def page(title: str, pictures: list[str], note: str = "") -> str:
         f'<span><svg class="key" viewBox="0 0 18 12">{drawing}</svg>{escape(text)}</span>' for drawing, text in legend
     )
     items += "<span>each request has a colour of its own; shade and pattern say what is done</span>"
-    style = (
-        ":root{color-scheme:light dark}"
-        "body{font:14px/1.5 system-ui,sans-serif;margin:16px auto;padding:0 12px;max-width:1600px}"
-        "h1{font-size:20px;margin:0 0 6px}p{margin:0 0 8px}.scroll{overflow-x:auto}"
-        ".legend span{margin-right:18px;display:inline-block}"
-        ".key{width:18px;height:12px;padding:1px;margin-right:6px;vertical-align:-2px;background:#fff}"
-        ".picture{display:block;margin-top:14px;width:100%;min-width:900px;height:auto;background:#fff}"
-        "g:hover .stay{stroke:#000}"
-    )
     marked = (picture.replace("<svg ", '<svg class="picture" ', 1) for picture in pictures)
     drawn = "".join(f'<div class="scroll">{picture}</div>' for picture in marked)
-    body = f"<h1>{escape(title)}</h1><p>{escape(note)}</p><p class=legend>{items}</p>{drawn}"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f"<body>{body}</body></html>\n"
-    )
+    return html_page(title, [f"<p>{escape(note)}</p>", f"<p class=legend>{items}</p>", drawn], STYLE)
