@@ -9,18 +9,20 @@ import pytest
 
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import UnavailableError
-from cb_backend.contracts.request import Request
+from cb_backend.contracts.request import Request, RequestStatus
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.fair_share import FairShare
-from cb_backend.engine.scheduler.order import RequestQueue
+from cb_backend.engine.scheduler.order import Deadlines, RequestQueue
+
+
+def make_request(request_id: int, length: int = 4, **scheduling: Any) -> Request:
+    params = SchedulingParams(**scheduling)
+    return Request(request_id, np.zeros(length, np.int32), length, TokenRules(), (), length + 8, scheduling=params)
 
 
 def add(queue: RequestQueue, request_id: int, tenant: str = "", priority: int = 0, length: int = 4) -> Request:
-    scheduling = SchedulingParams(tenant=tenant, priority=priority)
-    request = Request(
-        request_id, np.zeros(length, np.int32), length, TokenRules(), (), length + 8, scheduling=scheduling
-    )
+    request = make_request(request_id, length, tenant=tenant, priority=priority)
     queue.arrive(request, num_free_slots=0, num_free_tokens=0)
     return request
 
@@ -103,3 +105,19 @@ def test_the_hint_when_to_come_back_is_between_a_second_and_a_minute(seconds_eac
         add(queue, 100 + number)
     with pytest.raises(UnavailableError, match=rf"try again in about {hint} s"):
         add(queue, 1000)
+
+
+def test_deadlines_are_swept_when_most_of_their_requests_have_ended_and_not_before() -> None:
+    deadlines = Deadlines(EngineConfig(model="m", timeout_ms=1000))
+    requests = [make_request(number) for number in range(1025)]
+    for request in requests:
+        deadlines.add(request)
+    for request in requests[:500]:
+        request.status = RequestStatus.FINISHED_ABORTED
+    deadlines.add(make_request(2000))
+    assert len(deadlines) == 1026, "swept for few, and again with every request that comes"
+    for request in requests:
+        request.status = RequestStatus.FINISHED_ABORTED
+    for number in range(1025):
+        deadlines.add(make_request(3000 + number))
+    assert len(deadlines) == 1026, "those that have ended are kept"
