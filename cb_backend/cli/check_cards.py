@@ -96,7 +96,8 @@ def _largest_step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtyp
     """Nearly: what the tokens of a full step have at once between two layers, or its rows at the sampler."""
     attention = spec.attention
     qkv = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    inner = max(getattr(layer.mlp, "intermediate_size", 0) for layer in spec.layers)
+    # Of experts each token has the parts of several.
+    inner = max(layer.mlp.intermediate_size * getattr(layer.mlp, "top_k", 1) for layer in spec.layers)
     tokens = config.max_num_batched_tokens * dtype.itemsize * (4 * spec.hidden_size + max(qkv, inner))
     rows = config.max_num_seqs * spec.vocab_size * 6  # float32 logits, and what rules make of them
     return max(tokens, rows)

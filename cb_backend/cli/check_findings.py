@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from cb_backend.engine.runner.runner_factory import (
     resolve_max_model_len,
 )
 from cb_backend.front_end.text.template_files import read_chat_templates
-from cb_backend.layers.placement import Holder, Placement
+from cb_backend.layers.placement import Placement
 from cb_backend.models.checkpoint import find_checkpoint
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.gguf.outline import GgufOutline, outline_gguf
@@ -195,10 +194,12 @@ def group_modules(
 
 def _served_as(placement: Placement) -> str:
     target = placement.target
-    return str(target.dtype).removeprefix("torch.") if isinstance(target, Tensor) else cast(Holder, target).format_name
+    if isinstance(target, Tensor):
+        return str(target.dtype).removeprefix("torch.")
+    return str(getattr(target, "format_name", f"{8 * target.nbytes / max(1, target.numel()):g} bits"))
 
 
 def _num_parameters(placement: Placement) -> int:
     """Words that hold several count as so many, scales not at all."""
     target = placement.target
-    return target.numel() if isinstance(target, Tensor) else cast(Holder, target).num_weights
+    return target.numel() if isinstance(target, Tensor) else int(getattr(target, "num_weights", target.numel()))

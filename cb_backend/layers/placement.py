@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 class Fillable(Protocol):
-    """A tensor, or what takes a checkpoint's tensor as one would."""
+    """A tensor, or what takes a checkpoint's tensor as one would. The latter may say of itself its `format_name`, and
+    the `num_weights` that the checkpoint's tensor stands for (0 of scales and the like).
+    """
 
     @property
     def shape(self) -> torch.Size: ...
@@ -24,15 +26,6 @@ class Fillable(Protocol):
     def numel(self) -> int: ...
     def copy_(self, source: Tensor) -> Any: ...
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None) -> Any: ...
-
-
-class Holder(Fillable, Protocol):
-    """What is no tensor but takes one, and keeps it in another format."""
-
-    @property
-    def format_name(self) -> str: ...
-    @property
-    def num_weights(self) -> int: ...  # that the checkpoint's tensor stands for; 0 of scales and the like
 
 
 class Shard(NamedTuple):
