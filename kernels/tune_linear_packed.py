@@ -50,12 +50,24 @@ TOLERANCE = 2e-2  # ||out - twin|| / ||twin||; out is rounded to bf16, gated one
 # Rows that share an entry; candidates are compared on the first of them.
 ROW_GROUPS = ((1,), (16, 2, 4, 8), (32,), (64,), (128,), (256,))
 LIBRARY_ALONE = (2048,)
-# (block_n, num_warps, num_stages)
-TILES = (
-    (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 4, 5), (128, 8, 6), (64, 2, 4), (64, 2, 6), (32, 2, 6),
-    (32, 4, 6), (256, 8, 4),
-)  # fmt: skip
-QUICK_TILES = ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4))
+
+
+def _tile(block_n: int, num_warps: int, num_stages: int, **more: int) -> Parameters:
+    return {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, **more}
+
+
+# By the most rows they are tried with; the first three are the quick ones. More than 128 registers a thread of 8 warps
+# would leave a multiprocessor to one program; one row needs no tile of 16.
+TILES = {
+    1: (_tile(64, 2, 4, block_m=8), _tile(128, 4, 4), _tile(64, 2, 6, block_m=8), _tile(64, 2, 4), _tile(64, 4, 6),
+        _tile(128, 4, 4, block_m=8)),
+    16: (_tile(64, 2, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 2, 6), _tile(64, 4, 4)),
+    32: (_tile(128, 8, 4), _tile(64, 4, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 2, 4)),
+    64: (_tile(128, 8, 3, maxnreg=128), _tile(128, 8, 4, maxnreg=128), _tile(64, 4, 4), _tile(64, 4, 3),
+         _tile(256, 8, 3)),
+    128: (_tile(128, 8, 3), _tile(128, 8, 3, scale_first=1), _tile(128, 8, 3, join=2), _tile(64, 4, 3)),
+    256: (_tile(128, 8, 3), _tile(128, 8, 3, scale_first=1), _tile(128, 8, 2, scale_first=1, block_m=256)),
+}  # fmt: skip
 PREFETCHES = (0, 16384)
 
 
@@ -123,22 +135,16 @@ class Bench:
 def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Iterator[Parameters]:
     """Tiles that fit, with splits that give every multiprocessor something to read."""
     num_blocks = shape.k // 128
-    for block_n, num_warps, num_stages in QUICK_TILES if is_quick else TILES:
-        if num_rows >= 64 and (block_n, num_warps) == (128, 4):
-            continue  # its sums would spill
-        if (num_rows >= 64 and num_stages > 4) or (num_rows >= 128 and block_n < 128):
-            continue  # more shared memory than a multiprocessor has, or too little work a program
-        tiles = -(-shape.weight_rows // block_n) * -(-num_rows // MAX_BLOCK_M)
-        for splits in sorted({splits_for(tiles, num_sms * share, num_blocks) for share in (1, 2, 3, 4, 6)}):
-            if splits > 1 and 12 * num_rows * splits > shape.k:
+    tiles = TILES[next(rows for rows in TILES if rows >= num_rows)]
+    for tile in tiles[:3] if is_quick else tiles:
+        num_tiles = -(-shape.weight_rows // tile["block_n"]) * -(-num_rows // tile.get("block_m", MAX_BLOCK_M))
+        shares = (0, 1, 2, 4) if num_rows > 16 else (1, 2, 4, 6)
+        for splits in sorted({splits_for(num_tiles, num_sms * share, num_blocks) for share in shares}):
+            if splits > 1 and 6 * num_rows * splits > shape.k:
                 continue  # its partial sums would come near to the bytes of the weights
             for prefetch in PREFETCHES if num_rows <= 16 else PREFETCHES[:1]:
-                yield {
-                    "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, "splits": splits,
-                    **({"prefetch": prefetch} if prefetch else {}),
-                }  # fmt: skip
-
-    if num_rows > MAX_BLOCK_M:
+                yield {**tile, "splits": splits, **({"prefetch": prefetch} if prefetch else {})}
+    if num_rows > 64:
         yield {"library": 1}
 
 

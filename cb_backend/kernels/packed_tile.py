@@ -145,23 +145,76 @@ def load_group(pointer, stride, rows, number, GROUPS: tl.constexpr):
 
     number: the block's first group. With fewer groups than four, each stands where the parts of a word want it.
     """
-    first = tl.load(pointer + number * stride + rows)
+    first = _load_raw(pointer + number * stride, rows)
     if GROUPS <= 1:
         return first, first, first, first
     elif GROUPS == 2:
-        second = tl.load(pointer + (number + 1) * stride + rows)
+        second = _load_raw(pointer + (number + 1) * stride, rows)
         return first, first, second, second
     else:
         return (
-            first, tl.load(pointer + (number + 1) * stride + rows), tl.load(pointer + (number + 2) * stride + rows),
-            tl.load(pointer + (number + 3) * stride + rows),
+            first, _load_raw(pointer + (number + 1) * stride, rows), _load_raw(pointer + (number + 2) * stride, rows),
+            _load_raw(pointer + (number + 3) * stride, rows),
         )  # fmt: skip
+
+
+@jit()
+def _load_raw(pointer, rows):
+    """The 32 bits around each row's number; `each_number` takes it out.
+
+    NOTE: a loop carries what it loads for its next round. A number of 8 or 16 bits is moved into a part of a register
+    for that, and the move waits for the load, so every round would have a whole latency of memory in it.
+    """
+    per_word: tl.constexpr = 32 // pointer.dtype.element_ty.primitive_bitwidth
+    return tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True) + rows // per_word)
+
+
+@jit()
+def each_number(raw, rows, dtype: tl.constexpr):
+    """Numbers of dtype (a scale's, or uint8 of zero points) out of what `load_group` loaded for each of the rows."""
+    if dtype.primitive_bitwidth == 32:
+        return raw.to(dtype, bitcast=True)
+    elif dtype.primitive_bitwidth == 16:
+        return (raw >> (rows % 2 * 16)).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        return (raw >> (rows % 4 * 8)) & 0xFF
+
+
+@jit()
+def each_of_four(raw, rows, dtype: tl.constexpr):
+    return (
+        each_number(raw[0], rows, dtype), each_number(raw[1], rows, dtype), each_number(raw[2], rows, dtype),
+        each_number(raw[3], rows, dtype),
+    )  # fmt: skip
 
 
 @jit()
 def _columns(each, words, dtype: tl.constexpr):
     """A value a row, in the words' shape."""
     return tl.broadcast_to(each.to(dtype)[:, None], words.shape)
+
+
+@jit()
+def _joined(parts, first: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr):
+    """Parts `first` to `first + RUN` beside each other, [rows, RUN * WORDS]: registers are renamed, nothing moves."""
+    if RUN == 1:
+        return parts[first]
+    elif RUN == 2:
+        both = tl.permute(tl.join(parts[first], parts[first + 1]), (0, 2, 1))
+        return tl.reshape(both, [both.shape[0], 2 * WORDS])
+    else:
+        four = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        return tl.reshape(tl.permute(four, (0, 2, 3, 1)), [four.shape[0], 4 * WORDS])
+
+
+@jit()
+def _awaited(acc, HAS_ASSEMBLY: tl.constexpr):
+    """acc, complete. Products with a register operand that are still under way when the loop goes on are made one by
+    one: the assembler cannot tell that the next operands' registers are free."""
+    if HAS_ASSEMBLY:
+        return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return acc
 
 
 @jit()
@@ -177,8 +230,9 @@ def tile_product(
     KIND: tl.constexpr,
     WORDS: tl.constexpr,  # 32, of 4-bit numbers, or 64
     GROUPS: tl.constexpr,  # of the block's 128 columns: 0 (the caller scales the whole sum), 1, 2, 4 or 8
-    IS_SCALED_AFTER: tl.constexpr,  # integers and fp8 with scales of groups
-    RUN: tl.constexpr,  # parts of a word that share a scale then
+    IS_SCALED_AFTER: tl.constexpr,  # integers and fp8 with scales of groups: to the sums; else to the elements
+    RUN: tl.constexpr,  # parts of a word that share a scale
+    JOIN: tl.constexpr,  # parts, of those of a run, that are one product: each is waited for
     HAS_ZEROS: tl.constexpr,
     IS_EVEN: tl.constexpr,  # in_size is a multiple of 128
     HAS_ASSEMBLY: tl.constexpr,
@@ -206,20 +260,29 @@ def tile_product(
         f1, f2, f3 = f0, f0, f0
     if WORDS == 32:
         parts = four_parts(words, f0, f1, f2, f3, KIND, dtype, HAS_ASSEMBLY)
+        if not IS_SCALED_AFTER and KIND != "fp4" and GROUPS > 0:
+            parts = (
+                parts[0] * _columns(scales[0], words, dtype), parts[1] * _columns(scales[1], words, dtype),
+                parts[2] * _columns(scales[2], words, dtype), parts[3] * _columns(scales[3], words, dtype),
+            )  # fmt: skip
     else:
         parts = two_parts(words, f0, f2, KIND, dtype, HAS_ASSEMBLY)
-    # Sums of integers get their scale afterwards: once for all parts, or once for each run of parts of a group.
+        if not IS_SCALED_AFTER and GROUPS > 0:
+            parts = (parts[0] * _columns(scales[0], words, dtype), parts[1] * _columns(scales[2], words, dtype))
     total = acc
     if IS_SCALED_AFTER:
         total = tl.zeros(acc.shape, tl.float32)
-    for q in tl.static_range(128 // WORDS):
+    k = tl.arange(0, JOIN * WORDS)[None, :]
+    for first in tl.static_range(0, 128 // WORDS, JOIN):
+        start = first * WORDS
         if IS_EVEN:
-            x = tl.load(x_ptr + q * WORDS + c, mask=is_row, other=0.0)
+            x = tl.load(x_ptr + start + k, mask=is_row, other=0.0)
         else:
-            x = tl.load(x_ptr + q * WORDS + c, mask=is_row & (q * WORDS + c < columns_left), other=0.0)
-        total = tl.dot(parts[q], tl.trans(x), total)
-        if IS_SCALED_AFTER and (q + 1) % RUN == 0:
-            acc += total * scales[q * (WORDS // 32)].to(tl.float32)[:, None]
-            if q + 1 < 128 // WORDS:
+            x = tl.load(x_ptr + start + k, mask=is_row & (start + k < columns_left), other=0.0)
+        total = tl.dot(_joined(parts, first, JOIN, WORDS), tl.trans(x), total)
+        if IS_SCALED_AFTER and (first + JOIN) % RUN == 0:
+            # Sums of integers get their scale afterwards: once for each run of parts of a group.
+            acc += total * scales[first * (WORDS // 32)].to(tl.float32)[:, None]
+            if first + JOIN < 128 // WORDS:
                 total = tl.zeros(acc.shape, tl.float32)
-    return acc if IS_SCALED_AFTER else total
+    return acc if IS_SCALED_AFTER else _awaited(total, HAS_ASSEMBLY)
