@@ -279,6 +279,8 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         usage = subprocess.run(
             [str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
+        code = [str(CUOBJDUMP), "--dump-sass", file.name]
+        sass = subprocess.run(code, capture_output=True, text=True, check=True).stdout if case.get("has_sass") else ""
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
     before_wait, wait, _ = ptx.partition("griddepcontrol.wait")
@@ -290,6 +292,9 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "num_buffers": [int(size) for size in re.findall(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x", ttgir)],
         "prefetch_layouts": [layouts[name] for name in re.findall(r"prefetch\.L2.*?xi64, (#\w+)>", ttgir)],
         "has_wgmma": "wgmma.mma_async" in ptx,
+        "num_wgmma": sass.count("HGMMA"),
+        "num_wgmma_waits": sass.count("WARPGROUP.DEPBAR"),
+        "narrow_loads": len(re.findall(r"ld\.global\S*\.[bsu](?:8|16) ", ptx)),
         "has_tensor_core": any(sign in ptx for sign in ("mma.sync", "wgmma", "tcgen05.mma")),
         "has_async_copy": "cp.async" in ptx,
         "waits": bool(wait),

@@ -57,7 +57,7 @@ def fp8_product(num_rows: int, op: str = "linear_fp8", arch: int = 90, **paramet
 def packed_product(num_rows: int, kind: str, group: int, op: str = "linear_packed", **given: Any) -> dict[str, Any]:
     parameters = {"block_n": 128, "num_warps": 4, "num_stages": 4, "splits": 2, **given.pop("parameters", {})}
     call = {"op": op, "parameters": parameters, "num_rows": num_rows, "kind": kind, "group": group, **given}
-    return case("linear_packed", "_linear_packed_kernel", 90, call)
+    return {**case("linear_packed", "_linear_packed_kernel", 90, call), "has_sass": True}
 
 
 def eight_warps(num_stages: int) -> dict[str, int]:
@@ -237,10 +237,23 @@ def test_products_of_fp8_are_multi_buffered(compiled: dict[str, dict[str, Any]])
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear_packed")])
 def test_packed_products_are_multi_buffered(name: str, compiled: dict[str, dict[str, Any]]) -> None:
-    """The words and every part's rows; all but the words, which leave for registers at once, have a stage each."""
+    """Words and rows; all but the words, which leave for registers at once, have a stage each."""
     stages = CASES[name]["call"]["parameters"]["num_stages"]
     assert sorted(set(compiled[name]["num_buffers"])) == [stages - 1, stages]
     assert compiled[name]["has_async_copy"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear_packed")])
+def test_packed_products_wait_for_many_at_once(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    """One wait for all that share a scale. Products with a register operand easily become one wait each."""
+    assert compiled[name]["num_wgmma"] >= 8
+    assert compiled[name]["num_wgmma_waits"] == (4 if "groups of 32" in name else 1)  # a block, of the loop's code
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear_packed")])
+def test_packed_products_carry_no_narrow_loads(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    """A number of 8 or 16 bits that a loop carries is waited for in the round that loads it."""
+    assert compiled[name]["narrow_loads"] == 0
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("linear", "grouped")) and "sm_100" not in n])

@@ -220,6 +220,24 @@ def test_many_rows(num_rows: int, dtype: torch.dtype, device: torch.device, monk
         close(product, gate / (1 + (-gate).exp()) * up, 3 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parameter", [{"block_m": 8}, {"join": 1}, {"join": 2}, {"scale_first": 1}])
+@pytest.mark.parametrize(
+    ("kind", "group", "has_zeros"),
+    [("int4", 128, True), ("int4", 64, False), ("int4", 32, True), ("int8", 256, True), ("fp8", 128, False),
+     ("fp4", 16, False)],
+)  # fmt: skip
+def test_what_an_entry_may_say(
+    kind: str, group: int, has_zeros: bool, parameter: dict[str, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fewer rows a program; fewer parts in a product; scales of elements, which round as the library's weights do."""
+    weight, wanted = make(kind, group, has_zeros, 130, 640, dtype)
+    x = torch.randn(11, 640).to(dtype)
+    with overriding("linear_packed", {**TILED, **parameter, "splits": 2}):
+        found = linear_packed(x.to(device), to(device, weight))
+    close(found, x.double() @ wanted.T, TOLERANCE[dtype])
+
+
 def test_blackwell_gets_no_tiles_that_compile_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     for capability, rows in (((9, 0), 128), ((10, 0), 64), ((12, 0), 64)):
