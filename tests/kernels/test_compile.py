@@ -54,16 +54,6 @@ def fp8_product(num_rows: int, op: str = "linear_fp8", arch: int = 90, **paramet
     return case("linear_fp8", "_linear_kernel", arch, call)
 
 
-def packed_product(num_rows: int, kind: str, group: int, op: str = "linear_packed", **given: Any) -> dict[str, Any]:
-    parameters = {"block_n": 128, "num_warps": 4, "num_stages": 4, "splits": 2, **given.pop("parameters", {})}
-    call = {"op": op, "parameters": parameters, "num_rows": num_rows, "kind": kind, "group": group, **given}
-    return {**case("linear_packed", "_linear_packed_kernel", 90, call), "has_sass": True}
-
-
-def eight_warps(num_stages: int) -> dict[str, int]:
-    return {"num_warps": 8, "num_stages": num_stages, "splits": 1}
-
-
 CASES = {
     "decode, 2 stages": decode(90, 128, 2),
     "decode, 3 stages": decode(90, 128, 3),
@@ -129,16 +119,9 @@ CASES = {
     "linear_fp8, sm_100": fp8_product(16, arch=100, num_stages=3),
     "rms_norm, fp8": case("rms_norm", "_rms_norm_kernel", 90, {"hidden_size": 4096, "op": "add_rms_norm_fp8"}),
     "quantize_rows": case("quantize_rows", "_quantize_kernel", 90, {"size": 14336}),
-    "linear_packed, int4": packed_product(8, "int4", 128),
-    "linear_packed, int4, zeros": packed_product(8, "int4", 128, has_zeros=True),
-    "linear_packed, int4, groups of 32": packed_product(8, "int4", 32, parameters={"block_n": 64}),
-    "linear_packed, int4, gated": packed_product(8, "int4", 128, "linear_silu_mul_packed"),
-    "linear_packed, int4, 64 rows": packed_product(64, "int4", 128, parameters=eight_warps(4)),
-    "linear_packed, int4, 128 rows": packed_product(128, "int4", 128, parameters={**eight_warps(3), "block_n": 64}),
-    "linear_packed, int8, one group": packed_product(8, "int8", 1024),
-    "linear_packed, fp8": packed_product(8, "fp8", 128, parameters={"block_n": 64, "prefetch": 16384}),
-    "linear_packed, mxfp4": packed_product(8, "fp4", 32),
-    "linear_packed, nvfp4": packed_product(8, "fp4", 16),
+    "linear_packed": case("linear_packed", "_linear_packed_kernel", 90, {"op": "linear_packed", "num_rows": 8,
+                          "kind": "int4", "group": 128, "parameters": {"block_n": 128, "num_warps": 4, "num_stages": 4,
+                          "splits": 2}}),
     "dequantise_packed": case("dequantise_packed", "_dequantise_packed_kernel", 90, {"kind": "int4", "group": 128}),
     "dequantise_packed, fp4": case("dequantise_packed", "_dequantise_packed_kernel", 90, {"kind": "fp4", "group": 32}),
     "one row": product("linear", "_one_row_kernel", 1, vector=1, block_n=8, block_k=512),
@@ -233,27 +216,6 @@ def test_products_of_fp8_are_multi_buffered(compiled: dict[str, dict[str, Any]])
     three, four = compiled["linear_fp8, 3 stages"], compiled["linear_fp8, 4 stages"]
     assert four["shared_bytes"] - three["shared_bytes"] == 256 * (64 + 16)
     assert (three["num_buffers"], four["num_buffers"]) == ([3, 3], [4, 4])
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear_packed")])
-def test_packed_products_are_multi_buffered(name: str, compiled: dict[str, dict[str, Any]]) -> None:
-    """Words and rows; all but the words, which leave for registers at once, have a stage each."""
-    stages = CASES[name]["call"]["parameters"]["num_stages"]
-    assert sorted(set(compiled[name]["num_buffers"])) == [stages - 1, stages]
-    assert compiled[name]["has_async_copy"]
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear_packed")])
-def test_packed_products_wait_for_many_at_once(name: str, compiled: dict[str, dict[str, Any]]) -> None:
-    """One wait for all that share a scale. Products with a register operand easily become one wait each."""
-    assert compiled[name]["num_wgmma"] >= 8
-    assert compiled[name]["num_wgmma_waits"] == (4 if "groups of 32" in name else 1)  # a block, of the loop's code
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear_packed")])
-def test_packed_products_carry_no_narrow_loads(name: str, compiled: dict[str, dict[str, Any]]) -> None:
-    """A number of 8 or 16 bits that a loop carries is waited for in the round that loads it."""
-    assert compiled[name]["narrow_loads"] == 0
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("linear", "grouped")) and "sm_100" not in n])
