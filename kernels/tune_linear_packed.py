@@ -4,8 +4,8 @@
 
 As `tune_linear_fp8.py` does: products stand behind the norm kernel that makes their rows, in a CUDA graph, and that
 kernel's own time is taken off. More rows than the kernel takes are the library's on pieces written out in bf16. Entries
-are by bits: those of int4 serve fp4 too, those of fp8 serve int8. The time of the product as it is served in bf16 is in
-the column bf16_us.
+are by bits: those of int4 serve fp4 where it has none of its own, those of fp8 serve int8. The time of the product as
+it is served in bf16 is in the column bf16_us.
 """
 
 from __future__ import annotations
@@ -56,17 +56,22 @@ def _tile(block_n: int, num_warps: int, num_stages: int, **more: int) -> Paramet
     return {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, **more}
 
 
-# By the most rows they are tried with; the first three are the quick ones. More than 128 registers a thread of 8 warps
-# would leave a multiprocessor to one program; one row needs no tile of 16.
+# By the most rows they are tried with; the first four are the quick ones. More than 128 registers a thread of 8 warps,
+# or 168 of 4, would leave a multiprocessor to fewer programs; one row needs no tile of 16.
 TILES = {
-    1: (_tile(64, 2, 4, block_m=8), _tile(128, 4, 4), _tile(64, 2, 6, block_m=8), _tile(64, 2, 4), _tile(64, 4, 6),
-        _tile(128, 4, 4, block_m=8)),
-    16: (_tile(64, 2, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 2, 6), _tile(64, 4, 4)),
-    32: (_tile(128, 8, 4), _tile(64, 4, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 2, 4)),
-    64: (_tile(128, 8, 3, maxnreg=128), _tile(128, 8, 4, maxnreg=128), _tile(64, 4, 4), _tile(64, 4, 3),
-         _tile(256, 8, 3)),
-    128: (_tile(128, 8, 3), _tile(128, 8, 3, scale_first=1), _tile(128, 8, 3, join=2), _tile(64, 4, 3)),
-    256: (_tile(128, 8, 3), _tile(128, 8, 3, scale_first=1), _tile(128, 8, 2, scale_first=1, block_m=256)),
+    1: (_tile(64, 2, 4, block_m=8), _tile(128, 4, 4), _tile(64, 2, 4), _tile(128, 4, 4, block_m=8), _tile(64, 4, 6),
+        _tile(64, 2, 6, block_m=8), _tile(64, 4, 4, block_m=8), _tile(32, 2, 6, block_m=8), _tile(64, 4, 4, join=1)),
+    16: (_tile(64, 2, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 4, 4), _tile(64, 2, 6), _tile(64, 4, 4, join=1)),
+    32: (_tile(128, 8, 4), _tile(64, 4, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 2, 4),
+         _tile(64, 4, 4, maxnreg=128), _tile(128, 8, 4, join=1)),
+    64: (_tile(128, 8, 3, maxnreg=128), _tile(64, 4, 4), _tile(64, 4, 3), _tile(64, 4, 3, maxnreg=128),
+         _tile(128, 8, 4, maxnreg=128), _tile(256, 8, 3), _tile(128, 8, 4, join=1), _tile(64, 4, 3, join=2)),
+    128: (_tile(128, 8, 3), _tile(64, 4, 3), _tile(128, 8, 3, join=2), _tile(128, 8, 3, join=1),
+          _tile(128, 8, 3, scale_first=1), _tile(128, 8, 2, scale_first=1, maxnreg=128), _tile(64, 4, 3, maxnreg=168),
+          _tile(64, 4, 2, maxnreg=168, scale_first=1)),
+    256: (_tile(128, 8, 3), _tile(64, 4, 3), _tile(128, 8, 3, join=2), _tile(128, 8, 3, join=1),
+          _tile(128, 8, 2, scale_first=1, maxnreg=128), _tile(64, 4, 3, maxnreg=168),
+          _tile(64, 4, 2, maxnreg=168, scale_first=1), _tile(64, 4, 3, block_m=64)),
 }  # fmt: skip
 PREFETCHES = (0, 16384)
 
@@ -136,7 +141,7 @@ def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Ite
     """Tiles that fit, with splits that give every multiprocessor something to read."""
     num_blocks = shape.k // 128
     tiles = TILES[next(rows for rows in TILES if rows >= num_rows)]
-    for tile in tiles[:3] if is_quick else tiles:
+    for tile in tiles[:4] if is_quick else tiles:
         num_tiles = -(-shape.weight_rows // tile["block_n"]) * -(-num_rows // tile.get("block_m", MAX_BLOCK_M))
         shares = (0, 1, 2, 4) if num_rows > 16 else (1, 2, 4, 6)
         for splits in sorted({splits_for(num_tiles, num_sms * share, num_blocks) for share in shares}):
@@ -205,9 +210,11 @@ def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
     for each in rows:
         if each["op"] == op and each["parameters"]:
             use = {name: int(value) for name, _, value in (part.partition("=") for part in each["parameters"].split())}
-            bits = 4 if each["format"].endswith("4") else 8
+            kind = {"bits": 4 if each["format"].endswith("4") else 8}
+            if each["format"].endswith("fp4"):
+                kind["is_float"] = 1
             n = each["n"] * (2 if op.startswith("linear_silu_mul") else 1)  # rows of the weight
-            found.append({"when": {"n": n, "k": each["k"], "m": each["m"], "bits": bits}, "use": use})
+            found.append({"when": {"n": n, "k": each["k"], "m": each["m"], **kind}, "use": use})
     return found
 
 

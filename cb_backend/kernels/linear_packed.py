@@ -68,8 +68,10 @@ def _parameters(op: str, x: Tensor, weight: PackedWeight) -> dict[str, int] | No
     if num_rows == 0 or num_rows > MAX_ROWS or x.stride(1) != 1 or not is_plain:
         return None
     n, k = weight.size
-    bits = KINDS[weight.kind].bits
-    parameters = launch_parameters(op, x.device, n=n, k=k, m=next_power_of_2(num_rows), bits=bits)
+    number = KINDS[weight.kind]
+    parameters = launch_parameters(
+        op, x.device, n=n, k=k, m=next_power_of_2(num_rows), bits=number.bits, is_float=int(number.offset is None)
+    )
     return None if "library" in parameters else parameters
 
 

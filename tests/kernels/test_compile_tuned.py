@@ -25,9 +25,10 @@ def product(op: str, arch: int, when: dict[str, int], use: dict[str, int]) -> di
 
 
 def packed_product(op: str, arch: int, when: dict[str, int], use: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """An entry serves all numbers of so many bits; by the name of what they are."""
+    """An entry serves all numbers of so many bits, or its own kind alone; by the name of what they are."""
     cases = {}
-    for kind, group in (("int4", 128), ("fp4", 32)) if when["bits"] == 4 else (("int8", 128), ("fp8", 128)):
+    kinds = (("int4", 128), ("fp4", 32)) if when["bits"] == 4 else (("int8", 128), ("fp8", 128))
+    for kind, group in kinds[when.get("is_float", 0) :]:
         call = {"op": op, "parameters": use, "num_rows": when["m"], "kind": kind, "group": group}
         cases[kind] = case("linear_packed", "_linear_packed_kernel", arch, call)
     return cases
