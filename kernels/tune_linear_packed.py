@@ -60,8 +60,10 @@ def _tile(block_n: int, num_warps: int, num_stages: int, **more: int) -> Paramet
 # or 168 of 4, would leave a multiprocessor to fewer programs; one row needs no tile of 16.
 TILES = {
     1: (_tile(64, 2, 4, block_m=8), _tile(128, 4, 4), _tile(64, 2, 4), _tile(128, 4, 4, block_m=8), _tile(64, 4, 6),
-        _tile(64, 2, 6, block_m=8), _tile(64, 4, 4, block_m=8), _tile(32, 2, 6, block_m=8), _tile(64, 4, 4, join=1)),
-    16: (_tile(64, 2, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 4, 4), _tile(64, 2, 6), _tile(64, 4, 4, join=1)),
+        _tile(64, 2, 6, block_m=8), _tile(128, 8, 4),
+        _tile(64, 4, 4, block_m=8), _tile(32, 2, 6, block_m=8), _tile(64, 4, 4, join=1)),
+    16: (_tile(64, 2, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 4, 4), _tile(128, 8, 4), _tile(64, 2, 6),
+         _tile(64, 4, 4, join=1)),
     32: (_tile(128, 8, 4), _tile(64, 4, 4), _tile(128, 4, 4), _tile(64, 4, 6), _tile(64, 2, 4),
          _tile(64, 4, 4, maxnreg=128), _tile(128, 8, 4, join=1)),
     64: (_tile(128, 8, 3, maxnreg=128), _tile(64, 4, 4), _tile(64, 4, 3), _tile(64, 4, 3, maxnreg=128),
