@@ -81,7 +81,14 @@ SPILLED = {
     "nvidia-h100-80gb-hbm3: prefill_attention, block_d 128, is_small 0, q_bytes 2": 48,
     "nvidia-h100-80gb-hbm3: prefill_attention, fp8 cache, block_d 128, is_small 0, q_bytes 2": 192,
     "nvidia-h100-80gb-hbm3: linear_silu_mul, n 3072, k 1024, m 32": 8,
-    "nvidia-h200: linear_packed, int4, n 4096, k 14336, m 128, bits 4": 16,
+    "nvidia-h200: linear_packed, fp4, n 6144, k 4096, m 64, bits 4, is_float 1": 8,
+    "nvidia-h200: linear_packed, fp4, n 4096, k 14336, m 64, bits 4, is_float 1": 24,
+    "nvidia-h200: linear_packed, int4, n 4096, k 4096, m 128, bits 4": 16,
+    "nvidia-h200: linear_packed, fp4, n 4096, k 4096, m 128, bits 4": 16,
+    "nvidia-h200: linear_packed, int8, n 4096, k 4096, m 128, bits 8": 16,
+    "nvidia-h200: linear_packed, fp8, n 4096, k 4096, m 128, bits 8": 16,
+    "nvidia-h200: linear_packed, int8, n 4096, k 14336, m 128, bits 8": 16,
+    "nvidia-h200: linear_packed, fp8, n 4096, k 14336, m 128, bits 8": 16,
 }
 
 
