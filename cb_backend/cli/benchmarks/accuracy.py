@@ -2,7 +2,8 @@
 
 The reference answers every prompt greedily. Each format is then asked twice: for the logits along the reference's
 answers (their error, the divergence of the distributions, how often the most likely token is the same), and for
-answers of its own (how far they are the reference's). Runs in process, on a CPU by the kernels' twins.
+answers of its own (how far they are the reference's). Quantised checkpoints of the same model are measured in the same
+way. Runs in process, on a CPU by the kernels' twins.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.study.machine import conditions
 
-HELP = "logit error and greedy agreement of fp8 weights and an fp8 KV cache"
+HELP = "logit error and greedy agreement of fp8, and of quantised checkpoints beside the model itself"
 # Beside the reference; each is a set of engine arguments.
 FORMATS: dict[str, dict[str, str]] = {
     "bf16": {"dtype": "bfloat16"},
@@ -59,14 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder, GGUF file or hub id; default: the demo's SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), metavar="N", help=f"1 to {len(PROMPTS)}")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="length of an answer")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, of the default's")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, of the default's; empty: none")
+    parser.add_argument(
+        "--beside", action="append", default=[], metavar="MODEL", help="a quantised checkpoint of it; may be repeated"
+    )
     parser.add_argument("--reference-dtype", default=None, help="default: float32, on a GPU bfloat16")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns the exit code. Raises `ConfigError` for arguments that mean nothing."""
-    formats = args.formats.split(",")
+    formats = args.formats.split(",") if args.formats else []
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not 1 <= args.prompts <= len(PROMPTS) or args.tokens < 1:
         raise ConfigError(
@@ -88,10 +92,11 @@ def run(args: argparse.Namespace) -> int:
         f" {bench.median_lead:.2f} (median)\n{_HEADER}",
         flush=True,
     )
-    for name in formats:
-        if common | FORMATS[name] == common:
+    others = {name: FORMATS[name] for name in formats} | {Path(name).name: {"model": name} for name in args.beside}
+    for name, changes in others.items():
+        if common | changes == common:
             continue  # the reference itself
-        print(_line(name, bench.measure(FORMATS[name])), flush=True)
+        print(_line(name, bench.measure(changes)), flush=True)
     return 0
 
 
@@ -104,12 +109,18 @@ class Bench:
         self.prompts = _encode(engine.info.tokenizer_dir, PROMPTS[:num_prompts])
         self.answers = answers_of(engine, self.prompts, num_tokens)
         self.logits = self._logits(engine)
+        self.vocab_size = engine.info.vocab_size
         engine.close()
         leads = [logits.topk(2).values for logits in self.logits]
         self.median_lead = float(np.median(np.concatenate([(top[:, 0] - top[:, 1]).numpy() for top in leads])))
 
     def measure(self, changes: dict[str, Any]) -> Accuracy:
         engine = create_engine(engine_config_from_dict({**self.common, **changes}))
+        if engine.info.vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"{changes['model']} has {engine.info.vocab_size} tokens, the reference {self.vocab_size}; name a"
+                " checkpoint of the same model"
+            )
         answers, all_logits = answers_of(engine, self.prompts, self.num_tokens), self._logits(engine)
         engine.close()
         prefixes = [_common_prefix(one, other) for one, other in zip(answers, self.answers, strict=True)]
@@ -199,13 +210,13 @@ def _common_prefix(one: list[int], other: list[int]) -> int:
 
 
 _HEADER = (
-    f"{'format':12} {'max error':>10} {'mean error':>11} {'relative':>9} {'KL, nats':>9} {'same top':>9}"
+    f"{'format':24} {'max error':>10} {'mean error':>11} {'relative':>9} {'KL, nats':>9} {'same top':>9}"
     f" {'same answers':>13} {'tokens before a difference':>27}"
 )
 
 
 def _line(name: str, found: Accuracy) -> str:
     return (
-        f"{name:12} {found.max_error:10.3f} {found.mean_error:11.4f} {found.relative_error:9.2%}"
+        f"{name:24} {found.max_error:10.3f} {found.mean_error:11.4f} {found.relative_error:9.2%}"
         f" {found.divergence:9.5f} {found.same_top:9.1%} {found.same_answers:13d} {found.mean_prefix:27.1f}"
     )
