@@ -33,6 +33,7 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
+from cb_backend.kernels.sinks import with_sink
 from cb_backend.kernels.softcap import LOG2E, capped, score_scale
 
 
@@ -46,6 +47,7 @@ def _decode_attention_kernel(
     plan_ptr,
     partial_ptr,
     partial_lse_ptr,
+    sinks_ptr,
     out_ptr,
     num_items_bound,
     scale_log2e,
@@ -57,6 +59,7 @@ def _decode_attention_kernel(
     table_stride,
     WINDOW: tl.constexpr,
     SOFTCAP_LOG2E: tl.constexpr,  # of the scores; 0: none
+    HAS_SINKS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
     HEAD_DIM: tl.constexpr,
@@ -153,6 +156,8 @@ def _decode_attention_kernel(
     if IS_PAIRED:
         acc, d = tl.interleave(acc, acc_odd), tl.arange(0, BLOCK_D)
         is_dim = d < HEAD_DIM
+    if HAS_SINKS and num_splits == 1:
+        acc, denominator = with_sink(acc, largest, denominator, sinks_ptr + head, is_head)
     # The 1.0 is for a row of padding: 0 / 1.
     attended = acc * (value_scale / tl.where(denominator > 0, denominator, 1.0))[:, None]
     out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
@@ -191,6 +196,8 @@ def _decode_attention_kernel(
         acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         largest = new_largest
     head = kv_head * GROUP + g
+    if HAS_SINKS:
+        acc, denominator = with_sink(acc, largest, denominator, sinks_ptr + head, g < GROUP)
     out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
     tl.store(out_tile_ptr, (acc / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=is_stored)
 
@@ -207,6 +214,7 @@ def decode_attention(
     plans: dict[int, Tensor] | None = None,
     value_scale: float = 1.0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`decode_attention_torch` in one launch, and one more where `plans` holds none for this window.
 
@@ -216,7 +224,7 @@ def decode_attention(
     """
     if needs_twin(q):
         return decode_attention_torch(
-            q, kv_cache, block_tables, slots, seq_lens, scale, window, out, None, value_scale, softcap
+            q, kv_cache, block_tables, slots, seq_lens, scale, window, out, None, value_scale, softcap, sinks
         )
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
@@ -238,10 +246,11 @@ def decode_attention(
     partial = torch.empty(bound * num_heads, head_dim + 1, dtype=torch.float32, device=q.device)
     _decode_attention_kernel[(num_kv_heads, bound)](
         q, kv_cache, block_tables, slots, seq_lens, plan,
-        partial, partial.view(-1)[bound * num_heads * head_dim :], out,
+        partial, partial.view(-1)[bound * num_heads * head_dim :], sinks, out,
         bound, score_scale(scale * unit, softcap), value_scale * unit,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
-        WINDOW=window, SOFTCAP_LOG2E=softcap * LOG2E, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        WINDOW=window, SOFTCAP_LOG2E=softcap * LOG2E, HAS_SINKS=sinks is not None, NUM_KV_HEADS=num_kv_heads,
+        GROUP=group, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,

@@ -24,6 +24,7 @@ def decode_attention_torch(
     plans: dict[int, Tensor] | None = None,
     value_scale: float = 1.0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Row i attends to the first seq_lens[i] tokens of slot slots[i], its own token (already in the cache) included.
 
@@ -31,20 +32,23 @@ def decode_attention_torch(
     block_tables [num_slots, max_blocks] int32; slots, seq_lens [num_rows] int32. With window w > 0 a row sees only the
     last w of its tokens. A row of length 0 (padding) reads nothing and gives zeros. The cache may be narrower than q
     (fp8): its elements are widened as they are read, and the values stand for `value_scale` times themselves (what the
-    keys stand for belongs into `scale`). A softcap c > 0 makes c * tanh(s / c) of a scaled score s. Returns q's shape
-    and type; scores and sums are fp32. `plans` is the kernel's and not looked at.
+    keys stand for belongs into `scale`). A softcap c > 0 makes c * tanh(s / c) of a scaled score s. sinks [num_heads]:
+    a score that each head has beside those of the keys, and that brings no value. Returns q's shape and type; scores
+    and sums are fp32. `plans` is the kernel's and not looked at.
     """
     out = torch.empty_like(q) if out is None else out
     lengths: list[int] = seq_lens.tolist()
     for rows in _row_groups(lengths):
         if len(rows) == len(lengths):
-            attended = _attend(q, kv_cache, block_tables[slots.long()], seq_lens, lengths, scale, window, softcap)
+            attended = _attend(
+                q, kv_cache, block_tables[slots.long()], seq_lens, lengths, scale, window, softcap, sinks
+            )
             out.copy_(attended.mul_(value_scale))
             continue
         index = torch.tensor(rows, device=q.device)
         group = [lengths[row] for row in rows]
         tables = block_tables[slots[index].long()]
-        attended = _attend(q[index], kv_cache, tables, seq_lens[index], group, scale, window, softcap)
+        attended = _attend(q[index], kv_cache, tables, seq_lens[index], group, scale, window, softcap, sinks)
         out[index] = attended.mul_(value_scale).to(q.dtype)
     return out
 
@@ -70,6 +74,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Masked attention of all rows at once, in fp32. tables [num_rows, max_blocks]."""
     num_rows, num_heads, head_dim = q.shape
@@ -96,7 +101,11 @@ def _attend(
     if softcap:
         scores = (scores / softcap).tanh_() * softcap
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    attended = torch.softmax(scores, dim=-1)
+    if sinks is None:
+        attended = torch.softmax(scores, dim=-1)
+    else:
+        sink = sinks.float().view(1, num_kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+        attended = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
     if 0 in lengths:
         attended = attended.nan_to_num(0.0)  # a padded row sees nothing: 0 / 0
     return (attended @ v).view(num_rows, num_heads, head_dim)

@@ -23,6 +23,7 @@ from cb_backend.kernels.launch import (
     tl,
 )
 from cb_backend.kernels.prefill_attention_torch import prefill_attention_torch
+from cb_backend.kernels.sinks import with_sink
 from cb_backend.kernels.softcap import LOG2E, capped, score_scale
 
 _REQUESTS_AT_ONCE = 32
@@ -98,6 +99,7 @@ def _prefill_attention_kernel(
     slots_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
+    sinks_ptr,
     out_ptr,
     num_tokens,
     num_requests,
@@ -110,6 +112,7 @@ def _prefill_attention_kernel(
     table_stride,
     WINDOW: tl.constexpr,
     SOFTCAP_LOG2E: tl.constexpr,  # of the scores; 0: none
+    HAS_SINKS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a KV head
     HEAD_DIM: tl.constexpr,
@@ -188,6 +191,9 @@ def _prefill_attention_kernel(
         scale_log2e, block_stride, value_stride, True, WINDOW, HEAD_DIM, BLOCK_SIZE, ALIGN, BLOCK_N, BLOCK_D,
             SOFTCAP_LOG2E,
     )  # fmt: skip
+    if HAS_SINKS:
+        sink_ptr = sinks_ptr + kv_head * GROUP + m % GROUP
+        acc, denominator = with_sink(acc, largest, denominator, sink_ptr, m < QUERIES * GROUP)
     # Computed again, so that nothing of it is kept in registers meanwhile.
     offset, is_row = _tile_of(token, head, m, d, query_end, NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM)
     tl.store(out_ptr + offset, (acc * (value_scale / denominator)[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)
@@ -207,12 +213,13 @@ def prefill_attention(
     out: Tensor | None = None,
     value_scale: float = 1.0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`prefill_attention_torch` in one launch. query_start_loc[0] must be 0."""
     if needs_twin(q):
         return prefill_attention_torch(
             q, kv_cache, block_tables, slots, query_start_loc, seq_lens, scale, window,
-            max_query_len=max_query_len, out=out, value_scale=value_scale, softcap=softcap,
+            max_query_len=max_query_len, out=out, value_scale=value_scale, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
@@ -230,10 +237,11 @@ def prefill_attention(
     num_tiles = num_tokens // queries + slots.shape[0] + 1
     options = {"maxnreg": parameters["max_registers"]} if "max_registers" in parameters else {}
     _prefill_attention_kernel[(num_kv_heads, num_tiles)](
-        q, kv_cache, block_tables, slots, query_start_loc, seq_lens, out,
+        q, kv_cache, block_tables, slots, query_start_loc, seq_lens, sinks, out,
         num_tokens, slots.shape[0], score_scale(scale, softcap), value_scale,
         q.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0),
-        WINDOW=window, SOFTCAP_LOG2E=softcap * LOG2E, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        WINDOW=window, SOFTCAP_LOG2E=softcap * LOG2E, HAS_SINKS=sinks is not None, NUM_KV_HEADS=num_kv_heads,
+        GROUP=group, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, ALIGN=block_n if block_size % block_n == 0 else 1,
         QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, REQUESTS=_REQUESTS_AT_ONCE,
         IS_DEPENDENT=can_overlap(q.device), **dependent_options(q.device, num_tokens), **options,

@@ -25,6 +25,7 @@ def prefill_attention_torch(
     out: Tensor | None = None,
     value_scale: float = 1.0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Query j of request r stands at position seq_lens[r] - query_len[r] + j and sees the positions up to its own.
 
@@ -32,7 +33,7 @@ def prefill_attention_torch(
     block_tables [num_slots, max_blocks] int32; slots, seq_lens [num_requests] int32; query_start_loc
     [num_requests + 1] int32; max_query_len: no request has more queries. With window w > 0 a query at position x sees
     only positions above x - w. Requests of no queries are skipped; rows outside every request (padding) give zeros.
-    A narrower cache (fp8) and a softcap are taken as in decode attention.
+    A narrower cache (fp8), a softcap and sinks are taken as in decode attention.
     Returns q's shape and type; scores and sums are fp32.
     """
     out = torch.empty_like(q) if out is None else out
@@ -52,11 +53,21 @@ def prefill_attention_torch(
         for lo in range(start, end, _QUERIES_AT_ONCE):
             hi = min(lo + _QUERIES_AT_ONCE, end)
             position = first_position + lo - start - first_block * block_size
-            out[lo:hi] = (_attend(q[lo:hi], k, v, position, scale, window, softcap) * value_scale).to(q.dtype)
+            attended = _attend(q[lo:hi], k, v, position, scale, window, softcap, sinks)
+            out[lo:hi] = (attended * value_scale).to(q.dtype)
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, position: int, scale: float, window: int, softcap: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Queries at `position`, `position + 1`, ... over keys at 0, 1, ...; q [n, num_heads, head_dim]. In fp32."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[0]
@@ -73,5 +84,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, position: int, scale: float, window
     if softcap:
         scores = (scores / softcap).tanh_() * softcap
     scores = scores.view(num_kv_heads, group, num_queries, -1).masked_fill(hidden, float("-inf"))
-    attended = torch.softmax(scores, dim=-1).view(num_kv_heads, group * num_queries, -1) @ v
+    if sinks is not None:
+        sink = sinks.float().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[1]]
+    attended = weights.reshape(num_kv_heads, group * num_queries, -1) @ v
     return attended.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class AttentionParts:
     o_proj: Linear
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    sinks: Tensor | None = None  # [num_heads]
 
 
 class Attention:
@@ -43,6 +45,7 @@ class Attention:
         self.key_scale = self.value_scale = 1.0  # an fp8 cache holds keys and values divided by them
         self.qkv_proj, self.o_proj = parts.qkv_proj, parts.o_proj
         self.q_norm, self.k_norm = parts.q_norm, parts.k_norm
+        self._options: dict[str, Any] = {} if parts.sinks is None else {"sinks": parts.sinks}
         self._norm_weights = (
             parts.q_norm.weight if parts.q_norm else None,
             parts.k_norm.weight if parts.k_norm else None,
@@ -95,6 +98,7 @@ class Attention:
             plans=step.decode_plans,
             value_scale=self.value_scale,
             softcap=self.softcap,
+            **self._options,
         )
 
     def _prefill(self, q: Tensor, kv_cache: Tensor, step: StepMetadata, out: Tensor) -> None:
@@ -111,12 +115,15 @@ class Attention:
             out=out,
             value_scale=self.value_scale,
             softcap=self.softcap,
+            **self._options,
         )
 
     def placements(self) -> Iterator[Placement]:
         for part in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
             if part is not None:
                 yield from part.placements()
+        for option, tensor in self._options.items():
+            yield Placement(f"{self.name}.{option}", tensor)
 
 
 class WholeNormAttention(Attention):

@@ -41,9 +41,15 @@ class Fp8Linear(Linear):
 
     def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         rows, total = self._normed_rows(junction, x, residual)
+        return self._gated_product(rows), total
+
+    def gated(self, x: Tensor, step: StepMetadata) -> Tensor:
+        return self._gated_product(self.ops.quantize_rows(x))
+
+    def _gated_product(self, rows: Fp8Rows) -> Tensor:
         if self.bias is not None:
-            return self.ops.silu_mul(self._product(rows)), total
-        return self.ops.linear_silu_mul_fp8(rows, self.weight, self.weight_scales), total
+            return self.ops.silu_mul(self._product(rows))
+        return self.ops.linear_silu_mul_fp8(rows, self.weight, self.weight_scales)
 
     def _normed_rows(self, junction: Junction, x: Tensor, residual: Tensor) -> tuple[Fp8Rows, Tensor]:
         if self.group.size == 1:

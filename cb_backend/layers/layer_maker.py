@@ -9,14 +9,16 @@ from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention, halves_apart
+from cb_backend.layers.experts import PlainExperts
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from cb_backend.layers.linear import Embedding, Linear, ScaledEmbedding
 from cb_backend.layers.lm_head import CappedHead, LMHead, OwnHead, TiedHead
 from cb_backend.layers.mlp import MLP, Block, GeluMLP
-from cb_backend.layers.moe import MoE, PlainExperts
+from cb_backend.layers.moe import MoE, MoEParts
 from cb_backend.layers.norm import Junction, RMSNorm
 from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.placement import Placement
 from cb_backend.layers.projection import Projection, Split
 from cb_backend.layers.weight_format import ModuleFormats
 
@@ -101,7 +103,8 @@ class LayerMaker:
             sizes = (q_size, kv_size) if spec.is_qk_norm_whole else (spec.head_dim, spec.head_dim)
             for part, size in zip(("q_norm", "k_norm"), sizes, strict=True):
                 norms[part] = self.norm(f"{name}.{part}", spec.qk_norm, size)
-        parts = AttentionParts(qkv_proj=self.linear(qkv_proj), o_proj=self.linear(o_proj), **norms)
+        sinks = torch.empty(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
+        parts = AttentionParts(qkv_proj=self.linear(qkv_proj), o_proj=self.linear(o_proj), sinks=sinks, **norms)
         kind = WholeNormAttention if spec.is_qk_norm_whole else Attention
         return kind(name, spec, layer, parts, self.ops)
 
@@ -133,11 +136,19 @@ class LayerMaker:
         if self.group.size > 1:
             raise ConfigError(f"{name}: a mixture of experts is supported on one device only")
         names = spec.names
+        rows = {names.router: spec.num_experts} | ({names.shared_gate: 1} if spec.has_shared_gate else {})
         router = Linear(  # plain whatever the format of the rest: checkpoints leave it so, mostly without saying it
-            Projection(name=name, in_size=hidden_size, parts={names.router: spec.num_experts}),
-            self.ops, self.group, dtype=self.dtype, device=self.device,
+            Projection(name=name, in_size=hidden_size, parts=rows, has_bias=spec.has_router_bias),
+            self.ops, self.group, dtype=torch.float32 if spec.is_routed_in_float32 else self.dtype, device=self.device,
         )  # fmt: skip
-        experts = PlainExperts(
-            f"{name}.{names.experts}", hidden_size, spec, self.ops, dtype=self.dtype, device=self.device
+        score_bias = None
+        if spec.has_score_bias:
+            bias = torch.empty(spec.num_experts, dtype=torch.float32, device=self.device)
+            score_bias = Placement(f"{name}.{names.router}.e_score_correction_bias", bias)
+        parts = MoEParts(
+            router=router,
+            experts=PlainExperts(name, hidden_size, spec, self.ops, dtype=self.dtype, device=self.device),
+            shared=None if spec.shared is None else self.mlp(f"{name}.{names.shared}", hidden_size, spec.shared),
+            score_bias=score_bias,
         )
-        return MoE(spec, router, experts, self.ops, self.group)
+        return MoE(spec, parts, self.ops, self.group)

@@ -41,6 +41,7 @@ class AttentionSpec:
     is_qkv_fused: bool = False  # in the checkpoint: one matrix qkv_proj
     qk_norm: NormSpec | None = None  # of q and k before RoPE
     is_qk_norm_whole: bool = False  # over all heads at once; else over each
+    has_sinks: bool = False  # each head has a score of its own beside those of the keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +60,12 @@ class ExpertNames:
 
     module: str = "mlp"  # in the layer
     router: str = "gate"  # in that module
-    experts: str = "experts"  # of each expert: a number in it
-    gate: str = "gate_proj"
+    experts: str = "experts"  # in that module; each expert is a number in it where they are apart
+    gate: str = "gate_proj"  # of gate and up where they are one
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"  # in the first module
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,15 @@ class MoESpec:
     scoring: str = "softmax"  # softmax | softmax_of_top_k | sigmoid
     renormalise: bool = False  # the chosen ones' weights to a sum of 1
     scale: float = 1.0  # of the weights
+    num_groups: int = 1  # of neighbouring experts
+    top_groups: int = 1  # whose experts may be chosen
+    is_routed_in_float32: bool = False  # the router's product, whatever the rest is in
+    has_router_bias: bool = False
+    has_score_bias: bool = False  # of scores when experts are chosen, not when they are weighed
+    has_bias: bool = False  # of the experts
+    shared: MLPSpec | None = None  # which every token goes through beside its experts
+    has_shared_gate: bool = False  # its output is multiplied by the sigmoid of a product of its own
+    storage: str = "apart"  # in the checkpoint: apart, an expert each | stacked | interleaved: see `PlainExperts`
     names: ExpertNames = ExpertNames()
 
 

@@ -66,9 +66,13 @@ class Linear:
     def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         """(silu(first half) * second half of that product, the residual stream), the first of half its size."""
         normed, total = self.group.reduce_add_norm(x, residual, junction)
+        return self.gated(normed, step), total
+
+    def gated(self, x: Tensor, step: StepMetadata) -> Tensor:
+        """silu(first half) * second half of the product, of half its size."""
         if self.bias is None:
-            return self.ops.linear_silu_mul(normed, self.weight), total
-        return self.ops.silu_mul(self(normed, step)), total
+            return self.ops.linear_silu_mul(x, self.weight)
+        return self.ops.silu_mul(self(x, step))
 
     def placements(self) -> Iterator[Placement]:
         for part in self.projection.places(self.group.rank, self.group.size):

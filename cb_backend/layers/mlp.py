@@ -35,6 +35,10 @@ class MLP:
         activated, total = self.gate_up_proj.gated_after(junction, x, residual, step)
         return self.down_proj(activated, step), total
 
+    def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
+        """[num_tokens, hidden_size], normed, -> the same size."""
+        return self.down_proj(self.gate_up_proj.gated(x, step), step)
+
     def placements(self) -> Iterator[Placement]:
         yield from self.gate_up_proj.placements()
         yield from self.down_proj.placements()
@@ -50,3 +54,6 @@ class GeluMLP(MLP):
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         gate_up, total = self.gate_up_proj.after(junction, x, residual, step)
         return self.down_proj(self.ops.gelu_mul(gate_up), step), total
+
+    def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
+        return self.down_proj(self.ops.gelu_mul(self.gate_up_proj(x, step)), step)

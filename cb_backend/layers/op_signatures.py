@@ -75,6 +75,7 @@ class ModelOps(Protocol):
         score_bias: Tensor | None = None,
         bits: int = 16,
     ) -> tuple[Tensor, ExpertPlan]: ...
+    def gate_rows(self, x: Tensor, gate: Tensor | None, out: Tensor) -> Tensor: ...
     def grouped_gate_up(
         self,
         x: Tensor,
@@ -127,6 +128,7 @@ class ModelOps(Protocol):
         plans: dict[int, Tensor] | None = None,
         value_scale: float = 1.0,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
     def prefill_attention(
         self,
@@ -143,6 +145,7 @@ class ModelOps(Protocol):
         out: Tensor | None = None,
         value_scale: float = 1.0,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 

@@ -118,10 +118,13 @@ class PackedLinear(Linear):
 
     def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         normed, total = junction.add(x, residual)
+        return self.gated(normed, step), total
+
+    def gated(self, x: Tensor, step: StepMetadata) -> Tensor:
         first = self.pieces[0]
         if first.weight.is_gated:
-            return self.ops.linear_silu_mul_packed(_ordered(normed, first.order), first.weight), total
-        return self.ops.silu_mul(self(normed, step)), total
+            return self.ops.linear_silu_mul_packed(_ordered(x, first.order), first.weight)
+        return self.ops.silu_mul(self(x, step))
 
     def _product(self, x: Tensor, piece: Piece) -> Tensor:
         bias = None if self.bias is None else self.bias[piece.rows]

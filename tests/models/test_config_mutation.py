@@ -90,6 +90,18 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-moe-window", {"sliding_window": 30}),
     ("qwen3-moe-window", {"use_sliding_window": False}),
     ("mixtral", {"num_experts_per_tok": 1}),
+    ("qwen2-moe", {"layer_types": [SLIDING] * 4}),
+    ("qwen2-moe", {"norm_topk_prob": True}),
+    ("olmoe", {"norm_topk_prob": True}),
+    ("granitemoe", {"residual_multiplier": 1.0}),
+    ("granitemoe", {"num_experts_per_tok": 1}),
+    ("glm4-moe", {"routed_scaling_factor": 1.0}),
+    ("glm4-moe", {"norm_topk_prob": False}),
+    ("glm4-moe", {"n_group": 1, "topk_group": 1}),
+    ("glm4-moe", {"topk_group": 3}),
+    ("gpt-oss", {"layer_types": [FULL, SLIDING] * 2}),
+    ("gpt-oss", {"sliding_window": 30}),
+    ("gpt-oss", {"num_experts_per_tok": 1}),
     ("mixtral-window", {"sliding_window": None}),
     ("ministral3", {"rope_parameters.llama_4_scaling_beta": 0.0}),
     ("ministral3", {"rope_parameters.original_max_position_embeddings": 40}),
@@ -103,7 +115,9 @@ OF_FAMILY = {
     "NormSpec.rounds_first", "NormSpec.plus_one", "NormSpec.divisor",
     "AttentionSpec.is_interleaved", "AttentionSpec.is_qkv_fused", "AttentionSpec.qk_norm",
     "AttentionSpec.is_qk_norm_whole", "MLPSpec.is_gate_up_fused",
-    "MoESpec.scoring", "MoESpec.activation", "MoESpec.scale",
+    "AttentionSpec.has_sinks", "MoESpec.scoring", "MoESpec.activation", "MoESpec.is_routed_in_float32",
+    "MoESpec.has_router_bias", "MoESpec.has_score_bias", "MoESpec.has_bias", "MoESpec.shared",
+    "MoESpec.has_shared_gate", "MoESpec.storage",
 }  # fmt: skip
 OF_WEIGHTS = {
     "ModelSpec.vocab_size", "ModelSpec.hidden_size", "ModelSpec.tie_word_embeddings", "AttentionSpec.has_qkv_bias",
@@ -153,7 +167,7 @@ def values_of(spec: Any, found: dict[str, set[Any]]) -> None:
         inner = [each for each in (value if isinstance(value, tuple) else (value,)) if is_dataclass(each)]
         for each in inner:
             values_of(each, found)
-        if not inner or field.name in ("norms", "qk_norm"):
+        if not inner or field.name in ("norms", "qk_norm", "shared"):
             found.setdefault(f"{type(spec).__name__}.{field.name}", set()).add(value)
 
 
@@ -171,8 +185,5 @@ def test_every_field_of_the_specification_is_changed_by_some_change(tmp_path: Pa
     others = {field for field in everything if field.startswith(("BlockNorms.", "ExpertNames."))}
     assert everything.keys() - moved == (OF_FAMILY | OF_WEIGHTS | OF_SERVING | others) - moved
     # And where a family alone sets a field, there is a family for each of its values.
-    one = {"MoESpec.scoring", "MoESpec.activation", "MoESpec.scale"}
-    for field in (
-        OF_FAMILY - one - {"ModelSpec.names", "ModelSpec.other_names", "ModelSpec.ignored", "NormSpec.divisor"}
-    ):
+    for field in OF_FAMILY - {"ModelSpec.names", "ModelSpec.other_names", "ModelSpec.ignored", "NormSpec.divisor"}:
         assert len(everything[field]) > 1, field

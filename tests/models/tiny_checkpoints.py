@@ -17,7 +17,10 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -25,9 +28,11 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -75,6 +80,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "pad_token_id": 0}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -97,6 +103,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2-bias": (Qwen2Config, {}),
     "qwen2-mixed": (
         Qwen2Config,
+        Qwen2MoeConfig,
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 4},
     ),
     "qwen3": (Qwen3Config, {"head_dim": 20, "attention_bias": True}),
@@ -272,6 +279,85 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         Qwen3MoeConfig,
         {**_EXPERTS, "num_experts": 6, "use_sliding_window": True, "sliding_window": 9},
     ),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        {
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 32,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 3,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-moe-normed": (
+        Qwen2MoeConfig,
+        {**_EXPERTS, "shared_expert_intermediate_size": 20, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "olmoe": (OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "olmoe-normed": (
+        OlmoeConfig,
+        {**_EXPERTS, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4, "pad_token_id": 0},
+    ),
+    "granitemoe": (
+        GraniteMoeConfig,
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.7,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "granitemoe-tied": (
+        GraniteMoeConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        {
+            **_GLM_EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "glm4-moe-plain": (
+        Glm4MoeConfig,
+        {**_GLM_EXPERTS, "head_dim": 12, "norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 0},
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "pad_token_id": 0,
+            **_rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL_LEN, truncate=False),
+        },
+    ),
+    "gpt-oss-full": (
+        GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "head_dim": 24,
+            "layer_types": [_FULL, _SLIDING],
+            "sliding_window": 30,
+            "attention_bias": False,
+            "num_key_value_heads": 1,
+            "pad_token_id": 0,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=2 * ORIGINAL_LEN, truncate=False),
+        },
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral-window": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 11}),
     "olmo3-defaults": (Olmo3Config, {"num_hidden_layers": 5, "sliding_window": 12, "pad_token_id": 0}),
@@ -310,10 +396,13 @@ def write_checkpoint(name: str, folder: Path, **save_options: Any) -> Path:
     model = AutoModelForCausalLM.from_config(config_class(**{**_BASE, **options}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
+            if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder, **save_options)
     return folder
 

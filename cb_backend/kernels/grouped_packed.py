@@ -1,0 +1,240 @@
+"""Products of each expert's rows with weights of 4 and 8 bits: as `grouped_linear`, with tiles as in `linear_packed`.
+
+All numbers of rows go through one kernel: weights are widened in registers, also for prompts, as writing out all
+experts' weights would take longer than the products of a layer. Knows pairs and weights, not how rows were routed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cb_backend.kernels.expert_activation import activate_torch, activated
+from cb_backend.kernels.expert_plan import ExpertPlan
+from cb_backend.kernels.grouped_linear import grouped_parameters
+from cb_backend.kernels.launch import (
+    IS_INTERPRETING,
+    await_previous,
+    can_overlap,
+    dependent_options,
+    jit,
+    let_next_start,
+    needs_twin,
+    tl,
+)
+from cb_backend.kernels.linear_packed import block_scales, linear_packed_torch, tile_rows
+from cb_backend.kernels.packed import KINDS, TILE_COLUMNS, PackedWeight
+from cb_backend.kernels.packed_tile import tile_product
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """A `PackedWeight` for each expert, all of one kind and size: its tensors have the experts' dimension first."""
+
+    values: Tensor  # [num_experts, out_tiles, in_tiles, 64, 32 | 64] int16
+    scales: Tensor  # [num_experts, groups, out_tiles * 64]
+    zeros: Tensor | None
+    kind: str
+    group: int
+    size: tuple[int, int]  # of an expert's
+    is_gated: bool = False
+
+    def of(self, expert: int) -> PackedWeight:
+        """Views."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return PackedWeight(
+            self.values[expert], self.scales[expert], zeros, self.kind, self.group, self.size, is_gated=self.is_gated
+        )
+
+    @property
+    def bits(self) -> int:
+        return KINDS[self.kind].bits
+
+
+@jit("num_pairs")
+def _grouped_packed_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    row_weights_ptr,
+    pairs_ptr,
+    experts_ptr,
+    num_blocks_ptr,
+    out_ptr,
+    num_pairs,
+    out_size,  # rows of an expert's weight
+    in_size,
+    num_tiles,  # of 128 columns
+    x_stride,
+    out_stride,  # between tokens
+    values_stride,  # between experts, in the same order as the tensors
+    scales_stride,
+    scale_stride,  # between groups
+    X_PAIRS: tl.constexpr,  # pairs that share a row of x
+    OUT_PAIRS: tl.constexpr,  # pairs of a token in the output, side by side
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,  # 16-bit words of a row's 128 elements
+    GROUPS: tl.constexpr,  # of 128 columns; 0: one for all of in_size
+    GROUP_BLOCKS: tl.constexpr,  # blocks of 128 columns in a group, where it has more than one
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # rows of the weight are gate and up in turn; None: there is none
+    IS_EVEN: tl.constexpr,  # in_size is a multiple of 128
+    HAS_ASSEMBLY: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """BLOCK_N rows of an expert's weight with one block of the plan a program."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    n, m, c = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, WORDS)
+    let_next_start(IS_DEPENDENT)
+    await_previous(IS_DEPENDENT)
+    if block >= tl.load(num_blocks_ptr):
+        return
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    pair = tl.load(pairs_ptr + block * BLOCK_M + m)
+    is_pair = pair < num_pairs
+    pair = tl.where(is_pair, pair, 0)
+    # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.
+    n_there = tl.minimum(n, out_size - 1)
+    tile_words = num_tiles.to(tl.int64) * (64 * WORDS)
+    values_row_ptr = values_ptr + expert * values_stride + (n_there // 64) * tile_words + (n_there % 64) * WORDS
+    scales_ptr += expert * scales_stride
+    scales = block_scales(scales_ptr, scale_stride, n_there, 0, GROUPS, GROUP_BLOCKS)
+    second, zeros = scales, scales
+    if GROUPS == 8:
+        second = block_scales(scales_ptr + scale_stride, scale_stride, n_there, 0, GROUPS, GROUP_BLOCKS)
+    if HAS_ZEROS:
+        zeros_ptr += expert * scales_stride
+        zeros = block_scales(zeros_ptr, scale_stride, n_there, 0, GROUPS, GROUP_BLOCKS)
+    x_row_ptr = x_ptr + (pair // X_PAIRS).to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in range(0, num_tiles):
+        words = tl.load(values_row_ptr[:, None] + k * (64 * WORDS) + c[None, :])
+        # The next block's scales are asked for now: loads this narrow are not pipelined by the compiler.
+        following = tl.minimum(k + 1, num_tiles - 1)
+        next_scales, next_second, next_zeros = scales, second, zeros
+        if GROUPS > 0:
+            next_scales = block_scales(scales_ptr, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS)
+            if GROUPS == 8:
+                next_second = block_scales(
+                    scales_ptr + scale_stride, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS
+                )
+            if HAS_ZEROS:
+                next_zeros = block_scales(zeros_ptr, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS)
+        acc = tile_product(
+            acc, x_row_ptr + k * 128, is_pair[:, None], in_size - k * 128, words, scales, zeros, second,
+            KIND, WORDS, GROUPS, KIND != "fp4" and GROUPS > 0, 128 // WORDS // max(GROUPS, 1), HAS_ZEROS, IS_EVEN,
+            HAS_ASSEMBLY,
+        )  # fmt: skip
+        scales, second, zeros = next_scales, next_second, next_zeros
+    if GROUPS == 0:
+        factor = scales[0].to(tl.float32) * (1.1754943508222875e-38 if KIND == "fp4" else 1.0)
+        acc *= factor[:, None]
+    if HAS_BIAS:
+        place = n_there
+        if ACTIVATION is not None:  # the bias has the gate's before the others
+            place = n_there % 2 * (out_size // 2) + n_there // 2
+        acc += tl.load(bias_ptr + expert * out_size + place).to(tl.float32)[:, None]
+    weight = tl.full([BLOCK_M], 1.0, tl.float32)
+    if HAS_ROW_WEIGHTS:
+        weight = tl.load(row_weights_ptr + pair)
+    out_row = (pair // OUT_PAIRS).to(tl.int64) * out_stride
+    dtype = out_ptr.dtype.element_ty
+    if ACTIVATION is not None:
+        gate, up = tl.split(tl.reshape(tl.trans(acc), [BLOCK_M, BLOCK_N // 2, 2]))
+        half = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        is_stored = is_pair[:, None] & (half < out_size // 2)[None, :]
+        product = activated(gate, up, dtype, ACTIVATION)
+        tl.store(out_ptr + out_row[:, None] + half[None, :], product.to(dtype), mask=is_stored)
+    else:
+        out_row += (pair % OUT_PAIRS).to(tl.int64) * out_size
+        is_stored = (n < out_size)[:, None] & is_pair[None, :]
+        tl.store(out_ptr + n[:, None] + out_row[None, :], (acc * weight[None, :]).to(dtype), mask=is_stored)
+
+
+def grouped_gate_up_packed(
+    x: Tensor, weight: PackedExperts, plan: ExpertPlan, top_k: int, activation: str = "silu", bias: Tensor | None = None
+) -> Tensor:
+    """`grouped_gate_up_packed_torch` in one launch; rows of x may be strided."""
+    if needs_twin(x):
+        return grouped_gate_up_packed_torch(x, weight, plan, top_k, activation, bias)
+    out = x.new_empty(plan.num_pairs, weight.size[0] // 2)
+    if plan.num_pairs:
+        _launch("grouped_gate_up", x, weight, plan, bias, None, out, x_pairs=top_k, activation=activation)
+    return out
+
+
+def grouped_down_packed(
+    x: Tensor, weight: PackedExperts, plan: ExpertPlan, row_weights: Tensor, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`grouped_down_packed_torch` in one launch."""
+    if needs_twin(x):
+        return grouped_down_packed_torch(x, weight, plan, row_weights, out, bias)
+    if plan.num_pairs:
+        _launch("grouped_down", x, weight, plan, bias, row_weights, out, out_pairs=row_weights.shape[1])
+    return out
+
+
+def _launch(
+    op: str,
+    x: Tensor,
+    weight: PackedExperts,
+    plan: ExpertPlan,
+    bias: Tensor | None,
+    row_weights: Tensor | None,
+    out: Tensor,
+    *,
+    x_pairs: int = 1,
+    out_pairs: int = 1,
+    activation: str | None = None,
+) -> None:
+    (out_size, in_size), device = weight.size, x.device
+    num_tiles, words = weight.values.shape[2], weight.values.shape[4]
+    n = out_size if activation is None else out_size // 2
+    parameters = grouped_parameters(op, plan, n=n, k=in_size, bits=weight.bits, device=device)
+    block_n = tile_rows(parameters["block_n"], plan.block_m, device)
+    has_one_group = weight.group >= num_tiles * TILE_COLUMNS
+    groups = 0 if has_one_group else max(1, TILE_COLUMNS // weight.group)
+    _grouped_packed_kernel[(-(-out_size // block_n), plan.bound)](
+        x, weight.values, weight.scales, weight.zeros, bias, row_weights, plan.pairs, plan.experts, plan.num_blocks,
+        out, plan.num_pairs, out_size, in_size, num_tiles, x.stride(0), out.stride(0),
+        weight.values.stride(0), weight.scales.stride(0), weight.scales.stride(1),
+        X_PAIRS=x_pairs, OUT_PAIRS=out_pairs, KIND=weight.kind, WORDS=words, GROUPS=groups,
+        GROUP_BLOCKS=1 if has_one_group else max(1, weight.group // TILE_COLUMNS),
+        HAS_ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None, HAS_ROW_WEIGHTS=row_weights is not None,
+        ACTIVATION=activation, IS_EVEN=in_size % TILE_COLUMNS == 0, HAS_ASSEMBLY=not IS_INTERPRETING,
+        IS_DEPENDENT=can_overlap(device), BLOCK_M=plan.block_m, BLOCK_N=block_n,
+        num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+        **dependent_options(device, plan.num_pairs // max(x_pairs, out_pairs)),
+    )  # fmt: skip
+
+
+def grouped_gate_up_packed_torch(
+    x: Tensor, weight: PackedExperts, plan: ExpertPlan, top_k: int, activation: str = "silu", bias: Tensor | None = None
+) -> Tensor:
+    """As `grouped_gate_up_torch`, with what the gated weights stand for, exactly; bias [num_experts, rows], the
+    gate's first.
+    """
+    out = x.new_empty(plan.num_pairs, weight.size[0] // 2)
+    for expert, pairs in plan.by_expert():
+        product = linear_packed_torch(x[pairs // top_k], weight.of(expert), None if bias is None else bias[expert])
+        out[pairs] = activate_torch(product, activation)
+    return out
+
+
+def grouped_down_packed_torch(
+    x: Tensor, weight: PackedExperts, plan: ExpertPlan, row_weights: Tensor, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """As `grouped_down_torch`, with what the weights stand for, exactly."""
+    top_k = row_weights.shape[1]
+    for expert, pairs in plan.by_expert():
+        product = linear_packed_torch(x[pairs], weight.of(expert), None if bias is None else bias[expert])
+        weighed = product.float() * row_weights.flatten()[pairs].unsqueeze(1)
+        out[pairs // top_k, pairs % top_k] = weighed.to(out.dtype)
+    return out
