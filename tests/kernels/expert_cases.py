@@ -8,6 +8,7 @@ import torch
 
 from cb_backend.kernels.expert_plan import ExpertPlan, max_blocks
 from cb_backend.kernels.launch import overriding
+from cb_backend.kernels.packed import pack
 from cb_backend.kernels.route import Routing
 
 NUM_EXPERTS = 4  # nothing is compiled for their number but the plan and the routing
@@ -43,6 +44,40 @@ def _grouped_linear(
             module.grouped_down(x.bfloat16(), weight.bfloat16(), plan, torch.zeros(2, 8), out, bias)
 
 
+def _grouped_packed(
+    module: Any,
+    op: str,
+    parameters: dict[str, int],
+    block_m: int,
+    kind: str,
+    group: int,
+    size: int = 768,
+    hidden: int = 2048,
+    activation: str = "silu",
+    has_bias: bool = False,
+) -> None:
+    plan, is_gated = _plan(16, block_m), op == "grouped_gate_up"
+    rows, columns = (2 * size, hidden) if is_gated else (hidden, size)
+    stored = torch.zeros(rows, columns, dtype=torch.uint8)
+    scales = torch.zeros(rows, -(-columns // group), dtype=torch.float32 if kind == "fp8" else torch.bfloat16)
+    one = pack(stored, scales, kind, group, is_gated=is_gated)
+    values, scales = (each.expand(NUM_EXPERTS, *each.shape) for each in (one.values, one.scales))
+    weight = module.PackedExperts(values, scales, None, kind, one.group, (rows, columns), is_gated)
+    bias = torch.zeros(NUM_EXPERTS, rows, dtype=torch.bfloat16) if has_bias else None
+    with overriding(op, parameters):
+        if is_gated:
+            module.grouped_gate_up_packed(torch.zeros(2, hidden).bfloat16(), weight, plan, 8, activation, bias)
+        else:
+            out = torch.zeros(2, 8, hidden, dtype=torch.bfloat16)
+            x = torch.zeros(16, size).bfloat16()
+            module.grouped_down_packed(x, weight, plan, torch.zeros(2, 8), out, bias)
+
+
+def _gate_rows(module: Any, size: int) -> None:
+    x = torch.zeros(2, size, dtype=torch.bfloat16)
+    module.gate_rows(x, torch.zeros(2, 5, dtype=torch.bfloat16)[:, 4], x.clone())
+
+
 def _route(module: Any, num_experts: int, routing: dict[str, Any], has_bias: bool = False) -> None:
     logits = torch.zeros(2, num_experts, dtype=torch.float32 if has_bias else torch.bfloat16)
     score_bias = torch.zeros(num_experts) if has_bias else None
@@ -62,12 +97,25 @@ def _route_few(module: Any, num_experts: int, num_tokens: int, routing: dict[str
 
 EXPERT_LAUNCHES = {
     "grouped_linear": _grouped_linear, "route": _route, "expert_plan": _plan_experts, "route_experts": _route_few,
+    "grouped_packed": _grouped_packed, "gate_rows": _gate_rows,
 }  # fmt: skip
 
 
 def grouped(op: str, block_m: int, parameters: dict[str, int], arch: int = 90, **given: Any) -> dict[str, Any]:
     call = {"op": op, "parameters": parameters, "block_m": block_m, **given}
     return {"op": "grouped_linear", "kernel": "_grouped_linear_kernel", "arch": arch, "call": call}
+
+
+def packed(op: str, block_m: int, parameters: dict[str, int], kind: str, group: int, **given: Any) -> dict[str, Any]:
+    call = {"op": op, "parameters": parameters, "block_m": block_m, "kind": kind, "group": group, **given}
+    return {"op": "grouped_packed", "kernel": "_grouped_packed_kernel", "arch": given.pop("arch", 90), "call": call}
+
+
+def packed_tiles(block_n: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    return {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages}
+
+
+_OSS = {"kind": "fp4", "group": 32, "size": 2880, "hidden": 2880, "has_bias": True}
 
 
 def tiles(block_n: int, block_k: int, num_warps: int, num_stages: int) -> dict[str, int]:
@@ -83,6 +131,17 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
     ),
     "grouped_down": grouped("grouped_down", 16, tiles(64, 128, 4, 4)),
     "grouped_down, 128 rows": grouped("grouped_down", 128, tiles(128, 64, 8, 4)),
+    "packed_gate_up, mxfp4": packed(
+        "grouped_gate_up", 16, packed_tiles(128, 4, 4), activation="clamped_swiglu", **_OSS
+    ),
+    "packed_gate_up, mxfp4, 128 rows": packed(
+        "grouped_gate_up", 128, packed_tiles(128, 8, 3), activation="clamped_swiglu", **_OSS
+    ),
+    "packed_down, mxfp4": packed("grouped_down", 16, packed_tiles(128, 4, 4), **_OSS),
+    "packed_down, fp8": packed("grouped_down", 16, packed_tiles(64, 4, 4), "fp8", 128),
+    "packed_gate_up, fp8, 64 rows": packed("grouped_gate_up", 64, packed_tiles(64, 4, 4), "fp8", 128),
+    "packed_gate_up, int4": packed("grouped_gate_up", 16, packed_tiles(128, 4, 4), "int4", 128),
+    "gate_rows": {"op": "gate_rows", "kernel": "_gate_rows_kernel", "arch": 90, "call": {"size": 2048}},
     "rms_norm, of parts": {"op": "rms_norm", "kernel": "_rms_norm_kernel", "arch": 90,
                            "call": {"hidden_size": 2880, "num_parts": 8}},
     "route": {"op": "route", "kernel": "_route_kernel", "arch": 90,
