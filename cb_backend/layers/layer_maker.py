@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention, halves_apart
-from cb_backend.layers.experts import PlainExperts
+from cb_backend.layers.experts import Experts
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from cb_backend.layers.linear import Embedding, Linear, ScaledEmbedding
@@ -147,8 +147,20 @@ class LayerMaker:
             score_bias = Placement(f"{name}.{names.router}.e_score_correction_bias", bias)
         parts = MoEParts(
             router=router,
-            experts=PlainExperts(name, hidden_size, spec, self.ops, dtype=self.dtype, device=self.device),
+            experts=self._experts(name, hidden_size, spec),
             shared=None if spec.shared is None else self.mlp(f"{name}.{names.shared}", hidden_size, spec.shared),
             score_bias=score_bias,
         )
         return MoE(spec, parts, self.ops, self.group)
+
+    def _experts(self, name: str, hidden_size: int, spec: MoESpec) -> Experts:
+        """In the format of their names. Raises `ConfigError` where gate, up and down have different ones."""
+        names = spec.names
+        first = ".".join(part for part in (name, names.experts, "0" if spec.storage == "apart" else "") if part)
+        formats = {part: self.format_of(f"{first}.{part}") for part in (names.gate, names.up, names.down)}
+        if len({found.name for found in formats.values()}) > 1:
+            told = ", ".join(f"{part} is {found.name}" for part, found in formats.items())
+            raise ConfigError(f"{first}: {told}: supported is one format for all of an expert")
+        return formats[names.gate].new_experts(
+            name, hidden_size, spec, self.ops, self.group, dtype=self.dtype, device=self.device
+        )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cb_backend.kernels.expert_plan import ExpertPlan
 from cb_backend.kernels.fp8 import Fp8Rows
+from cb_backend.kernels.grouped_packed import PackedExperts
 from cb_backend.kernels.packed import PackedWeight
 from cb_backend.kernels.route import Routing
 from cb_backend.kernels.row_sampling import RowSampling
@@ -146,6 +147,25 @@ class ModelOps(Protocol):
         value_scale: float = 1.0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def grouped_gate_up_packed(
+        self,
+        x: Tensor,
+        weight: PackedExperts,
+        plan: ExpertPlan,
+        top_k: int,
+        activation: str = "silu",
+        bias: Tensor | None = None,
+    ) -> Tensor: ...
+    def grouped_down_packed(
+        self,
+        x: Tensor,
+        weight: PackedExperts,
+        plan: ExpertPlan,
+        row_weights: Tensor,
+        out: Tensor,
+        bias: Tensor | None = None,
     ) -> Tensor: ...
 
 

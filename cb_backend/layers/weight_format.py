@@ -10,10 +10,14 @@ import torch
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import KINDS
+from cb_backend.layers.experts import Experts, PlainExperts
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.group import Group
+from cb_backend.layers.layer_spec import MoESpec
 from cb_backend.layers.linear import Linear
+from cb_backend.layers.mxfp4_experts import Mxfp4Mixture
 from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.packed_experts import Fp8Reader, PackedMixture
 from cb_backend.layers.packed_linear import PackedLinear, StoredReader
 from cb_backend.layers.projection import Projection
 
@@ -30,6 +34,23 @@ class WeightFormat(Protocol):
         """An empty projection. `dtype` is that of its inputs and products."""
         ...
 
+    def new_experts(
+        self,
+        name: str,
+        hidden_size: int,
+        spec: MoESpec,
+        ops: ModelOps,
+        group: Group,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Experts:
+        """Those of a layer, empty; `name` is of the module in the checkpoint that has them.
+
+        Raises `ConfigError` where the format has no such experts.
+        """
+        ...
+
 
 class PlainFormat:
     """Weights in the model's dtype."""
@@ -41,6 +62,19 @@ class PlainFormat:
     ) -> Linear:
         return Linear(projection, ops, group, dtype=dtype, device=device)
 
+    def new_experts(
+        self,
+        name: str,
+        hidden_size: int,
+        spec: MoESpec,
+        ops: ModelOps,
+        group: Group,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PlainExperts:
+        return PlainExperts(name, hidden_size, spec, ops, dtype=dtype, device=device)
+
 
 class Fp8Format:
     """Weights in fp8 (e4m3) with a scale for each output feature."""
@@ -51,6 +85,19 @@ class Fp8Format:
         self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> Fp8Linear:
         return Fp8Linear(projection, ops, group, dtype=dtype, device=device)
+
+    def new_experts(
+        self,
+        name: str,
+        hidden_size: int,
+        spec: MoESpec,
+        ops: ModelOps,
+        group: Group,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PackedMixture:
+        return PackedMixture(name, hidden_size, spec, Fp8Reader(), ops, group, dtype=dtype, device=device)
 
 
 class PackedFormat:
@@ -70,6 +117,22 @@ class PackedFormat:
         self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> PackedLinear:
         return PackedLinear(projection, ops, group, self._reader, dtype=dtype, device=device)
+
+    def new_experts(
+        self,
+        name: str,
+        hidden_size: int,
+        spec: MoESpec,
+        ops: ModelOps,
+        group: Group,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PackedMixture:
+        if spec.storage == "stacked":
+            raise ConfigError(f"{name}: {self.name} weights of this family are not supported")
+        kind = Mxfp4Mixture if spec.storage == "interleaved" else PackedMixture
+        return kind(name, hidden_size, spec, self._reader, ops, group, dtype=dtype, device=device)
 
 
 class ModuleFormats:

@@ -196,6 +196,21 @@ class Nvfp4Reader:
 
 
 @dataclass(frozen=True, slots=True)
+class Mxfp4BlocksReader:
+    """The same of experts as gpt-oss has them: elements and scales of all experts in a tensor each."""
+
+    kind: str = "fp4"
+    group: int = 32
+    name: str = "mxfp4"
+
+    def tensors(self, out_size: int, in_size: int) -> Shapes:
+        raise ConfigError("mxfp4 of quant_method 'mxfp4' is supported in experts that are stored together only")
+
+    def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
+        return stored_weights.read_mxfp4(tensors["blocks"], tensors["scales"])
+
+
+@dataclass(frozen=True, slots=True)
 class Mxfp4Reader:
     """fp4 with a power of two as the scale of 32 elements: compressed-tensors `mxfp4-pack-quantized`."""
 

@@ -20,6 +20,7 @@ from cb_backend.models.packed_formats import (
     Fp8BlockReader,
     GptqReader,
     IntQuantizedReader,
+    Mxfp4BlocksReader,
     Mxfp4Reader,
     Nvfp4Reader,
     PackQuantizedReader,
@@ -33,7 +34,8 @@ SUPPORTED = (
     " and compressed-tensors of 4 and 8 bits; nvfp4 and mxfp4; and GGUF. Use another quantisation of the model, or the"
     " unquantised one with the engine argument quantization 'fp8'"
 )
-_KEPT = ("lm_head",)  # modules that may be left as they are where all others are fp8
+# Modules that may be left as they are where all others are fp8: the head, and routers, which nobody quantises.
+_KEPT = re.compile(r"lm_head|(re:)?.*\b(mlp|block_sparse_moe)\\?\.(gate|router|shared_expert_gate)\$?")
 _HEAD = r"(.*\.)?lm_head"
 # Scales that checkpoints bring for inputs, which are not quantised here, or by themselves.
 _INPUTS = r".*\.(input_scale|input_global_scale|input_zero_point)"
@@ -118,7 +120,7 @@ def _read_fp8(config: dict[str, Any]) -> Quantization:
             raise _UnsupportedError(f"a scale a block of {block} weights")
         reader = Fp8BlockReader((int(block[0]), int(block[1])))
         return _packed("fp8_blocks", reader, [_HEAD, *map(_exactly, kept)])
-    left_out = [name for name in kept if name not in _KEPT]
+    left_out = [name for name in kept if not _KEPT.fullmatch(name)]
     if left_out:
         raise _UnsupportedError(f"{left_out[0]} left out")
     return Quantization(FP8, None)
@@ -229,7 +231,7 @@ def _compressed_fp8(group: Any, kept: list[str]) -> Quantization | None:
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict) or (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
         raise _UnsupportedError("fp8 weights but other inputs")
-    left_out = [name for name in kept if name not in _KEPT]
+    left_out = [name for name in kept if not _KEPT.fullmatch(name)]
     if left_out:
         raise _UnsupportedError(f"{left_out[0]} left out")
     return Quantization(FP8, None)
@@ -245,7 +247,7 @@ def _read_modelopt(config: dict[str, Any]) -> Quantization:
     kept = [re.escape(name).replace(r"\*", ".*") for name in _names(config, "ignore", "exclude_modules")]
     if algorithm == "NVFP4":
         return _packed("modelopt", Nvfp4Reader(is_modelopt=True), kept)
-    if algorithm == "FP8" and not [name for name in kept if name not in _KEPT]:
+    if algorithm == "FP8" and not [name for name in kept if not _KEPT.fullmatch(name)]:
         return Quantization(FP8, None)
     raise _UnsupportedError(f"quant_algo {algorithm!r}")
 
@@ -258,10 +260,17 @@ def _ending(name: str) -> str:
     return rf"(.*\.)?{re.escape(name)}(\..*)?"
 
 
+def _read_mxfp4(config: dict[str, Any]) -> Quantization:
+    """The experts, whatever else stands in the configuration: the writer converts nothing but them."""
+    experts = [(r".*\.experts(\..*)?", PackedFormat(Mxfp4BlocksReader()))]
+    return Quantization("mxfp4", ModuleFormats(PlainFormat(), experts))
+
+
 METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "fp8": _read_fp8,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed_tensors,
     "modelopt": _read_modelopt,
+    "mxfp4": _read_mxfp4,
 }

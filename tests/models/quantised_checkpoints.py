@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.quantised_writers import Written
 
-PROJECTION = re.compile(r".*\.(?:q|k|v|o|gate|up|down|qkv|gate_up)_proj\.weight")
+PROJECTION = re.compile(r".*\.(?:(?:q|k|v|o|gate|up|down|qkv|gate_up)_proj|w1|w2|w3)\.weight")
 HEAD = "lm_head"
 Writer = Callable[[int, int, int], Written]  # out_size, in_size, seed
 

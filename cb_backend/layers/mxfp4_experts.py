@@ -1,0 +1,78 @@
+"""gpt-oss's experts as they are published: mxfp4, one tensor of elements and one of scales for all experts.
+
+Rows of gate and up lie in turn there, as the packed products have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.kernels.packed import pack
+from cb_backend.layers.packed_experts import PackedMixture, Stack
+from cb_backend.layers.packed_linear import StoredReader
+from cb_backend.layers.placement import Placement
+
+GROUP = 32
+
+
+class Mxfp4Mixture(PackedMixture):
+    """The experts of a layer; the reader makes stored elements of an expert's `blocks` and `scales`."""
+
+    def _placements_of_stacks(self) -> Iterator[Placement]:
+        names, size, hidden = self.spec.names, self.spec.intermediate_size, self.hidden_size
+        for stack, part, rows, columns in (
+            (self.gate_up, names.gate, 2 * size, hidden),
+            (self.down, names.down, hidden, size),
+        ):
+            if columns % GROUP:
+                raise ConfigError(f"{self.name}.{part}: mxfp4 needs input features in groups of {GROUP}, not {columns}")
+            parts = _Parts(stack, self.reader, self._device)
+            shape = (self.spec.num_experts, rows, columns // GROUP)
+            yield Placement(f"{self.name}.{part}_blocks", _Part(parts, "blocks", (*shape, 16)))
+            yield Placement(f"{self.name}.{part}_scales", _Part(parts, "scales", shape))
+
+
+class _Parts:
+    """Both tensors of a product, until they have come."""
+
+    def __init__(self, stack: Stack, reader: StoredReader, device: torch.device) -> None:
+        self.stack, self.reader, self.device = stack, reader, device
+        self.come: dict[str, Tensor] = {}
+
+    def take(self, kind: str, tensor: Tensor) -> None:
+        self.come[kind] = tensor
+        if len(self.come) < 2:
+            return
+        blocks, scales = self.come.pop("blocks"), self.come.pop("scales")
+        for expert in range(blocks.shape[0]):
+            stored = self.reader.read({"blocks": blocks[expert], "scales": scales[expert]})
+            self.stack.put(expert, pack(stored.values, stored.scales, stored.kind, stored.group))
+
+
+class _Part:
+    """Where one of them goes."""
+
+    def __init__(self, parts: _Parts, kind: str, shape: tuple[int, ...]) -> None:
+        self.shape = torch.Size(shape)
+        self.device = parts.device
+        self.nbytes = self.shape.numel() * (1 if kind == "blocks" else 2)  # scales are kept in 16 bits
+        self._parts, self._kind = parts, kind
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def copy_(self, source: Tensor) -> None:
+        self._parts.take(self._kind, source.to(self.device))
+
+    def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
+        """Elements of all kinds; scales that make numbers of about `std` of them."""
+        if self._kind == "blocks":
+            values = torch.randint(0, 256, self.shape, generator=generator, device=self.device, dtype=torch.uint8)
+        else:
+            exponent = 127 + round(torch.tensor(std / 2.9).log2().item())
+            values = torch.full(self.shape, exponent, device=self.device, dtype=torch.uint8)
+        self._parts.take(self._kind, values)

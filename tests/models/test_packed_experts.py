@@ -1,0 +1,187 @@
+"""Experts in every format: the model is the model of the numbers that its weights stand for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.kernels.packed import dequantise_packed_torch
+from cb_backend.layers.moe import MoE
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.packed_experts import PackedMixture
+from cb_backend.models.registry import load_model, read_model_config
+from tests.models.paged_model import CPU, PagedModel
+from tests.models.quantised_models import FORMATS, logits, pair
+from tests.models.quantised_writers import write_mxfp4
+from tests.models.tiny_checkpoints import write_checkpoint
+
+TOLERANCE = 1e-4
+OF_EXPERTS = [
+    "awq 32, bf16 scales", "gptq 64", "gptq symmetric", "w4a16", "w4a16, zeros", "w4a16, channel", "w8a16", "w8a8",
+    "fp8 blocks", "mxfp4",
+]  # fmt: skip
+
+
+def difference(left: Path, right: Path) -> float:
+    return float((logits(left) - logits(right)).abs().max())
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_a_quantised_mixture_is_the_model_of_its_numbers(name: str, tmp_path: Path) -> None:
+    plain, quantised = pair(tmp_path, "qwen3-moe", *FORMATS[name])
+    assert difference(plain, quantised) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gptq 64", "w4a16", "w8a16", "fp8 blocks"])
+def test_another_family_has_them_too(name: str, tmp_path: Path) -> None:
+    """By Mixtral's names."""
+    plain, quantised = pair(tmp_path, "mixtral", *FORMATS[name])
+    assert difference(plain, quantised) < TOLERANCE
+
+
+def as_mxfp4(folder: Path) -> Path:
+    """gpt-oss's experts as they are published, and `folder` with the numbers of that."""
+    quantised = folder.parent / "quantised"
+    shutil.copytree(folder, quantised)
+    tensors = load_file(folder / "model.safetensors")
+    stored = dict(tensors)
+    for seed, name in enumerate(sorted(tensors)):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        count, in_size, out_size = tensors[name].shape
+        written = [write_mxfp4(out_size, in_size, seed * 100 + expert) for expert in range(count)]
+        tensors[name] = torch.stack([weight.float().t() for _, weight in written]).contiguous()
+        del stored[name]
+        for part in ("blocks", "scales"):
+            stored[f"{name}_{part}"] = torch.stack([each[part] for each, _ in written])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (quantised / "config.json").write_text(json.dumps({**values, "quantization_config": config}))
+    return quantised
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Path:
+    return write_checkpoint("gpt-oss-mxfp4", tmp_path / "plain")
+
+
+def test_experts_of_gpt_oss_are_read_as_published(gpt_oss: Path) -> None:
+    quantised = as_mxfp4(gpt_oss)
+    assert difference(gpt_oss, quantised) < TOLERANCE
+    mixture = PagedModel(quantised).model.layers[0].mlp
+    assert isinstance(mixture, MoE)
+    assert isinstance(mixture.experts, PackedMixture)
+    assert mixture.experts.bits == 4
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"model.layers.0.mlp.experts.down_proj_scales": None}, "down_proj_scales is missing"),
+        ({"model.layers.1.mlp.experts.gate_up_proj_blocks": (3, 128, 2, 16)}, "gate_up_proj_blocks has shape"),
+        ({"model.layers.0.mlp.experts.5.up_proj.weight": (4, 4)}, "has no place in the model"),
+    ],
+)
+def test_broken_files_of_gpt_oss_are_named(broken: dict[str, Any], message: str, gpt_oss: Path) -> None:
+    quantised = as_mxfp4(gpt_oss)
+    tensors = load_file(quantised / "model.safetensors")
+    for name, shape in broken.items():
+        tensors.pop(name, None)
+        if shape is not None:
+            tensors[name] = torch.zeros(shape, dtype=torch.uint8)
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
+        PagedModel(quantised)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "granitemoe", "gpt-oss", "glm4-moe", "qwen2-moe"])
+def test_experts_are_quantised_to_fp8_while_they_are_loaded(name: str, tmp_path: Path) -> None:
+    """However they are stored: the answers stay near those of the weights as they are."""
+    folder = write_checkpoint(name, tmp_path / "plain")
+    model = PagedModel(folder, quantization="fp8")
+    mixtures = [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, MoE)]
+    assert mixtures
+    assert all(isinstance(each.experts, PackedMixture) and each.experts.bits == 8 for each in mixtures)
+    plain = [layer.mlp for layer in PagedModel(folder).model.layers if isinstance(layer.mlp, MoE)]
+    for ours, theirs in zip(mixtures, plain, strict=True):
+        for packed, whole in (
+            (ours.experts.gate_up, theirs.experts.gate_up),
+            (ours.experts.down, theirs.experts.down),
+        ):
+            for expert, wanted in enumerate(whole):
+                found = dequantise_packed_torch(packed.weight.of(expert))
+                assert (found - wanted).norm() / wanted.norm() < 0.04
+
+
+def test_a_mixture_in_fp8_by_channels_is_taken_over(tmp_path: Path) -> None:
+    """Weights and scales of the file, bit for bit; the router stays as it is, and may be named as left out."""
+    plain = write_checkpoint("qwen3-moe-window", tmp_path / "plain")
+    quantised = Path(shutil.copytree(plain, tmp_path / "quantised"))
+    tensors, stored = load_file(plain / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        scale = tensor.abs().amax(dim=1, keepdim=True) / 448.0
+        stored[name] = (tensor / scale).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale"] = scale
+        tensors[name] = stored[name].float() * scale
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    weights = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {**weights, "strategy": "token"}}
+    config = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$", "model.layers.0.mlp.gate"],
+    }  # fmt: skip
+    values = json.loads((plain / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**values, "quantization_config": config}))
+    found = PagedModel(quantised).model.layers[1].mlp
+    wanted = PagedModel(plain).model.layers[1].mlp
+    assert isinstance(found, MoE)
+    assert isinstance(wanted, MoE)
+    assert isinstance(found.experts, PackedMixture)
+    for expert in range(6):
+        torch.testing.assert_close(
+            dequantise_packed_torch(found.experts.down.weight.of(expert)), wanted.experts.down[expert]
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "message"),
+    [
+        ("qwen3-moe", "gptq act-order", "not supported where gate and up differ in their groups, or input features"),
+        ("qwen3-moe", "nvfp4", "without a global scale"),
+        ("mixtral", "gptq act-order", "w1|not supported where gate and up differ"),
+    ],
+)
+def test_what_experts_cannot_be_is_refused_by_name(family: str, name: str, message: str, tmp_path: Path) -> None:
+    config, writer = FORMATS[name]
+    with pytest.raises(ConfigError, match=message):
+        PagedModel(pair(tmp_path, family, config, writer)[1])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "mixtral"])
+def test_random_weights_have_the_formats_shape(name: str, tmp_path: Path) -> None:
+    gpt_oss = write_checkpoint("gpt-oss-mxfp4", tmp_path / "oss" / "plain")
+    folder = as_mxfp4(gpt_oss) if name == "gpt-oss" else pair(tmp_path, "mixtral", *FORMATS["w4a16, zeros"])[1]
+    spec = read_model_config(folder)
+    model = load_model(
+        folder, spec, ops=resolve_ops("torch"), dtype=torch.float32, device=CPU, load_format="dummy", max_model_len=64
+    )
+    for layer in model.layers:
+        assert isinstance(layer.mlp, MoE)
+        assert isinstance(layer.mlp.experts, PackedMixture)
+        values = layer.mlp.experts.gate_up.weight.values
+        assert len(values.unique()) > 100
+        assert layer.mlp.experts.down.weight.scales.float().isfinite().all()
