@@ -54,9 +54,8 @@ DTYPE = torch.bfloat16
 
 def make_model(name: str) -> DecoderForCausalLM:
     spec = spec_of(name)
-    make = LayerMaker(
-        ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=NoGroup(), format_of=module_formats(None)
-    )
+    formats = spec.formats or module_formats(None)
+    make = LayerMaker(ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=NoGroup(), format_of=formats)
     model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=MAX_MODEL_LEN)
     fill_dummy(model.placements(), 0)
     return model

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from published_models import spec_of
 from roofline import MODELS
 
 from cb_backend.kernels.launch import next_power_of_2
+from cb_backend.study.machine import model_shape
 
 Parameters = dict[str, int]
 # Rows that one compiled variant serves, so a row's result is the same in any batch of them; the first stands for all.
@@ -71,19 +73,24 @@ class Shape:
 
 
 def shapes_of(models: list[str]) -> list[Shape]:
-    """The distinct products of the models."""
+    """The distinct products of the models; those of experts are not among them (`tune_grouped.py`)."""
     found: dict[tuple[str, int, int], Shape] = {}
     for model in models:
-        m = MODELS[model]
+        m = MODELS[model] if model in MODELS else model_shape(spec_of(model), "bfloat16")
         attention = m.num_heads * m.head_dim
+        dense = m.experts is None or m.experts.num_layers < m.num_layers
         for op, part, n, k in (
             ("linear", "qkv", attention + 2 * m.num_kv_heads * m.head_dim, m.hidden_size),
             ("linear", "o", m.hidden_size, attention),
-            ("linear_silu_mul", "gate_up", m.intermediate_size, m.hidden_size),
-            ("linear", "down", m.hidden_size, m.intermediate_size),
+            ("linear", "router", m.experts.num_experts if m.experts else 0, m.hidden_size),
+            ("linear_silu_mul", "gate_up", m.intermediate_size if dense else 0, m.hidden_size),
+            ("linear", "down", m.hidden_size if dense else 0, m.intermediate_size),
             ("linear", "lm_head", m.vocab_size, m.hidden_size),
         ):
-            found.setdefault((op, n, k), Shape(op, n, k, f"{model} {part}", can_have_norm=part == "qkv"))
+            # What experts made comes in parts, which the norm adds up.
+            can_have_norm = part == "qkv" and m.experts is None
+            if n:
+                found.setdefault((op, n, k), Shape(op, n, k, f"{model} {part}", can_have_norm=can_have_norm))
     return list(found.values())
 
 

@@ -49,6 +49,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True,
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 131072, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
 }  # fmt: skip
 
 

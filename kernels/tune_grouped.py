@@ -29,9 +29,27 @@ from tuned_table import own_path, put, read_table, write_table
 
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kernels.expert_plan import ExpertPlan, plan_experts
-from cb_backend.kernels.grouped_linear import grouped_down, grouped_gate_up, grouped_gate_up_torch
+from cb_backend.kernels.grouped_linear import (
+    grouped_down,
+    grouped_down_torch,
+    grouped_gate_up,
+    grouped_gate_up_torch,
+)
+from cb_backend.kernels.grouped_packed import (
+    grouped_down_packed,
+    grouped_down_packed_torch,
+    grouped_gate_up_packed,
+    grouped_gate_up_packed_torch,
+)
 from cb_backend.kernels.launch import next_power_of_2, overriding
+from cb_backend.layers.experts import PlainExperts
+from cb_backend.layers.group import NoGroup
+from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.layer_spec import MoESpec
+from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.packed_experts import PackedMixture
+from cb_backend.models.quantization import module_formats
+from cb_backend.models.weights import fill_dummy
 from cb_backend.study.machine import measure_card
 
 Parameters = dict[str, int]
@@ -46,7 +64,14 @@ TILES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     64: ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 2)),
     128: ((64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4)),
 }  # fmt: skip
-QUICK = {16: (1, 2, 4, 5, 7), 32: (0, 1), 64: (0, 3), 128: (1, 3)}  # places in TILES
+# The same with packed weights: (block_n, num_warps, num_stages)
+PACKED_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    16: ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
+    32: ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
+    64: ((64, 4, 4), (128, 8, 3), (128, 8, 4)),
+    128: ((64, 4, 3), (64, 8, 3), (128, 8, 3)),
+}
+QUICK = {16: (0, 1, 4, 7), 32: (0, 1), 64: (0, 3), 128: (1, 3)}  # places in TILES
 
 
 def block_sizes(num_rows: int, spec: MoESpec) -> tuple[int, ...]:
@@ -55,7 +80,10 @@ def block_sizes(num_rows: int, spec: MoESpec) -> tuple[int, ...]:
     return (16,) if share <= 4 else (16, 32) if share <= 12 else (32, 64) if share <= 48 else (64, 128)
 
 
-def candidates(block_m: int, is_quick: bool) -> list[Parameters]:
+def candidates(block_m: int, is_packed: bool, is_quick: bool) -> list[Parameters]:
+    if is_packed:
+        names = ("block_n", "num_warps", "num_stages")
+        return [dict(zip(names, tile, strict=True)) for tile in PACKED_TILES[block_m]]
     chosen = [TILES[block_m][place] for place in QUICK[block_m]] if is_quick else TILES[block_m]
     return [dict(zip(("block_n", "block_k", "num_warps", "num_stages"), tile, strict=True)) for tile in chosen]
 
@@ -67,9 +95,25 @@ class Weights:
         spec = spec_of(model)
         self.model, self.hidden = model, spec.hidden_size
         self.experts = next(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec))
-        e, size = self.experts.num_experts, self.experts.intermediate_size
-        self.gate_up = torch.randn(e, 2 * size, self.hidden, device="cuda", dtype=torch.bfloat16) / self.hidden**0.5
-        self.down = torch.randn(e, self.hidden, size, device="cuda", dtype=torch.bfloat16) / size**0.5
+        make = LayerMaker(
+            ops=resolve_ops("triton"), dtype=torch.bfloat16, device=torch.device("cuda"), group=NoGroup(),
+            format_of=spec.formats or module_formats(None),
+        )  # fmt: skip
+        block = make.moe("model.layers.0.mlp", self.hidden, self.experts)
+        fill_dummy(block.placements(), 0)
+        assert isinstance(block.experts, PlainExperts | PackedMixture)
+        self.block = block.experts
+
+    @property
+    def bits(self) -> int:
+        return self.block.bits
+
+    @property
+    def bytes_per_weight(self) -> float:
+        if isinstance(self.block, PlainExperts):
+            return 2.0
+        each = self.block.gate_up.weight.of(0)
+        return each.num_bytes / (each.size[0] * each.size[1])
 
     def shape(self, op: str) -> tuple[int, int]:
         """(n, k)"""
@@ -98,12 +142,18 @@ class Bench:
 
     def plans(self, block_m: int) -> list[ExpertPlan]:
         with overriding("plan_experts", {"block_m": block_m}):
-            return [plan_experts(ids, self.weights.experts.num_experts) for ids in self.ids]
+            return [plan_experts(ids, self.weights.experts.num_experts, self.weights.bits) for ids in self.ids]
 
     def product(self, op: str, plan: ExpertPlan) -> Tensor:
+        block, activation = self.weights.block, self.weights.experts.activation
+        gate_up_bias, down_bias = block.biases
+        if isinstance(block, PlainExperts):
+            if op == "grouped_gate_up":
+                return grouped_gate_up(self.x, block.gate_up, plan, self.top_k, activation, gate_up_bias)
+            return grouped_down(self.inner, block.down, plan, self.row_weights, self.out, down_bias)
         if op == "grouped_gate_up":
-            return grouped_gate_up(self.x, self.weights.gate_up, plan, self.top_k)
-        return grouped_down(self.inner, self.weights.down, plan, self.row_weights, self.out)
+            return grouped_gate_up_packed(self.x, block.gate_up.weight, plan, self.top_k, activation, gate_up_bias)
+        return grouped_down_packed(self.inner, block.down.weight, plan, self.row_weights, self.out, down_bias)
 
     def seconds(self, op: str, plans: list[ExpertPlan], parameters: Parameters) -> float:
         def launch_all() -> int:
@@ -115,14 +165,26 @@ class Bench:
             return time_graph(launch_all)
 
     def check(self, plan: ExpertPlan) -> float:
-        """The relative error of gate and up beside the twin's."""
-        twin = grouped_gate_up_torch(self.x, self.weights.gate_up, plan, self.top_k)
-        return relative_error([self.product("grouped_gate_up", plan)], [twin])
+        """The relative error of both products beside the twins'."""
+        block, activation = self.weights.block, self.weights.experts.activation
+        gate_up_bias, down_bias = block.biases
+        out = torch.zeros_like(self.out)
+        if isinstance(block, PlainExperts):
+            inner = grouped_gate_up_torch(self.x, block.gate_up, plan, self.top_k, activation, gate_up_bias)
+            grouped_down_torch(self.inner, block.down, plan, self.row_weights, out, down_bias)
+        else:
+            packed, second = block.gate_up.weight, block.down.weight
+            inner = grouped_gate_up_packed_torch(self.x, packed, plan, self.top_k, activation, gate_up_bias)
+            grouped_down_packed_torch(self.inner, second, plan, self.row_weights, out, down_bias)
+        return relative_error([self.product(op, plan) for op in OPS], [inner, out])
 
     def torch_seconds(self, op: str) -> float:
         """`torch._grouped_mm` on rows that lie in the order of experts already, without activation or weights."""
         is_gate_up = op == "grouped_gate_up"
-        weight = (self.weights.gate_up if is_gate_up else self.weights.down).transpose(1, 2)
+        block = self.weights.block
+        if not isinstance(block, PlainExperts):
+            return float("nan")
+        weight = (block.gate_up if is_gate_up else block.down).transpose(1, 2)
         rows = self.x.repeat_interleave(self.top_k, dim=0) if is_gate_up else self.inner
         counts = [ids.flatten().long().bincount(minlength=weight.shape[0]) for ids in self.ids]
         ends = [count.cumsum(0).int() for count in counts]
@@ -140,14 +202,14 @@ def rehearse(benches: list[Bench], is_quick: bool) -> None:
         for block_m in block_sizes(bench.num_rows, bench.weights.experts):
             plans = bench.plans(block_m)
             for op in OPS:
-                for parameters in candidates(block_m, is_quick):
+                for parameters in candidates(block_m, bench.weights.bits < 16, is_quick):
                     with contextlib.suppress(Exception), overriding(op, parameters):  # `best` raises it again
                         bench.product(op, plans[0])
 
 
 def best(bench: Bench, op: str, plans: list[ExpertPlan], is_quick: bool) -> tuple[float, Parameters]:
     found: list[tuple[float, Parameters]] = []
-    for parameters in candidates(plans[0].block_m, is_quick):
+    for parameters in candidates(plans[0].block_m, bench.weights.bits < 16, is_quick):
         try:
             found.append((bench.seconds(op, plans, parameters), parameters))
         except Exception as error:  # too much shared memory: left out
@@ -163,7 +225,9 @@ def tune(bench: Bench, bandwidth: float, is_quick: bool) -> Iterator[dict[str, A
     for block_m in block_sizes(bench.num_rows, spec):
         plans = bench.plans(block_m)
         choices[block_m] = {op: best(bench, op, plans, is_quick) for op in OPS}
-        with overriding("grouped_gate_up", choices[block_m]["grouped_gate_up"][1]):
+        with contextlib.ExitStack() as stack:
+            for op, (_, parameters) in choices[block_m].items():
+                stack.enter_context(overriding(op, parameters))
             if not (error := bench.check(plans[0])) < TOLERANCE:
                 raise ValueError(f"{bench.num_rows} rows in blocks of {block_m}: relative error {error:.3g}")
     block_m = min(choices, key=lambda each: sum(seconds for seconds, _ in choices[each].values()))
@@ -172,9 +236,10 @@ def tune(bench: Bench, bandwidth: float, is_quick: bool) -> Iterator[dict[str, A
         rows = 2 * n if op == "grouped_gate_up" else n
         yield {
             "op": op, "model": bench.weights.model, "n": n, "k": k, "e": spec.num_experts, "rows": bench.num_rows,
-            "m": block_m, "pairs": next_power_of_2(bench.num_rows * spec.top_k), "distinct": round(bench.distinct, 1),
+            "m": block_m, "bits": bench.weights.bits, "pairs": next_power_of_2(bench.num_rows * spec.top_k),
+            "distinct": round(bench.distinct, 1),
             "torch_us": round(1e6 * bench.torch_seconds(op), 2), "us": round(1e6 * seconds, 2),
-            "floor_us": round(1e6 * 2 * bench.distinct * rows * k / bandwidth, 2),
+            "floor_us": round(1e6 * bench.weights.bytes_per_weight * bench.distinct * rows * k / bandwidth, 2),
             "parameters": " ".join(f"{key}={value}" for key, value in parameters.items()),
         }  # fmt: skip
 
@@ -183,11 +248,11 @@ def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
     """The table of an op: what `launch_parameters` reads."""
     if op == "plan_experts":
         share: Callable[[dict[str, Any]], int] = lambda row: next_power_of_2(-(-row["pairs"] // row["e"]))  # noqa: E731
-        return [{"when": {"e": row["e"], "m": share(row), "bits": 16}, "use": {"block_m": row["m"]}}
+        return [{"when": {"e": row["e"], "m": share(row), "bits": row["bits"]}, "use": {"block_m": row["m"]}}
             for row in rows if row["op"] == "grouped_gate_up"]  # fmt: skip
     return [
         {
-            "when": {name: row[name] for name in ("n", "k", "e", "m", "pairs")} | {"bits": 16},
+            "when": {name: row[name] for name in ("n", "k", "e", "m", "pairs", "bits")},
             "use": {name: int(value) for name, _, value in (p.partition("=") for p in row["parameters"].split())},
         }
         for row in rows

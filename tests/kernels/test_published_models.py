@@ -18,7 +18,7 @@ from cb_backend.study.machine import model_shape
 # billions of parameters, those of the input embedding left out where there are two
 SIZES = {
     "qwen3-0.6b": 0.60, "llama-3.2-1b": 1.24, "llama-3.1-8b": 7.5, "gemma3-4b": 3.88, "phi-4": 14.1, "olmo3-7b": 6.9,
-    "llama-3.2-3b": 3.21, "llama-3.1-70b": 69.5, "qwen3-30b-a3b": 30.2,
+    "llama-3.2-3b": 3.21, "llama-3.1-70b": 69.5, "qwen3-30b-a3b": 30.2, "gpt-oss-20b": 20.3,
 }  # fmt: skip
 
 
