@@ -35,7 +35,8 @@ def write(folder: Path, values: dict[str, Any], generation: dict[str, Any] | Non
 
 @pytest.mark.parametrize("model_type", TEXT_FAMILIES)
 def test_absent_keys_get_the_defaults_of_transformers(tmp_path: Path, model_type: str) -> None:
-    heads = {"num_attention_heads": 32}  # a multiple of every family's default number of KV heads
+    # A multiple of every family's default number of KV heads, and heads of which parts can be turned.
+    heads = {"num_attention_heads": 32, "hidden_size": 256}
     config = read_model_config(write(tmp_path, {**LLAMA, **heads, "model_type": model_type}))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert config.num_kv_heads == theirs.num_key_value_heads

@@ -223,12 +223,15 @@ READ = {
     "max_window_layers", "layer_types", "original_max_position_embeddings", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "no_rope_layers", "no_rope_layer_interval",
     "sliding_window_pattern", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-    "hidden_activation", "use_bidirectional_attention",
+    "hidden_activation", "use_bidirectional_attention", "num_experts", "num_local_experts", "n_routed_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts",
+    "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "decoder_sparse_step", "mlp_only_layers",
+    "first_k_dense_replace", "use_qk_norm", "qkv_bias", "clip_qkv", "num_mtp_layers",
 }  # fmt: skip
 # Of training, of transformers' own cache, or of texts, which the tokenizer's files say.
 WITHOUT_EFFECT = {
     "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "pretraining_tp", "attention_dropout",
-    "resid_pdrop", "embd_pdrop",
+    "resid_pdrop", "embd_pdrop", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
 }  # fmt: skip
 
 
