@@ -23,9 +23,10 @@ from cb_backend.kernels.launch import (
     needs_twin,
     tl,
 )
-from cb_backend.kernels.linear_packed import block_scales, linear_packed_torch, tile_rows
+from cb_backend.kernels.linear_packed import linear_packed_torch, tile_rows
+from cb_backend.kernels.linear_packed_kernel import block_scales
 from cb_backend.kernels.packed import KINDS, TILE_COLUMNS, PackedWeight
-from cb_backend.kernels.packed_tile import tile_product
+from cb_backend.kernels.packed_tile import each_number, each_of_four, tile_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,13 @@ def _grouped_packed_kernel(
         zeros = block_scales(zeros_ptr, scale_stride, n_there, 0, GROUPS, GROUP_BLOCKS)
     x_row_ptr = x_ptr + (pair // X_PAIRS).to(tl.int64)[:, None] * x_stride
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    SCALE: tl.constexpr = scales_ptr.dtype.element_ty
+    IS_SCALED_AFTER: tl.constexpr = KIND != "fp4" and GROUPS > 0
+    RUN: tl.constexpr = 128 // WORDS // max(GROUPS, 1) if IS_SCALED_AFTER else 128 // WORDS
     for k in range(0, num_tiles):
         words = tl.load(values_row_ptr[:, None] + k * (64 * WORDS) + c[None, :])
+        scale, second_scale = each_of_four(scales, n_there, SCALE), each_of_four(second, n_there, SCALE)
+        zero = each_of_four(zeros, n_there, tl.uint8)
         # The next block's scales are asked for now: loads this narrow are not pipelined by the compiler.
         following = tl.minimum(k + 1, num_tiles - 1)
         next_scales, next_second, next_zeros = scales, second, zeros
@@ -129,13 +135,13 @@ def _grouped_packed_kernel(
             if HAS_ZEROS:
                 next_zeros = block_scales(zeros_ptr, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS)
         acc = tile_product(
-            acc, x_row_ptr + k * 128, is_pair[:, None], in_size - k * 128, words, scales, zeros, second,
-            KIND, WORDS, GROUPS, KIND != "fp4" and GROUPS > 0, 128 // WORDS // max(GROUPS, 1), HAS_ZEROS, IS_EVEN,
-            HAS_ASSEMBLY,
+            acc, x_row_ptr + k * 128, is_pair[:, None], in_size - k * 128, words, scale, zero, second_scale,
+            KIND, WORDS, GROUPS, IS_SCALED_AFTER, RUN, RUN, HAS_ZEROS, IS_EVEN, HAS_ASSEMBLY,
         )  # fmt: skip
         scales, second, zeros = next_scales, next_second, next_zeros
     if GROUPS == 0:
-        factor = scales[0].to(tl.float32) * (1.1754943508222875e-38 if KIND == "fp4" else 1.0)
+        factor = each_number(scales[0], n_there, SCALE).to(tl.float32)
+        factor *= 1.1754943508222875e-38 if KIND == "fp4" else 1.0
         acc *= factor[:, None]
     if HAS_BIAS:
         place = n_there

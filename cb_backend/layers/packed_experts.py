@@ -83,7 +83,7 @@ class ExpertProjection(PackedLinear):
 class Fp8Reader:
     """fp8 with a scale for each output feature, or what becomes that while it is loaded."""
 
-    name, kind, group = "fp8", "fp8", -1
+    name, kind, group, has_zeros = "fp8", "fp8", -1, False
 
     def tensors(self, out_size: int, in_size: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (out_size, in_size)}

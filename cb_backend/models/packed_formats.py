@@ -201,6 +201,7 @@ class Mxfp4BlocksReader:
 
     kind: str = "fp4"
     group: int = 32
+    has_zeros: bool = False
     name: str = "mxfp4"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:

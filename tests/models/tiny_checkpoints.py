@@ -103,7 +103,6 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2-bias": (Qwen2Config, {}),
     "qwen2-mixed": (
         Qwen2Config,
-        Qwen2MoeConfig,
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 4},
     ),
     "qwen3": (Qwen3Config, {"head_dim": 20, "attention_bias": True}),
