@@ -115,6 +115,9 @@ def _rows(found: Findings, spec: ModelSpec) -> Iterator[tuple[str, str]]:
         f"{attention.num_heads} query heads, {attention.num_kv_heads} of keys and values, size {attention.head_dim}; "
         + _windows(spec.windows),
     )
+    experts: list[Any] = [layer.mlp for layer in spec.layers if hasattr(layer.mlp, "num_experts")]
+    if experts:
+        yield "experts", f"{experts[0].num_experts} in each of {len(experts)} layers, {experts[0].top_k} a token"
     without = sum(layer.rope is None for layer in spec.layers)
     ropes = "; ".join(dict.fromkeys(_rope(rope) for rope in spec.ropes))
     yield "positions", ropes + (f"; {without} layers without" if without else "")
