@@ -100,7 +100,7 @@ def model_shape(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         intermediate_size=_dense_size(config),
-        experts=_expert_shape(config),
+        experts=_expert_shape(config, size),
         vocab_size=config.vocab_size,
         weight_bytes=weight_bytes,
         head_bytes=size,
@@ -115,7 +115,8 @@ def _dense_size(config: ModelSpec) -> int:
     return sizes[0] if sizes else 0
 
 
-def _expert_shape(config: ModelSpec) -> ExpertShape | None:
+def _expert_shape(config: ModelSpec, size: float) -> ExpertShape | None:
+    """size: bytes of a parameter in the model's dtype."""
     found = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
     if not found:
         return None
@@ -124,7 +125,18 @@ def _expert_shape(config: ModelSpec) -> ExpertShape | None:
         num_experts=found[0].num_experts,
         top_k=found[0].top_k,
         intermediate_size=found[0].intermediate_size,
+        shared_size=0 if found[0].shared is None else found[0].shared.intermediate_size,
+        weight_bytes=None if config.formats is None else _expert_bytes(config, found[0], size),
     )
+
+
+def _expert_bytes(config: ModelSpec, experts: MoESpec, size: float) -> float:
+    """Of an expert's parameter, by the format of the first expert's name."""
+    assert config.formats is not None
+    index = next(index for index, layer in enumerate(config.layers) if layer.mlp is experts)
+    names = experts.names
+    found = config.formats(f"{config.layer_name(index)}.{names.module}.{names.experts}.0.{names.gate}")
+    return found.bytes_per_weight if isinstance(found, PackedFormat) else size
 
 
 def measure_card(device: str, dtype: str) -> CardLimits | None:
