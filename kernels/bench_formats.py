@@ -46,6 +46,8 @@ FORMATS = {
     "w4a16": (None, "auto"),
     "fp8 blocks": (None, "auto"),
     "nvfp4": (None, "auto"),
+    "gguf q4_k": (None, "auto"),
+    "gguf q8_0": (None, "auto"),
 }
 _W4 = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 128}
 STORED: dict[str, dict[str, Any]] = {
@@ -60,11 +62,26 @@ BLOCK_SIZE = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+def _blocks_of_gguf(kind: str, num_layers: int) -> dict[str, Any]:
+    """All matrices of the layers in one kind of blocks."""
+    names = [f"self_attn.{part}" for part in _MATRICES[0]] + [f"mlp.{part}" for part in _MATRICES[1]]
+    modules = {f"model.layers.{layer}.{name}": kind for layer in range(num_layers) for name in names}
+    return {"quant_method": "gguf", "modules": modules}
+
+
 def read_shape(name: str, label: str = "bf16") -> tuple[ModelSpec, Path]:
     """The model's config in a format, and a folder that holds it; weights are dummies."""
     folder = Path(tempfile.mkdtemp(prefix="cb_backend-"))
-    stored = {"quantization_config": STORED[label]} if label in STORED else {}
-    (folder / "config.json").write_text(json.dumps({**config_values(name), **stored}))
+    values = config_values(name)
+    if label in STORED:
+        values["quantization_config"] = STORED[label]
+    elif label.startswith("gguf "):
+        kind = label.removeprefix("gguf ").upper()
+        values["quantization_config"] = _blocks_of_gguf(kind, values["num_hidden_layers"])
+    (folder / "config.json").write_text(json.dumps(values))
     return read_model_config(folder), folder
 
 

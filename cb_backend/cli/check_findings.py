@@ -171,11 +171,11 @@ def _examine_tokenizer(found: Findings, folder: Path) -> None:
 def group_modules(
     outline: DecoderForCausalLM, source: CheckpointFiles | None, kinds: dict[str, str] | None = None
 ) -> list[ModuleGroup]:
-    """The model's modules in order, those of all layers together where they are alike. kinds: what a tensor is stored
-    as, by its name, where there is no `source`.
+    """The model's modules in order, those of all layers together where they are alike. kinds: what a module is stored
+    as, where there is no `source`.
     """
     groups: dict[tuple[str, ...], ModuleGroup] = {}
-    stored_as: dict[str, str] = kinds or {}
+    stored_as: dict[str, str] = {}
     if source is not None:
         stored_as = {name: stored.dtype for name, stored in source.tensors.items()}
     modules: dict[str, list[Placement]] = {}
@@ -183,6 +183,7 @@ def group_modules(
         modules.setdefault(_LAST_PART.sub("", placement.name), []).append(placement)
     for module, placements in modules.items():
         stored = ", ".join(dict.fromkeys(stored_as.get(each.name, "missing") for each in placements))
+        stored = stored if kinds is None else kinds.get(module, "missing")
         served = _served_as(placements[0])
         name = _LAYER_NUMBER.sub(".*.", module)
         group = groups.setdefault((name, stored, served), ModuleGroup(name, 0, stored, served, 0, 0))

@@ -35,6 +35,7 @@ def _dequantise_packed_kernel(
     values_ptr,
     scales_ptr,
     zeros_ptr,
+    shifts_ptr,
     out_ptr,
     first_row,
     num_rows,
@@ -46,6 +47,7 @@ def _dequantise_packed_kernel(
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,  # in_size is a multiple of 128
     IS_DEPENDENT: tl.constexpr,
@@ -79,14 +81,18 @@ def _dequantise_packed_kernel(
             number = parts[q].to(tl.float32)
             if HAS_ZEROS:
                 number -= _a_row(zeros_ptr, scale_stride, row, first, WORDS // 2, WORDS, GROUP)
-            elif KIND == "int4":
+            elif KIND == "int4" and not HAS_SHIFTS:
                 number -= 8.0
-            elif KIND == "int8":
+            elif KIND == "int8" and not HAS_SHIFTS:
                 number -= 128.0
             scale = _a_row(scales_ptr, scale_stride, row, first, WORDS // 2, WORDS, GROUP)
             if KIND == "fp4":
                 scale *= 1.1754943508222875e-38  # 2**-126
-            number = number * (scale * global_scale)
+            if HAS_SHIFTS:
+                shift = _a_row(shifts_ptr, scale_stride, row, first, WORDS // 2, WORDS, GROUP)
+                number = (number * scale + shift) * global_scale
+            else:
+                number = number * (scale * global_scale)
             is_inside = (local < num_rows)[:, None]
             if not IS_EVEN:
                 is_inside = is_inside & (first + c < in_size)[None, :]
@@ -106,10 +112,11 @@ def dequantise_packed(weight: PackedWeight, first_row: int, out: Tensor) -> Tens
     num_blocks, words = weight.values.shape[1], weight.values.shape[3]
     parameters = launch_parameters("dequantise_packed", out.device)
     _dequantise_packed_kernel[(-(-num_rows // TILE_ROWS), -(-num_blocks // parameters["blocks"]))](
-        weight.values, weight.scales, weight.zeros, out,
+        weight.values, weight.scales, weight.zeros, weight.shifts, out,
         first_row, num_rows, weight.size[1], num_blocks, weight.scales.shape[1], weight.global_scale,
         KIND=weight.kind, WORDS=words, GROUP=min(weight.group, num_blocks * TILE_COLUMNS),
-        HAS_ZEROS=weight.zeros is not None, IS_GATED=weight.is_gated, IS_DEPENDENT=can_overlap(out.device),
+        HAS_ZEROS=weight.zeros is not None, HAS_SHIFTS=weight.shifts is not None, IS_GATED=weight.is_gated,
+        IS_DEPENDENT=can_overlap(out.device),
         IS_EVEN=weight.size[1] % TILE_COLUMNS == 0, HAS_ASSEMBLY=not IS_INTERPRETING, BLOCKS=parameters["blocks"],
         num_warps=parameters["num_warps"], **dependent_options(out.device),
     )  # fmt: skip

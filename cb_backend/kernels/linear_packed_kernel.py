@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from cb_backend.kernels.launch import await_previous, jit, let_next_start, tl
 from cb_backend.kernels.linear_one_row import gated, prefetch
+from cb_backend.kernels.packed_groups import add_shifts, bytes_product
 from cb_backend.kernels.packed_tile import each_number, each_of_four, load_group, tile_product
 from cb_backend.kernels.split_sums import sum_splits
 
@@ -37,6 +38,8 @@ def _linear_packed_kernel(
     values_ptr,
     scales_ptr,
     zeros_ptr,
+    shifts_ptr,
+    sums_ptr,  # of each 32 columns of x, where HAS_SHIFTS
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -56,6 +59,7 @@ def _linear_packed_kernel(
     IS_SCALED_AFTER: tl.constexpr,  # scales of groups multiply sums, not elements
     JOIN: tl.constexpr,  # parts of a word in one product of the tensor cores, at most
     HAS_ZEROS: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,  # rows of the weight are gate and up in turn
     IS_EVEN: tl.constexpr,  # in_size is a multiple of 128
@@ -88,19 +92,32 @@ def _linear_packed_kernel(
         second = block_scales(scales_ptr + scale_stride, scale_stride, n_there, start, GROUPS, GROUP_BLOCKS)
     if HAS_ZEROS:
         zeros = block_scales(zeros_ptr, scale_stride, n_there, start, GROUPS, GROUP_BLOCKS)
+    shifts = scales
+    if HAS_SHIFTS:
+        shifts = block_scales(shifts_ptr, scale_stride, n_there, start, GROUPS, GROUP_BLOCKS)
     await_previous(IS_DEPENDENT)
     is_row = (m < num_rows)[:, None]
     x_row_ptr = x_ptr + m[:, None] * x_stride
+    num_groups = (in_size + 31) // 32
+    sums_row_ptr = sums_ptr
+    if HAS_SHIFTS:
+        sums_row_ptr = sums_ptr + m[None, :] * num_groups
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     SCALE: tl.constexpr = scales_ptr.dtype.element_ty
     RUN: tl.constexpr = 128 // WORDS // max(GROUPS, 1) if IS_SCALED_AFTER else 128 // WORDS
     for block in range(start, end):
-        words = tl.load(values_row_ptr[:, None] + block * (64 * WORDS) + c[None, :], eviction_policy="evict_first")
+        if WORDS == 32 or GROUPS != 4:
+            words = tl.load(values_row_ptr[:, None] + block * (64 * WORDS) + c[None, :], eviction_policy="evict_first")
         # The next block's scales are asked for now: loads this narrow are not pipelined by the compiler.
         scale, second_scale = each_of_four(scales, n_there, SCALE), each_of_four(second, n_there, SCALE)
-        zero = each_of_four(zeros, n_there, tl.uint8)
+        if HAS_SHIFTS:  # nothing is taken off what is stored
+            nothing = tl.zeros([BLOCK_N], tl.float32)
+            zero = (nothing, nothing, nothing, nothing)
+            shift = each_of_four(shifts, n_there, SCALE)
+        else:
+            zero = each_of_four(zeros, n_there, tl.uint8)
         following = tl.minimum(block + 1, end - 1)
-        next_scales, next_second, next_zeros = scales, second, zeros
+        next_scales, next_second, next_zeros, next_shifts = scales, second, zeros, shifts
         if GROUPS > 0:
             next_scales = block_scales(scales_ptr, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS)
             if GROUPS == 8:
@@ -109,11 +126,23 @@ def _linear_packed_kernel(
                 )
             if HAS_ZEROS:
                 next_zeros = block_scales(zeros_ptr, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS)
-        acc = tile_product(
-            acc, x_row_ptr + block * 128, is_row, in_size - block * 128, words, scale, zero, second_scale,
-            KIND, WORDS, GROUPS, IS_SCALED_AFTER, RUN, RUN if RUN < JOIN else JOIN, HAS_ZEROS, IS_EVEN, HAS_ASSEMBLY,
-        )  # fmt: skip
-        scales, second, zeros = next_scales, next_second, next_zeros
+            if HAS_SHIFTS:
+                next_shifts = block_scales(shifts_ptr, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS)
+        if WORDS == 64 and GROUPS == 4:
+            acc = bytes_product(
+                acc, x_row_ptr + block * 128, is_row, in_size - block * 128, values_row_ptr + block * (64 * WORDS),
+                scale, zero, HAS_ZEROS or HAS_SHIFTS, IS_EVEN, HAS_ASSEMBLY,
+            )  # fmt: skip
+        else:
+            acc = tile_product(
+                acc, x_row_ptr + block * 128, is_row, in_size - block * 128, words, scale, zero, second_scale,
+                KIND, WORDS, GROUPS, IS_SCALED_AFTER, RUN, RUN if RUN < JOIN else JOIN, HAS_ZEROS or HAS_SHIFTS,
+                IS_EVEN, HAS_ASSEMBLY,
+            )  # fmt: skip
+        if HAS_SHIFTS:
+            left = num_groups - block * 4
+            acc = add_shifts(acc, sums_row_ptr + block * 4, (m < num_rows)[None, :], left, shift)
+        scales, second, zeros, shifts = next_scales, next_second, next_zeros, next_shifts
     if GROUPS == 0:
         factor = each_number(scales[0], n_there, SCALE).to(tl.float32)
         factor *= 1.1754943508222875e-38 if KIND == "fp4" else 1.0

@@ -44,11 +44,15 @@ KINDS = {
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits below the sign
 FP4_SHIFT = 126
 MAX_FP4_SCALE_EXPONENT = 1  # 2 ** (126 + 1) is the largest power of two that bfloat16 holds
-MIN_GROUP = {"int4": 32, "int8": 64, "fp8": 128, "fp4": 16}
+_NARROW_UNIT, _MAX_FLOAT16 = 2.0**-12, 65504.0
+MIN_GROUP = {"int4": 32, "int8": 32, "fp8": 128, "fp4": 16}
 
 
 class StoredWeight(NamedTuple):
-    """Not packed yet: element [n, k] is (values[n, k] - zero point) * scales[n, k // group] * global_scale."""
+    """Not packed yet: element [n, k] is (values[n, k] - zero point) * scales[n, k // group] * global_scale.
+
+    Or, of integers with shifts, (values[n, k] * scales[n, k // group] + shifts[n, k // group]) * global_scale.
+    """
 
     values: Tensor  # [out_size, in_size] uint8: int4 as value + 8, int8 as value + 128, fp8 and fp4 their bits
     scales: Tensor  # [out_size, groups]
@@ -57,6 +61,7 @@ class StoredWeight(NamedTuple):
     group: int
     global_scale: float = 1.0
     order: Tensor | None = None  # [in_size]: column j of `values` is column order[j] of the weight
+    shifts: Tensor | None = None  # [out_size, groups], of the scales' dtype; then there are no zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class PackedWeight:
     """A weight of `size` (out_size, in_size): element [n, k] is value[n, k] * scales[k // group, n] * global_scale.
 
     An integer's value is what is stored minus 8 (int4) or 128 (int8), or minus its zero point where there are any.
+    Where there are shifts, its value is what is stored, and the shift is added before the global scale.
     """
 
     values: Tensor  # [out_tiles, in_tiles, 64, 32 | 64] int16
@@ -74,23 +80,23 @@ class PackedWeight:
     size: tuple[int, int]
     global_scale: float = 1.0
     is_gated: bool = False  # rows 2j and 2j + 1 are row j of the gate's and of the up projection's weight
+    shifts: Tensor | None = None  # as the scales: shape and dtype
 
     @property
     def num_bytes(self) -> int:
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.values.nbytes + self.scales.nbytes + zeros
+        others = (each.nbytes for each in (self.zeros, self.shifts) if each is not None)
+        return self.values.nbytes + self.scales.nbytes + sum(others)
 
 
 def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def packed_bytes(out_size: int, in_size: int, kind: str, group: int, has_zeros: bool) -> int:
-    """`PackedWeight.num_bytes` of what `pack` makes of such a weight with scales of 16 bits (of fp8: 32). group: -1:
-    one a row."""
+def packed_bytes(out_size: int, in_size: int, kind: str, group: int, bytes_a_group: int) -> int:
+    """`PackedWeight.num_bytes` of what `pack` makes of such a weight. group: -1: one a row; bytes_a_group: of a scale
+    and what comes with it."""
     in_padded, out_padded = padded(in_size, TILE_COLUMNS), padded(out_size, TILE_ROWS)
     group = in_padded if group == -1 or group >= in_size else group
-    bytes_a_group = (4 if kind == "fp8" else 2) + has_zeros
     return out_padded * (in_padded * KINDS[kind].bits // 8 + -(-in_padded // group) * bytes_a_group)
 
 
@@ -131,19 +137,22 @@ def pack(
     *,
     global_scale: float = 1.0,
     is_gated: bool = False,
+    shifts: Tensor | None = None,
 ) -> PackedWeight:
     """A weight from its stored elements.
 
     stored: [out_size, in_size] uint8; int4 as value + 8, int8 as value + 128, fp8 and fp4 as their bits.
-    scales: [out_size, groups], groups the number that in_size needs; zeros of the same shape, uint8, stored likewise.
+    scales: [out_size, groups], groups the number that in_size needs; zeros of the same shape, uint8, stored likewise;
+    shifts of the same shape and dtype.
     is_gated: the first half of the rows are the gate's, the second the up projection's; they are interleaved.
-    Raises `ValueError` for a kind without zero points that has some, a group that the kind's kernels cannot take, sizes
-    that do not fit, and a scale beyond what the kind holds.
+    Raises `ValueError` for a kind without zero points or shifts that has some, a group that the kind's kernels cannot
+    take, sizes that do not fit, and a scale beyond what the kind holds.
     """
     out_size, in_size = stored.shape
     in_padded, out_padded = padded(in_size, TILE_COLUMNS), padded(out_size, TILE_ROWS)
-    group = in_padded if group >= in_size or group == -1 else group
-    if zeros is not None and not KINDS[kind].has_zeros:
+    # Shifts are those of groups, even where one is all there is.
+    group = in_padded if group == -1 or (group >= in_size and shifts is None) else group
+    if (zeros is not None or shifts is not None) and not KINDS[kind].has_zeros:
         raise ValueError(f"{kind} weights have no zero points")
     if group != in_padded and (group < MIN_GROUP[kind] or group & (group - 1)):
         raise ValueError(f"groups of {group}; {kind} weights have groups of a power of two from {MIN_GROUP[kind]} on")
@@ -158,6 +167,7 @@ def pack(
         order = torch.arange(out_size, device=stored.device).view(2, -1).t().reshape(-1)
         stored, scales = stored[order], scales[order]
         zeros = None if zeros is None else zeros[order]
+        shifts = None if shifts is None else shifts[order]
     dtype = torch.bfloat16 if kind == "fp4" else scales.dtype
 
     def by_group(each: Tensor, kept: torch.dtype) -> Tensor:
@@ -174,7 +184,23 @@ def pack(
         (out_size, in_size),
         global_scale,
         is_gated,
+        None if shifts is None else by_group(shifts, dtype),
     )
+
+
+def narrowed(stored: StoredWeight, dtype: torch.dtype) -> StoredWeight:
+    """The weight with scales and shifts of 16 bits, for inputs of `dtype`, where those are of 16 and these of 32.
+
+    They are rounded to float16, 11 bits, in units of 2^-12, so that small ones are normal numbers too. Larger ones than
+    float16 holds stay as they are.
+    """
+    scales, shifts = stored.scales, stored.shifts
+    if shifts is None or dtype == torch.float32 or scales.dtype != torch.float32:
+        return stored
+    if max(float(each.abs().max()) for each in (scales, shifts)) >= _MAX_FLOAT16 * _NARROW_UNIT:
+        return stored
+    scales, shifts = ((each / _NARROW_UNIT).half() for each in (scales, shifts))
+    return stored._replace(scales=scales, shifts=shifts, global_scale=stored.global_scale * _NARROW_UNIT)
 
 
 def exact_values(stored: Tensor, kind: str) -> Tensor:
@@ -195,11 +221,14 @@ def dequantise_packed_torch(weight: PackedWeight) -> Tensor:
     stored = unpack_values(weight.values, weight.kind)
     values = exact_values(stored, weight.kind)
     if weight.zeros is not None:
-        offset = KINDS[weight.kind].offset
-        assert offset is not None
-        values += offset - _a_column(weight.zeros.float(), weight, values.shape[1])
+        values += (KINDS[weight.kind].offset or 0) - _a_column(weight.zeros.float(), weight, values.shape[1])
     scales = weight.scales.float() * (2.0**-FP4_SHIFT if weight.kind == "fp4" else 1.0)
-    values *= _a_column(scales, weight, values.shape[1]) * weight.global_scale
+    if weight.shifts is None:
+        values *= _a_column(scales, weight, values.shape[1]) * weight.global_scale
+    else:
+        values = (values + (KINDS[weight.kind].offset or 0)) * _a_column(scales, weight, values.shape[1])
+        values += _a_column(weight.shifts.float(), weight, values.shape[1])
+        values *= weight.global_scale
     rows = values[:out_size, :in_size]
     return rows if not weight.is_gated else rows.view(-1, 2, in_size).transpose(0, 1).reshape(out_size, in_size)
 

@@ -83,7 +83,7 @@ class ExpertProjection(PackedLinear):
 class Fp8Reader:
     """fp8 with a scale for each output feature, or what becomes that while it is loaded."""
 
-    name, kind, group, has_zeros = "fp8", "fp8", -1, False
+    name, kind, group, has_zeros, has_shifts = "fp8", "fp8", -1, False, False
 
     def tensors(self, out_size: int, in_size: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (out_size, in_size)}
@@ -163,6 +163,11 @@ class PackedMixture:
     ) -> None:
         names, size = spec.names, spec.intermediate_size
         self.name = f"{name}.{names.experts}" if names.experts else name  # of the module in the checkpoint
+        if (reader.kind, reader.group) == ("int8", 32):
+            raise ConfigError(
+                f"{self.name}: experts of 8 bits are not supported in groups of 32; use a quantisation in groups of 64"
+                " or 128, or with a scale a channel"
+            )
         self.spec, self.hidden_size, self.ops, self.reader = spec, hidden_size, ops, reader
         self.bits = KINDS[reader.kind].bits
         self.gate_up = Stack(self.name, spec.num_experts, is_gated=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, pack, packed_bytes
+from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, narrowed, pack, packed_bytes
 from cb_backend.layers.group import Group
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
@@ -47,6 +47,11 @@ class StoredReader(Protocol):
     @property
     def has_zeros(self) -> bool:
         """Whether groups have zero points of their own."""
+        ...
+
+    @property
+    def has_shifts(self) -> bool:
+        """Whether groups have a number that is added to their elements."""
         ...
 
     def tensors(self, out_size: int, in_size: int) -> Mapping[str, tuple[int, ...]]:
@@ -164,8 +169,8 @@ class PackedLinear(Linear):
             raise ValueError("belongs to a matrix with a scale that is not finite")
         if module.transform is not None:
             turn = module.transform
-            zeros = None if stored.zeros is None else turn(stored.zeros)
-            stored = stored._replace(values=turn(stored.values), scales=turn(stored.scales), zeros=zeros)
+            zeros, shifts = (None if each is None else turn(each) for each in (stored.zeros, stored.shifts))
+            stored = stored._replace(values=turn(stored.values), scales=turn(stored.scales), zeros=zeros, shifts=shifts)
         self._add(module, stored)
 
     def fill_random(self, module: _Module, std: float, generator: torch.Generator | None) -> None:
@@ -183,7 +188,9 @@ class PackedLinear(Linear):
         scale = 2.0 ** round(torch.tensor(scale).log2().item()) if kind == "fp4" else scale
         dtype = torch.float32 if kind == "fp8" else self.dtype
         scales = torch.full((out_size, -(-in_size // group)), scale, dtype=dtype, device=self.device)
-        self._add(module, StoredWeight(values, scales, None, kind, group))
+        # What is stored is above 0 then.
+        shifts = scales * -(2 ** (KINDS[kind].bits - 1)) if self.reader.has_shifts else None
+        self._add(module, StoredWeight(values, scales, None, kind, group, shifts=shifts))
 
     def _add(self, module: _Module, stored: StoredWeight) -> None:
         self._stored[module.rows.start] = stored
@@ -193,6 +200,7 @@ class PackedLinear(Linear):
             self.pieces = self._packed(parts)
 
     def _packed(self, parts: list[StoredWeight]) -> list[Piece]:
+        parts = [narrowed(part, self.dtype) for part in parts]
         if all(_go_together(parts[0], part) for part in parts[1:]):
             parts = [_joined(parts)]
         is_gated = self.projection.is_gated and len(parts) == 1 and self.bias is None
@@ -200,7 +208,7 @@ class PackedLinear(Linear):
         for part in parts:
             weight = pack(
                 part.values, part.scales, part.kind, part.group, part.zeros,
-                global_scale=part.global_scale, is_gated=is_gated,
+                global_scale=part.global_scale, is_gated=is_gated, shifts=part.shifts,
             )  # fmt: skip
             pieces.append(Piece(weight, slice(start, start + part.values.shape[0]), part.order))
             start += part.values.shape[0]
@@ -219,8 +227,11 @@ class _StoredTensor:
     def nbytes(self) -> int:
         """All that becomes of the module, at its first tensor."""
         reader, (out_size, in_size) = self._linear.reader, self._size
-        has_zeros = reader.has_zeros
-        return packed_bytes(out_size, in_size, reader.kind, reader.group, has_zeros) if self._is_first else 0
+        if not self._is_first:
+            return 0
+        # Scales and shifts of 16 bits (of fp8: 32), zero points of 8.
+        a_group = (4 if reader.kind == "fp8" else 2) * (1 + reader.has_shifts) + reader.has_zeros
+        return packed_bytes(out_size, in_size, reader.kind, reader.group, a_group)
 
     @property
     def format_name(self) -> str:
@@ -266,14 +277,17 @@ def _go_together(first: StoredWeight, other: StoredWeight) -> bool:
         same_order
         and (first.kind, first.group, first.global_scale) == (other.kind, other.group, other.global_scale)
         and (first.zeros is None) == (other.zeros is None)
+        and (first.shifts is None) == (other.shifts is None)
         and first.scales.dtype == other.scales.dtype
     )
 
 
 def _joined(parts: list[StoredWeight]) -> StoredWeight:
     zeros = [part.zeros for part in parts if part.zeros is not None]
+    shifts = [part.shifts for part in parts if part.shifts is not None]
     return parts[0]._replace(
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         zeros=torch.cat(zeros) if zeros else None,
+        shifts=torch.cat(shifts) if shifts else None,
     )

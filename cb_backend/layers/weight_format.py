@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.packed_experts import Fp8Reader, PackedMixture
 from cb_backend.layers.packed_linear import PackedLinear, StoredReader
 from cb_backend.layers.projection import Projection
+from cb_backend.layers.separate_linear import SeparateLinear, part_of
 
 
 class WeightFormat(Protocol):
@@ -109,8 +110,8 @@ class PackedFormat:
 
     @property
     def bytes_per_weight(self) -> float:
-        """With its share of scales of 16 bits."""
-        share = 0.0 if self._reader.group == -1 else 2.0 / self._reader.group
+        """With its share of scales, and of shifts where it has them, of 16 bits."""
+        share = 0.0 if self._reader.group == -1 else (4.0 if self._reader.has_shifts else 2.0) / self._reader.group
         return KINDS[self._reader.kind].bits / 8 + share
 
     def new_linear(
@@ -133,6 +134,23 @@ class PackedFormat:
             raise ConfigError(f"{name}: {self.name} weights of this family are not supported")
         kind = Mxfp4Mixture if spec.storage == "interleaved" else PackedMixture
         return kind(name, hidden_size, spec, self._reader, ops, group, dtype=dtype, device=device)
+
+
+class SeparateFormats:
+    """Each part of a projection in a format of its own."""
+
+    def __init__(self, formats: Mapping[str, WeightFormat]) -> None:
+        self.name = ", ".join(f"{part} {found.name}" for part, found in formats.items())
+        self._formats = formats
+
+    def new_linear(
+        self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
+    ) -> SeparateLinear:
+        parts = {
+            name: its_format.new_linear(part_of(projection, name), ops, group, dtype=dtype, device=device)
+            for name, its_format in self._formats.items()
+        }
+        return SeparateLinear(projection, parts, ops, group, dtype=dtype, device=device)
 
 
 class ModuleFormats:
@@ -162,11 +180,15 @@ class ModuleFormats:
         changed._exceptions = [(re.compile(re.escape(module)), PlainFormat()), *self._exceptions]
         return changed
 
-    def of(self, projection: Projection) -> WeightFormat:
-        """The format that all parts have. Raises `ConfigError` where they differ: they are one weight."""
+    def of(self, projection: Projection) -> WeightFormat | SeparateFormats:
+        """The format that all parts have, or one of each. Raises `ConfigError` where one of several is fp8, whose
+        inputs are others than those of all other formats.
+        """
         stored = [projection.stored_as] if projection.stored_as else list(projection.parts)
-        formats = {module: self(module) for module in map(projection.module, stored)}
-        if len({found.name for found in formats.values()}) > 1:
-            given = ", ".join(f"{module} is {found.name}" for module, found in formats.items())
+        formats = {name: self(projection.module(name)) for name in stored}
+        if len({found.name for found in formats.values()}) == 1:
+            return next(iter(formats.values()))
+        if any(isinstance(found, Fp8Format) for found in formats.values()):
+            given = ", ".join(f"{projection.module(name)} is {found.name}" for name, found in formats.items())
             raise ConfigError(f"{given}: supported is one format for projections of the same input")
-        return next(iter(formats.values()))
+        return SeparateFormats(formats)

@@ -124,21 +124,22 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def convert_gguf(path: Path) -> Path:
-    """Dequantise a GGUF file into a safetensors folder in the cache, once for each content and version of the
-    conversion; return the folder.
+def convert_gguf(path: Path, *, is_packed: bool = True) -> Path:
+    """Write a GGUF file as a safetensors folder in the cache, once for each content and version of the conversion;
+    return the folder.
 
-    Takes about four bytes of disk a parameter. Raises `ConfigError` when the file is damaged, incomplete, or asks for
-    what is not supported.
+    is_packed: matrices keep the file's bits where these can be served. What is written out takes four bytes of disk a
+    parameter. Raises `ConfigError` when the file is damaged, incomplete, or asks for what is not supported.
     """
-    return _build_once(cache_dir() / "models" / f"gguf-{conversion_key(path)}", lambda to: _convert_gguf(path, to))
+    folder = cache_dir() / "models" / f"gguf-{conversion_key(path, is_packed)}"
+    return _build_once(folder, lambda to: _convert_gguf(path, to, is_packed))
 
 
-def _convert_gguf(path: Path, target: Path) -> None:
+def _convert_gguf(path: Path, target: Path, is_packed: bool) -> None:
     from cb_backend.models.gguf.conversion import convert
 
     with _saving(target):
-        convert(path, target)
+        convert(path, target, is_packed=is_packed)
 
 
 def _convert_tokenizer(folder: Path, target: Path) -> None:

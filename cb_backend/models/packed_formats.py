@@ -13,7 +13,9 @@ from torch import Tensor
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import StoredWeight
 from cb_backend.models import stored_weights
+from cb_backend.models.gguf_blocks import BLOCK_KINDS, GROUP, read_blocks
 
+GGUF_BLOCKS = "weight_blocks"  # of a converted module: the file's own rows
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -29,8 +31,16 @@ def _groups(in_size: int, group: int, where: str) -> int:
     return in_size // group
 
 
+class _Reader:
+    """What is so of most."""
+
+    __slots__ = ()
+    has_shifts = False
+    has_zeros = False
+
+
 @dataclass(frozen=True, slots=True)
-class AwqReader:
+class AwqReader(_Reader):
     """AutoAWQ, version gemm."""
 
     group: int
@@ -56,7 +66,7 @@ class AwqReader:
 
 
 @dataclass(frozen=True, slots=True)
-class GptqReader:
+class GptqReader(_Reader):
     """AutoGPTQ and GPTQModel."""
 
     bits: int
@@ -69,7 +79,7 @@ class GptqReader:
         return _kind(self.bits)
 
     @property
-    def has_zeros(self) -> bool:
+    def has_zeros(self) -> bool:  # type: ignore[override]
         return not self.is_symmetric
 
     @property
@@ -95,7 +105,7 @@ class GptqReader:
 
 
 @dataclass(frozen=True, slots=True)
-class PackQuantizedReader:
+class PackQuantizedReader(_Reader):
     """compressed-tensors `pack-quantized`: w4a16 and w8a16."""
 
     bits: int
@@ -108,7 +118,7 @@ class PackQuantizedReader:
         return _kind(self.bits)
 
     @property
-    def has_zeros(self) -> bool:
+    def has_zeros(self) -> bool:  # type: ignore[override]
         return not self.is_symmetric
 
     @property
@@ -133,12 +143,11 @@ class PackQuantizedReader:
 
 
 @dataclass(frozen=True, slots=True)
-class IntQuantizedReader:
+class IntQuantizedReader(_Reader):
     """compressed-tensors `int-quantized`: int8 with a scale a row, served with inputs of 16 bits."""
 
     kind: str = "int8"
     group: int = -1
-    has_zeros: bool = False
     name: str = "int-quantized int8"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
@@ -149,13 +158,12 @@ class IntQuantizedReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8BlockReader:
+class Fp8BlockReader(_Reader):
     """fp8 with a scale a block of the weight."""
 
     block: tuple[int, int]
     kind: str = "fp8"
     group: int = stored_weights.FP8_BLOCK
-    has_zeros: bool = False
 
     @property
     def name(self) -> str:
@@ -170,13 +178,12 @@ class Fp8BlockReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Nvfp4Reader:
+class Nvfp4Reader(_Reader):
     """fp4 with a scale for 16 elements: compressed-tensors `nvfp4-pack-quantized`, or NVIDIA ModelOpt's names."""
 
     is_modelopt: bool
     kind: str = "fp4"
     group: int = 16
-    has_zeros: bool = False
 
     @property
     def name(self) -> str:
@@ -196,7 +203,7 @@ class Nvfp4Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4BlocksReader:
+class Mxfp4BlocksReader(_Reader):
     """The same of experts as gpt-oss has them: elements and scales of all experts in a tensor each."""
 
     kind: str = "fp4"
@@ -212,12 +219,11 @@ class Mxfp4BlocksReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Reader:
+class Mxfp4Reader(_Reader):
     """fp4 with a power of two as the scale of 32 elements: compressed-tensors `mxfp4-pack-quantized`."""
 
     kind: str = "fp4"
     group: int = 32
-    has_zeros: bool = False
     name: str = "mxfp4"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
@@ -228,3 +234,32 @@ class Mxfp4Reader:
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         blocks = tensors["weight_packed"]
         return stored_weights.read_mxfp4(blocks.view(blocks.shape[0], -1, 16), tensors["weight_scale"])
+
+
+@dataclass(frozen=True, slots=True)
+class GgufReader(_Reader):
+    """Blocks of a GGUF file, which a conversion has put into a checkpoint folder."""
+
+    blocks: str  # of gguf_blocks.BLOCK_KINDS
+    group: int = GROUP
+
+    @property
+    def kind(self) -> str:
+        return BLOCK_KINDS[self.blocks].kind
+
+    @property
+    def has_shifts(self) -> bool:  # type: ignore[override]
+        return BLOCK_KINDS[self.blocks].has_shifts
+
+    @property
+    def name(self) -> str:
+        return f"GGUF {self.blocks}"
+
+    def tensors(self, out_size: int, in_size: int) -> Shapes:
+        block = BLOCK_KINDS[self.blocks]
+        if in_size % block.num_elements:
+            raise ConfigError(f"{self.name}: {in_size} inputs of a matrix are not whole blocks of {block.num_elements}")
+        return {GGUF_BLOCKS: (out_size, block.row_bytes(in_size))}
+
+    def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
+        return read_blocks(self.blocks, tensors[GGUF_BLOCKS])

@@ -15,9 +15,11 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import MIN_GROUP
 from cb_backend.layers.packed_linear import StoredReader
 from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat, WeightFormat
+from cb_backend.models.gguf_blocks import BLOCK_KINDS
 from cb_backend.models.packed_formats import (
     AwqReader,
     Fp8BlockReader,
+    GgufReader,
     GptqReader,
     IntQuantizedReader,
     Mxfp4BlocksReader,
@@ -252,6 +254,23 @@ def _read_modelopt(config: dict[str, Any]) -> Quantization:
     raise _UnsupportedError(f"quant_algo {algorithm!r}")
 
 
+def _read_gguf(config: dict[str, Any]) -> Quantization:
+    """As `gguf.conversion` says it of a file's matrices."""
+    modules = config.get("modules")
+    if not isinstance(modules, dict) or not modules:
+        raise _UnsupportedError("no 'modules', which the conversion of a .gguf file lists; name that file as the model")
+    by_kind: dict[str, list[str]] = {}
+    for module, kind in modules.items():
+        if kind not in BLOCK_KINDS:
+            raise _UnsupportedError(f"{module} of the kind {kind!r}")
+        by_kind.setdefault(kind, []).append(_exactly(module))
+    usual = max(by_kind, key=lambda kind: len(by_kind[kind]))
+    others = [("|".join(names), PackedFormat(GgufReader(kind))) for kind, names in by_kind.items() if kind != usual]
+    plain = [_exactly(module) for module in config.get("written_out") or {}]
+    kept = [] if "lm_head" in modules else [_HEAD]
+    return _packed("gguf", GgufReader(usual), [*kept, *plain], others)
+
+
 def _exactly(name: str) -> str:
     return re.escape(name)
 
@@ -273,4 +292,5 @@ METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "modelopt": _read_modelopt,
     "mxfp4": _read_mxfp4,
+    "gguf": _read_gguf,
 }

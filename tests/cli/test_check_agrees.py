@@ -22,6 +22,7 @@ from tests.models.published_checkpoints import published_checkpoints
 from tests.models.published_gguf import published_gguf
 from tests.models.published_shape import PublishedShape
 from tests.models.quantised_models import FORMATS, pair
+from tests.models.test_gguf_packed import file_of
 from tests.models.tiny_checkpoints import CONFIGS, write_checkpoint
 
 
@@ -123,6 +124,26 @@ def test_a_gguf_file_takes_what_is_said(tmp_path: Path, tokenizer: Path, monkeyp
     found = look_at(path, tokenizer, dtype="bfloat16")
     assert found.kind == "GGUF"
     assert found.weight_bytes == pytest.approx(bytes_of(load(resolve_checkpoint(str(path)), torch.bfloat16)), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{"": "Q8_0"}, {"": "Q4_0"}, {"": "Q4_1"}, {"": "Q4_K", "ffn_down": "Q6_K"}, {"": "Q5_K", "output": "Q8_0"}],
+)
+def test_a_gguf_file_in_its_own_bits_takes_what_is_said(
+    kinds: dict[str, str], tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CB_BACKEND_CACHE", str(tmp_path / "cache"))
+    path = file_of("llama", tmp_path / "source", kinds).write(tmp_path / "model.gguf")
+    found = look_at(path, tokenizer, dtype="bfloat16")
+    assert found.refusals == []
+    taken = bytes_of(load(resolve_checkpoint(str(path)), torch.bfloat16))
+    assert found.weight_bytes == pytest.approx(taken, rel=0.01)
+    by_name = {group.modules: group for group in found.groups or []}
+    down = by_name["model.layers.*.mlp.down_proj"]
+    assert down.stored == kinds.get("ffn_down", kinds[""])
+    assert down.served == ("bfloat16" if down.stored == "Q6_K" else f"GGUF {down.stored}")
+    assert by_name["model.embed_tokens"].stored == "F32"
 
 
 def test_arguments_are_refused_in_the_engines_words(plain: Path) -> None:

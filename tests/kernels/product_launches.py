@@ -26,17 +26,26 @@ def _linear_fp8(module: Any, op: str, parameters: dict[str, int], num_rows: int,
         getattr(module, op)(Fp8Rows(x, torch.ones(num_rows), torch.bfloat16), weight, torch.ones(weight_rows))
 
 
-def _packed(kind: str, group: int, has_zeros: bool, is_gated: bool, out_size: int, in_size: int) -> PackedWeight:
+def _packed(
+    kind: str, group: int, has_zeros: bool, is_gated: bool, out_size: int, in_size: int, has_shifts: bool = False
+) -> PackedWeight:
     stored = torch.zeros(out_size, in_size, dtype=torch.uint8)
     scales = torch.zeros(out_size, in_size // group, dtype=torch.float32 if kind == "fp8" else torch.bfloat16)
     zeros = scales.to(torch.uint8) if has_zeros else None
-    return pack(stored, scales, kind, group, zeros, is_gated=is_gated)
+    return pack(stored, scales, kind, group, zeros, is_gated=is_gated, shifts=scales if has_shifts else None)
 
 
 def _linear_packed(
-    module: Any, op: str, parameters: dict[str, int], num_rows: int, kind: str, group: int, has_zeros: bool = False
+    module: Any,
+    op: str,
+    parameters: dict[str, int],
+    num_rows: int,
+    kind: str,
+    group: int,
+    has_zeros: bool = False,
+    has_shifts: bool = False,
 ) -> None:
-    weight = _packed(kind, group, has_zeros, op == "linear_silu_mul_packed", 1024, 1024)
+    weight = _packed(kind, group, has_zeros, op == "linear_silu_mul_packed", 1024, 1024, has_shifts)
     with overriding(op, parameters):
         getattr(module, op)(torch.zeros(num_rows, 1024, dtype=torch.bfloat16), weight)
 

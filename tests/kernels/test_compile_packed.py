@@ -29,6 +29,9 @@ CASES = {
     "int4, 64 rows": packed_product(64, "int4", 128, parameters=eight_warps(4)),
     "int4, 128 rows": packed_product(128, "int4", 128, parameters={**eight_warps(3), "block_n": 64}),
     "int8, one group": packed_product(8, "int8", 1024),
+    "int8, groups of 32": packed_product(8, "int8", 32, parameters={"block_n": 64}),
+    "int8, shifts": packed_product(8, "int8", 32, has_shifts=True, parameters={"block_n": 64}),
+    "int4, shifts": packed_product(8, "int4", 32, has_shifts=True, parameters={"block_n": 64}),
     "fp8": packed_product(8, "fp8", 128, parameters={"block_n": 64, "prefetch": 16384}),
     "mxfp4": packed_product(8, "fp4", 32),
     "nvfp4": packed_product(8, "fp4", 16),
@@ -62,7 +65,9 @@ def test_packed_products_are_multi_buffered(name: str, compiled: dict[str, dict[
 def test_packed_products_wait_for_many_at_once(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     """One wait for all that share a scale. Products with a register operand easily become one wait each."""
     assert compiled[name]["num_wgmma"] >= 8
-    assert compiled[name]["num_wgmma_waits"] == (4 if "groups of 32" in name else 1)  # a block, of the loop's code
+    assert compiled[name]["num_wgmma_waits"] == (
+        4 if name.endswith(("groups of 32", "shifts")) else 1
+    )  # a block, of the loop's code
 
 
 @pytest.mark.parametrize("name", CASES)

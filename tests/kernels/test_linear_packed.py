@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,12 +24,15 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 DTYPES = [torch.float16, ON_GPU]
 TILED = {"block_n": 64, "splits": 1, "num_warps": 4, "num_stages": 2}
-# (kind, group, has zero points)
+SHIFTS = "shifts"
+# (kind, group, has zero points, or shifts in their stead)
 FORMATS = [
     ("int4", 128, False), ("int4", 128, True), ("int4", 64, True), ("int4", 32, False), ("int4", 32, True),
     ("int4", -1, False), ("int4", -1, True), ("int4", 256, True),
     ("int8", 128, False), ("int8", 64, True), ("int8", -1, False), ("int8", 128, True),
+    ("int8", 32, False), ("int8", 32, True),
     ("fp8", 128, False), ("fp8", -1, False), ("fp4", 32, False), ("fp4", 16, False),
+    ("int4", 32, SHIFTS), ("int8", 32, SHIFTS),
 ]  # fmt: skip
 # (num_rows, out_size, in_size, splits): odd ones, more than one tile and split, padding in both directions
 SHAPES = [(1, 64, 256, 1), (3, 70, 200, 1), (17, 130, 640, 4)]
@@ -41,7 +46,13 @@ def stored_numbers(kind: str, size: tuple[int, int]) -> Tensor:
 
 
 def make(
-    kind: str, group: int, has_zeros: bool, out_size: int, in_size: int, dtype: torch.dtype, is_gated: bool = False
+    kind: str,
+    group: int,
+    has_zeros: bool | str,
+    out_size: int,
+    in_size: int,
+    dtype: torch.dtype,
+    is_gated: bool = False,
 ) -> tuple[PackedWeight, Tensor]:
     """A packed weight and, made apart from all code that is tested, the numbers it stands for in float64."""
     torch.manual_seed(out_size + in_size + group)
@@ -52,7 +63,11 @@ def make(
     if kind == "fp4":
         scales = 2.0 ** torch.randint(-8, 2, (out_size, num_groups)) if group == 32 else scales.to(torch.float8_e4m3fn)
     scales = scales.to(dtype) if kind != "fp8" else scales.float()
-    zeros = torch.randint(0, 2 ** KINDS[kind].bits, scales.shape, dtype=torch.uint8) if has_zeros else None
+    zeros = shifts = None
+    if has_zeros == SHIFTS:
+        shifts = (scales.float() * -5 * torch.rand(scales.shape)).to(scales.dtype)
+    elif has_zeros:
+        zeros = torch.randint(0, 2 ** KINDS[kind].bits, scales.shape, dtype=torch.uint8)
     if kind == "fp8":
         values = stored.view(torch.float8_e4m3fn).double()
     elif kind == "fp4":
@@ -60,17 +75,17 @@ def make(
     else:
         middle = 2.0 ** (KINDS[kind].bits - 1)
         minus = middle if zeros is None else zeros.double().repeat_interleave(width, 1)[:, :in_size]
-        values = stored.double() - minus
-    wanted = values * scales.double().repeat_interleave(width, 1)[:, :in_size] * 0.5
-    return pack(stored, scales, kind, group, zeros, global_scale=0.5, is_gated=is_gated), wanted
+        values = stored.double() - (minus if shifts is None else 0)
+    wanted = values * scales.double().repeat_interleave(width, 1)[:, :in_size]
+    if shifts is not None:
+        wanted += shifts.double().repeat_interleave(width, 1)[:, :in_size]
+    return pack(stored, scales, kind, group, zeros, global_scale=0.5, is_gated=is_gated, shifts=shifts), wanted * 0.5
 
 
 def to(device: torch.device, weight: PackedWeight) -> PackedWeight:
-    zeros = None if weight.zeros is None else weight.zeros.to(device)
-    values, scales = weight.values.to(device), weight.scales.to(device)
-    return PackedWeight(
-        values, scales, zeros, weight.kind, weight.group, weight.size, weight.global_scale, weight.is_gated
-    )
+    names = ("values", "scales", "zeros", "shifts")
+    tensors = {name: getattr(weight, name) for name in names if getattr(weight, name) is not None}
+    return replace(weight, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -107,9 +122,10 @@ def test_where_an_element_lies() -> None:
 
 
 @pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMATS)
-def test_twin(kind: str, group: int, has_zeros: bool) -> None:
+def test_twin(kind: str, group: int, has_zeros: bool | str) -> None:
     weight, wanted = make(kind, group, has_zeros, 70, 200, torch.float32)
-    torch.testing.assert_close(dequantise_packed_torch(weight).double(), wanted, rtol=1e-6, atol=0)
+    cancelling = 1e-7 if has_zeros == SHIFTS else 0
+    torch.testing.assert_close(dequantise_packed_torch(weight).double(), wanted, rtol=1e-6, atol=cancelling)
     x, bias = torch.randn(3, 200), torch.randn(70)
     close(linear_packed_torch(x, weight, bias), x.double() @ wanted.T + bias, 1e-5)
     gated, wanted = make(kind, group, has_zeros, 70, 200, torch.float32, is_gated=True)
@@ -123,7 +139,7 @@ def test_twin(kind: str, group: int, has_zeros: bool) -> None:
 def test_kernel(
     kind: str,
     group: int,
-    has_zeros: bool,
+    has_zeros: bool | str,
     num_rows: int,
     out_size: int,
     in_size: int,
@@ -166,11 +182,14 @@ def test_kernel_of_many_rows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "out_size", "in_size", "splits"), [(2, 72, 256, 1), (18, 200, 500, 3)])
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), [("int4", 128, True), ("fp4", 32, False), ("fp8", 128, False)])
+@pytest.mark.parametrize(
+    ("kind", "group", "has_zeros"),
+    [("int4", 128, True), ("fp4", 32, False), ("fp8", 128, False), ("int4", 32, SHIFTS), ("int8", 32, False)],
+)
 def test_gated_kernel(
     kind: str,
     group: int,
-    has_zeros: bool,
+    has_zeros: bool | str,
     num_rows: int,
     out_size: int,
     in_size: int,
@@ -190,16 +209,17 @@ def test_gated_kernel(
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(("kind", "group", "has_zeros"), FORMATS)
 def test_written_out(
-    kind: str, group: int, has_zeros: bool, is_gated: bool, dtype: torch.dtype, device: torch.device
+    kind: str, group: int, has_zeros: bool | str, is_gated: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Each number rounded once, the rows where the library's product wants them."""
     weight, wanted = make(kind, group, has_zeros, 200, 300, dtype, is_gated)
     whole = dequantise_packed(to(device, weight), 0, torch.empty(200, 300, dtype=dtype, device=device))
     tolerance = 2.0**-10 if dtype == torch.float16 else 2.0**-8
-    torch.testing.assert_close(whole.cpu().double(), wanted, rtol=tolerance, atol=1e-7)
+    smallest = tolerance * float(wanted.abs().max()) if has_zeros == SHIFTS else 1e-7  # sums cancel
+    torch.testing.assert_close(whole.cpu().double(), wanted, rtol=tolerance, atol=smallest)
     piece = dequantise_packed(to(device, weight), 64, torch.empty(128, 300, dtype=dtype, device=device))
     rows = torch.cat([wanted[32:96], wanted[132:196]]) if is_gated else wanted[64:192]
-    torch.testing.assert_close(piece.cpu().double(), rows, rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close(piece.cpu().double(), rows, rtol=tolerance, atol=smallest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -49,6 +49,9 @@ _MODULES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "blk",
 }  # fmt: skip
 
+# Where a block has 16-bit numbers, if not at its start alone.
+_NUMBERS = {**dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+
 
 @dataclass
 class GgufFile:
@@ -56,7 +59,7 @@ class GgufFile:
 
     architecture: str
     metadata: dict[str, Any]  # int, float, bool, str or lists of them; None: the key is left out
-    tensors: dict[str, np.ndarray]
+    tensors: dict[str, np.ndarray]  # numbers, or uint8 rows of blocks
     kinds: dict[str, gguf.GGMLQuantizationType] = field(default_factory=dict)  # name -> quantisation; others are F32
 
     def without(self, pattern: str) -> GgufFile:
@@ -152,6 +155,18 @@ def rope_factors(source: Path) -> np.ndarray:
     return (unscaled / scaled).numpy()
 
 
+def random_rows(kind: str, out_size: int, in_size: int, *, seed: int = 0, size: float = 0.01) -> np.ndarray:
+    """uint8 rows of blocks. Any bytes are blocks; the 16-bit numbers among them are made finite, about `size`."""
+    generator = np.random.default_rng(seed)
+    num_elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    num_blocks = in_size // num_elements
+    rows = generator.integers(0, 256, (out_size, num_blocks, num_bytes), dtype=np.uint8)
+    for start in _NUMBERS.get(kind, (0,)):
+        numbers = generator.normal(0, size, (out_size, num_blocks, 1)).astype(np.float16)
+        rows[:, :, start : start + 2] = numbers.view(np.uint8)
+    return rows.reshape(out_size, -1)
+
+
 def _interleaved(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows of each head from halves to pairs."""
     halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
@@ -171,7 +186,7 @@ def _write(
             _add(writer, key, value)
     for name, tensor in tensors.items():
         kind = kinds.get(name)
-        data = tensor if kind is None else gguf.quantize(tensor, kind)
+        data = tensor if kind is None or tensor.dtype == np.uint8 else gguf.quantize(tensor, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -61,10 +61,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq act-order": ({**GPTQ, "group_size": 32, "desc_act": True}, of_group(gptq, 32, is_act_order=True)),
     "gptq one group": ({**GPTQ, "group_size": -1}, of_group(gptq, -1)),
     "gptq 8 bits": ({**GPTQ, "bits": 8, "group_size": 64}, of_group(gptq, 64, bits=8)),
+    "gptq 8 bits, 32": ({**GPTQ, "bits": 8, "group_size": 32}, of_group(gptq, 32, bits=8)),
     "w4a16": (pack_quantized(4, 64), of_group(pack, 64)),
     "w4a16, zeros": (pack_quantized(4, 32, symmetric=False), of_group(pack, 32, has_zeros=True)),
     "w4a16, act-order": (pack_quantized(4, 32, actorder="group"), of_group(pack, 32, is_act_order=True)),
     "w4a16, channel": (pack_quantized(4, -1), of_group(pack, -1)),
+    "w8a16, 32": (pack_quantized(8, 32), of_group(pack, 32, bits=8)),
     "w8a16": (pack_quantized(8, 64), of_group(pack, 64, bits=8)),
     "w8a16, channel": (pack_quantized(8, -1), of_group(pack, -1, bits=8)),
     "w8a8": (

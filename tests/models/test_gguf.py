@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig
 
 from cb_backend.models.checkpoint import resolve_checkpoint
 from cb_backend.models.gguf import conversion
@@ -51,21 +49,6 @@ def test_families_are_equal(name: str, changes: dict[str, Any], tmp_path: Path) 
         assert "blk.0.attn_output.bias" in file.tensors
     file.metadata |= changes
     assert_equal(file.write(tmp_path / "tiny.gguf"), source)
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F16", "BF16"])
-@pytest.mark.parametrize("name", ["llama-head-dim-gqa", "qwen2-bias"])
-def test_quantised_files_are_what_transformers_reads_of_them(kind: str, name: str, tmp_path: Path) -> None:
-    _, file = tiny_gguf(name, tmp_path / "source")
-    path = file.quantised(gguf.GGMLQuantizationType[kind]).write(tmp_path / "tiny.gguf")
-    folder = resolve_checkpoint(str(path))
-    judge = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
-    tokens = random_tokens(30, seed=5)
-    with torch.inference_mode():
-        expected = judge.eval()(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(reference_logits(folder, tokens, []), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +262,7 @@ def test_a_conversion_that_lost_something_is_not_kept(
         patch.setattr(
             conversion,
             "write_tensors",
-            lambda source, places, folder: write(source, dict(list(places.items())[1:]), folder),
+            lambda source, places, *others: write(source, dict(list(places.items())[1:]), *others),
         )
         assert_refused(path, "the conversion lost its tensors")
     with monkeypatch.context() as patch:

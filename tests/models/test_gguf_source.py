@@ -135,7 +135,7 @@ def test_r20r_the_key_covers_all_that_is_read(file: GgufFile, folder: Path, monk
     seen = {first}
 
     def changed() -> bool:
-        seen.add(cache_key.conversion_key(path))
+        seen.add(cache_key.conversion_key(path, is_packed=True))
         return len(seen) == before + 1
 
     for name, text in [
@@ -154,6 +154,7 @@ def test_r20r_the_key_covers_all_that_is_read(file: GgufFile, folder: Path, monk
     before = len(seen)
     (folder / "README.md").write_text("nobody reads this")
     assert not changed()
+    assert cache_key.conversion_key(path, is_packed=False) not in seen
     file.tensors["output_norm.weight"] = file.tensors["output_norm.weight"] + 1
     file.write_split(folder, "tiny", 2)
     assert changed()

@@ -160,6 +160,7 @@ def test_a_mixture_in_fp8_by_channels_is_taken_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "name", "message"),
     [
+        ("qwen3-moe", "w8a16, 32", "experts of 8 bits are not supported in groups of 32"),
         ("qwen3-moe", "gptq act-order", "not supported where gate and up differ in their groups, or input features"),
         ("qwen3-moe", "nvfp4", "without a global scale"),
         ("mixtral", "gptq act-order", "w1|not supported where gate and up differ"),

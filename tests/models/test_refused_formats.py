@@ -32,7 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**AWQ, "bits": 3, "group_size": 64}, "bits 3"),
     ({**AWQ, "group_size": 100}, "group_size 100"),
     ({**GPTQ, "bits": 2, "group_size": 64}, "bits 2"),
-    ({**GPTQ, "bits": 8, "group_size": 32}, "8 bits in groups of 32"),
+    ({**GPTQ, "group_size": 16}, "group_size 16"),
     ({**GPTQ, "group_size": 64, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
     ({**GPTQ, "group_size": 64, "format": "gptq_p"}, "format 'gptq_p'"),
     ({**GPTQ, "group_size": 64, "pack_dtype": "int16"}, "pack_dtype 'int16'"),

@@ -14,11 +14,11 @@ from cb_backend.support.tokenizer_files import CONVERSION_NOTE
 VERSION = 2
 
 
-def conversion_key(path: Path) -> str:
-    """A digest of all parts, of what counts beside them, and of VERSION. Raises `ConfigError` for a lack of parts or
-    a file that cannot be read.
+def conversion_key(path: Path, is_packed: bool) -> str:
+    """A digest of all parts, of what counts beside them, of VERSION and of the conversion's form. Raises `ConfigError`
+    for a lack of parts or a file that cannot be read.
     """
-    digest = hashlib.sha256(b"conversion %d\0" % VERSION)
+    digest = hashlib.sha256(b"conversion %d\0" % VERSION + b"packed\0" * is_packed)
     files = {f"part {number}": part for number, part in enumerate(find_parts(path))} | files_beside(path)
     for role, file in files.items():
         try:

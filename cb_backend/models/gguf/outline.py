@@ -7,9 +7,10 @@ from pathlib import Path
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.config_reader import ConfigReader
+from cb_backend.models.gguf.conversion import quantization_of
 from cb_backend.models.gguf.model_settings import read_model_settings, read_vocab_size
 from cb_backend.models.gguf.source import GgufSource, open_source
-from cb_backend.models.gguf.tensors import check_tensors, places_of
+from cb_backend.models.gguf.tensors import check_tensors, kept_kinds, places_of
 from cb_backend.models.gguf.vocabulary import Vocabulary, read_vocabulary
 from cb_backend.models.registry import read_spec
 from cb_backend.models.spec import ModelSpec
@@ -23,7 +24,7 @@ class GgufOutline:
     source: GgufSource | None = None
     vocabulary: Vocabulary | None = None
     spec: ModelSpec | None = None
-    kinds: dict[str, str] = field(default_factory=dict)  # name of a tensor in the checkpoint -> its type in the file
+    kinds: dict[str, str] = field(default_factory=dict)  # module in the checkpoint -> its weight's type in the file
 
 
 def outline_gguf(path: Path, complain: Complain) -> GgufOutline:
@@ -32,12 +33,18 @@ def outline_gguf(path: Path, complain: Complain) -> GgufOutline:
     try:
         source = found.source = open_source(path)
         found.vocabulary = read_vocabulary(source, read_vocab_size(source))
-        spec = found.spec = read_spec(ConfigReader(read_model_settings(source, found.vocabulary), source.name))
+        settings = read_model_settings(source, found.vocabulary)
+        spec = found.spec = read_spec(ConfigReader(settings, source.name))
         places = places_of(spec, has_interleaved_rope=source.architecture == "llama")
         found.kinds = {
-            place.name: source.tensors[name].kind for name, place in places.items() if name in source.tensors
+            place.module: source.tensors[name].kind
+            for name, place in places.items()
+            if name in source.tensors and place.module != place.name
         }
         check_tensors(source, places)
+        if kept := kept_kinds(source, places):
+            settings["quantization_config"] = quantization_of(source, places, kept)
+            found.spec = read_spec(ConfigReader(settings, source.name))
     except ConfigError as error:
         complain(str(error))
     return found

@@ -1,14 +1,15 @@
 """Tensors of a GGUF file as those of a checkpoint folder: names, shapes, the order of rows, and safetensors files.
 
 Which tensors there must be follows from the model's config alone, so a file that lacks one or has one too many is
-refused before anything is written. Quantised values are written in float32, which keeps them exactly.
+refused before anything is written. Matrices of layers and the head keep the file's own blocks where these can be served
+(`models.gguf_blocks`); other quantised values are written in float32, which keeps them exactly.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from cb_backend.models.gguf.model_settings import EMBEDDING
 from cb_backend.models.gguf.model_settings import HEAD as GGUF_HEAD
 from cb_backend.models.gguf.rope_scaling import ROPE_FACTORS
 from cb_backend.models.gguf.source import GgufSource, GgufTensor, listed
+from cb_backend.models.gguf_blocks import BLOCK_KINDS
+from cb_backend.models.packed_formats import GGUF_BLOCKS
 from cb_backend.models.spec import ModelSpec, Names
 from cb_backend.models.weight_files import INDEX
 
@@ -36,6 +39,11 @@ class Place:
     name: str
     shape: tuple[int, ...]
     num_heads: int = 0  # above 0: rows of these heads are in the order of interleaved rotary embeddings
+    is_matrix: bool = False  # of a product: a layer's or the head's
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
 
 
 def places_of(config: ModelSpec, has_interleaved_rope: bool) -> dict[str, Place]:
@@ -48,10 +56,10 @@ def places_of(config: ModelSpec, has_interleaved_rope: bool) -> dict[str, Place]
         "output_norm.weight": Place("model.norm.weight", (hidden,)),
     }
     if not config.tie_word_embeddings:
-        places[GGUF_HEAD] = Place(Names().head, (config.vocab_size, hidden))
+        places[GGUF_HEAD] = Place(Names().head, (config.vocab_size, hidden), is_matrix=True)
     for layer in range(config.num_layers):
         for theirs, place in _places_of_layer(config, has_interleaved_rope):
-            places[f"blk.{layer}.{theirs}"] = Place(f"model.layers.{layer}.{place.name}", place.shape, place.num_heads)
+            places[f"blk.{layer}.{theirs}"] = replace(place, name=f"model.layers.{layer}.{place.name}")
     return places
 
 
@@ -75,15 +83,35 @@ def check_tensors(source: GgufSource, places: Mapping[str, Place]) -> None:
             )
 
 
-def write_tensors(source: GgufSource, places: Mapping[str, Place], folder: Path) -> None:
-    """Dequantise and write all of `places`, holding one file's worth at a time. Raises `ConfigError` for a kind of
-    quantisation that is not known and for values that are not finite.
+def kept_kinds(source: GgufSource, places: Mapping[str, Place]) -> dict[str, str]:
+    """Module -> kind of its blocks, of the matrices that can be served in the file's own bits."""
+    kinds = {place.module: source.tensors[name].kind for name, place in places.items() if place.is_matrix}
+    return {module: kind for module, kind in kinds.items() if kind in BLOCK_KINDS}
+
+
+def written_shapes(places: Mapping[str, Place], kept: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in the checkpoint folder."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for place in places.values():
+        if place.is_matrix and place.module in kept:
+            row_bytes = BLOCK_KINDS[kept[place.module]].row_bytes(place.shape[1])
+            shapes[f"{place.module}.{GGUF_BLOCKS}"] = (place.shape[0], row_bytes)
+        else:
+            shapes[place.name] = place.shape
+    return shapes
+
+
+def write_tensors(
+    source: GgufSource, places: Mapping[str, Place], folder: Path, kept: Mapping[str, str] | None = None
+) -> None:
+    """Write all of `places`, holding one file's worth at a time: blocks of the modules in `kept`, numbers of all
+    others. Raises `ConfigError` for a kind of quantisation that is not known and for values that are not finite.
     """
     plan = list(_files(source, places))
     weight_map = {}
     for index, names in enumerate(plan, 1):
         file = "model.safetensors" if len(plan) == 1 else f"model-{index:05}-of-{len(plan):05}.safetensors"
-        tensors = {places[name].name: _converted(source, name, places[name]) for name in names}
+        tensors = dict(_written(source, name, places[name], kept or {}) for name in names)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     if len(plan) > 1:
@@ -111,7 +139,7 @@ def _places_of_layer(config: ModelSpec, has_interleaved_rope: bool) -> Iterator[
         ("ffn_down", "mlp.down_proj", (hidden, inner), mlp.has_bias, 0),
     ):
         heads = heads if has_interleaved_rope else 0
-        yield f"{theirs}.weight", Place(f"{ours}.weight", shape, heads)
+        yield f"{theirs}.weight", Place(f"{ours}.weight", shape, heads, is_matrix=True)
         if has_bias:
             yield f"{theirs}.bias", Place(f"{ours}.bias", shape[:1], heads)
 
@@ -131,14 +159,23 @@ def _files(source: GgufSource, places: Mapping[str, Place]) -> Iterator[list[str
     yield names
 
 
-def _converted(source: GgufSource, name: str, place: Place) -> Tensor:
+def _written(source: GgufSource, name: str, place: Place, kept: Mapping[str, str]) -> tuple[str, Tensor]:
+    """(name, tensor) in the checkpoint folder."""
     tensor = source.tensors[name]
     values = torch.from_numpy(_dequantised(source, name, tensor))
     if not bool(torch.isfinite(values).all()):
         raise ConfigError(f"{source.name}: tensor {name} holds values that are not finite numbers; fetch it again")
-    if place.num_heads:
-        values = values.unflatten(0, (place.num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-    return values.to(_KEPT_DTYPES.get(tensor.kind, torch.float32)).contiguous()
+    if place.is_matrix and place.module in kept:
+        rows = torch.from_numpy(np.array(tensor.packed))
+        return f"{place.module}.{GGUF_BLOCKS}", _halves_apart(rows, place)
+    return place.name, _halves_apart(values, place).to(_KEPT_DTYPES.get(tensor.kind, torch.float32))
+
+
+def _halves_apart(rows: Tensor, place: Place) -> Tensor:
+    """The rows in the order that the layers want, whatever they are made of."""
+    if not place.num_heads:
+        return rows.contiguous()
+    return rows.unflatten(0, (place.num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def _dequantised(source: GgufSource, name: str, tensor: GgufTensor) -> np.ndarray:
