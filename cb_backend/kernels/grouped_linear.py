@@ -59,11 +59,10 @@ def _grouped_linear_kernel(
     n, m, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)
-    # All three at once: what lies past the blocks in use is not looked at.
-    num_blocks, expert = tl.load(num_blocks_ptr), tl.load(experts_ptr + block).to(tl.int64)
-    pair = tl.load(pairs_ptr + block * BLOCK_M + m)
-    if block >= num_blocks:
+    if block >= tl.load(num_blocks_ptr):
         return
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    pair = tl.load(pairs_ptr + block * BLOCK_M + m)
     is_pair = pair < num_pairs
     pair = tl.where(is_pair, pair, 0)
     rows = out_size * 2 if IS_GATED else out_size  # of an expert

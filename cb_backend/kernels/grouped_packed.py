@@ -95,11 +95,10 @@ def _grouped_packed_kernel(
     n, m, c = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, WORDS)
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)
-    # All three at once: what lies past the blocks in use is not looked at.
-    num_blocks, expert = tl.load(num_blocks_ptr), tl.load(experts_ptr + block).to(tl.int64)
-    pair = tl.load(pairs_ptr + block * BLOCK_M + m)
-    if block >= num_blocks:
+    if block >= tl.load(num_blocks_ptr):
         return
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    pair = tl.load(pairs_ptr + block * BLOCK_M + m)
     is_pair = pair < num_pairs
     pair = tl.where(is_pair, pair, 0)
     # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.

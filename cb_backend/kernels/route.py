@@ -37,11 +37,17 @@ class Routing(NamedTuple):
 
 
 @jit()
+def choosable(choice):
+    """Above -inf, which marks what is chosen already: so an expert is chosen once, whatever a row's numbers are."""
+    return tl.maximum(tl.where(choice == choice, choice, -1.0e38), -1.0e38)
+
+
+@jit()
 def _best(choice, expert, num_experts):
     """(the largest, the first expert that has it)"""
     best = tl.max(choice, axis=0)
     found = tl.min(tl.where(choice == best, expert, num_experts), axis=0)
-    return best, tl.minimum(found, num_experts - 1)  # of a row that is not a number, there is none
+    return best, found
 
 
 @jit()
@@ -120,7 +126,7 @@ def _route_kernel(
         choice = score
     if HAS_BIAS:
         choice += score_bias
-    choice = tl.where(is_expert, choice, float("-inf"))
+    choice = tl.where(is_expert, choosable(choice), float("-inf"))
     if NUM_GROUPS > 1:
         choice = _within_groups(choice, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS)
     ids = tl.zeros([BLOCK_K], tl.int32)

@@ -19,7 +19,7 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
-from cb_backend.kernels.route import LEAST_SUM, Routing, route, route_torch
+from cb_backend.kernels.route import LEAST_SUM, Routing, choosable, route, route_torch
 
 BLOCK_M = 16  # rows of a block: no fewer than rows of a step in one launch
 MAX_PAIRS = 64  # of one launch: every pair is compared with every other
@@ -60,13 +60,12 @@ def _route_few_kernel(
     await_previous(IS_DEPENDENT)
     logit_ptr = logits_ptr + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
     logits = tl.load(logit_ptr, mask=is_token[:, None] & is_expert[None, :], other=float("-inf")).to(tl.float32)
-    choice = tl.where(is_expert[None, :], logits, float("-inf"))
+    choice = tl.where(is_expert[None, :], choosable(logits), float("-inf"))
     ids = tl.full([BLOCK_T, BLOCK_K], NUM_EXPERTS, tl.int32)
     chosen = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
     for each in tl.static_range(TOP_K):
         best = tl.max(choice, axis=1)
         found = tl.min(tl.where(choice == best[:, None], expert[None, :], NUM_EXPERTS), axis=1)
-        found = tl.minimum(found, NUM_EXPERTS - 1)  # of a row that is not a number, there is none
         is_found = expert[None, :] == found[:, None]
         value = tl.sum(tl.where(is_found, logits, 0.0), axis=1)
         ids = tl.where(rank[None, :] == each, found[:, None], ids)

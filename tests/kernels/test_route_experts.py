@@ -62,12 +62,15 @@ def test_few_rows_take_one_launch(device: torch.device, monkeypatch: pytest.Monk
 
 def test_a_row_that_is_not_a_number_stays_within_the_experts(device: torch.device) -> None:
     """Its answer is lost, and its neighbour's is not."""
-    logits, slots, parts = inputs(2, 6, device)
-    logits[0] = float("nan")
-    weights, plan = route_experts(logits, slots + 1, parts, Routing(2))
-    alone, _ = route_experts(logits[1:], slots[1:] + 1, parts[1:], Routing(2))
-    torch.testing.assert_close(weights[1:], alone)
-    assert all(0 <= each < 6 for each in plan.experts[: int(plan.num_blocks)].tolist())
+    for bad in ([float("nan")] * 12, [float("-inf")] * 12, [float("nan")] * 10 + [1.0, 2.0], [float("inf")] * 12):
+        logits, slots, parts = inputs(8, 12, device)
+        logits[:6] = torch.tensor(bad, device=device)
+        weights, plan = route_experts(logits, slots + 1, parts, Routing(8))
+        alone, _ = route_experts(logits[6:], slots[6:] + 1, parts[6:], Routing(8))
+        torch.testing.assert_close(weights[6:], alone)
+        pairs = sorted(int(pair) for _, own in plan.by_expert() for pair in own)
+        assert pairs == list(range(64))  # each once, though the bad rows agree in all of their experts
+        assert all(0 <= each < 12 for each in plan.experts[: int(plan.num_blocks)].tolist())
 
 
 @pytest.mark.parametrize(("backend", "function"), [("torch", route_experts_torch), ("triton", route_experts)])
