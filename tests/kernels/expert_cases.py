@@ -150,11 +150,9 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
         "num_experts": 256, "has_bias": True,
         "routing": {"top_k": 8, "scoring": "sigmoid", "num_groups": 8, "top_groups": 4}}},
     "route few": {"op": "route_experts", "kernel": "_route_few_kernel", "arch": 90, "call": {
-        "num_experts": 128, "num_tokens": 8, "routing": {"top_k": 8, "renormalise": True}}},
-    "route few, of the best": {"op": "route_experts", "kernel": "_route_few_kernel", "arch": 90, "call": {
-        "num_experts": 32, "num_tokens": 16, "routing": {"top_k": 4, "scoring": "softmax_of_top_k"}}},
-    "route few, one": {"op": "route_experts", "kernel": "_route_few_kernel", "arch": 90, "call": {
         "num_experts": 128, "num_tokens": 1, "routing": {"top_k": 8, "renormalise": True}}},
+    "route few, of the best": {"op": "route_experts", "kernel": "_route_few_kernel", "arch": 90, "call": {
+        "num_experts": 32, "num_tokens": 1, "routing": {"top_k": 4, "scoring": "softmax_of_top_k"}}},
     "plan_experts": {"op": "expert_plan", "kernel": "_plan_experts_kernel", "arch": 90,
                      "call": {"num_experts": 128, "num_tokens": 64}},
     "plan_experts, many tokens": {"op": "expert_plan", "kernel": "_plan_experts_kernel", "arch": 90,
