@@ -94,8 +94,8 @@ def decode_metadata(num_rows: int, context: int, ropes: Ropes) -> StepMetadata:
     nothing = slots[:0]
     return StepMetadata(
         ropes=ropes.rows(positions, positions),
-        slot_mapping=tables[:, -1] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,
-        block_tables=tables,
+        slot_mapping=(tables[:, -1] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,),
+        block_tables=(tables,),
         num_decode_rows=num_rows,
         decode_slots=slots,
         decode_seq_lens=positions + 1,

@@ -44,6 +44,7 @@ class StepShape(NamedTuple):
     num_prompts: int = 0  # requests they belong to
     num_drafts: int = 0  # guessed tokens of each decode row, beside its own
     has_adapters: bool = False  # rows may go through adapters
+    num_groups: int = 1  # of layers, each with block tables of its own
 
     @property
     def num_rows(self) -> int:
@@ -65,7 +66,12 @@ class StepShape(NamedTuple):
 
     @property
     def num_deltas(self) -> int:
-        return max(self.num_rows, 16)
+        return max(self.num_rows, 16) * self.num_groups
+
+    @property
+    def mapping_shape(self) -> tuple[int, ...]:
+        """Of the slot mapping: of several groups, each begins at 16 bytes."""
+        return (self.num_tokens,) if self.num_groups == 1 else (self.num_groups, _aligned(self.num_tokens))
 
     def sizes(self) -> dict[str, int]:
         """The segments of the host array, in order."""
@@ -73,6 +79,8 @@ class StepShape(NamedTuple):
         if self.num_prefill:
             tokens = self.num_tokens  # the decode rows' part is filled in on the device
             sizes |= {"token_ids": tokens, "positions": tokens, "slot_mapping": tokens, "num_prompt_tokens": tokens}
+            if self.num_groups > 1:
+                sizes["slot_mapping"] = self.num_groups * _aligned(tokens)
             sizes |= {"sample_index": self.num_rows, "prompt_slots": self.num_prompts}
             sizes |= {"query_start_loc": self.num_prompts + 1, "prompt_seq_lens": self.num_prompts}
         return sizes
@@ -85,8 +93,12 @@ class StepShape(NamedTuple):
         layout, end = {}, 0
         for name, size in self.sizes().items():
             layout[name] = slice(end, end + size)
-            end += -(-size // _ALIGNED) * _ALIGNED
+            end += _aligned(size)
         return layout, end
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -28,8 +28,18 @@ class SlotState(NamedTuple):
     min_positions: Tensor  # int32 first position at which a stop id may be sampled
     max_total_tokens: Tensor  # int32 the token that makes so many is the last
     sampling: RowSampling
-    block_tables: Tensor  # int32 [num_slots, max_blocks]
+    block_tables: Tensor  # int32 [num_groups * num_slots, max_blocks] one table a slot, group of layers by group
     stop_ids: Tensor  # int32 [num_slots, K], -1 = none
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with block tables of its own."""
+        return self.block_tables.shape[0] // self.num_tokens.shape[0]
+
+    @property
+    def tables(self) -> Tensor:
+        """[num_groups, num_slots, max_blocks]"""
+        return self.block_tables.view(self.num_groups, *self.num_tokens.shape, -1)
 
     @property
     def joined(self) -> tuple[Tensor, ...]:
@@ -117,7 +127,8 @@ def apply_deltas(block_tables: Tensor, deltas: Tensor) -> None:
 def apply_deltas_torch(block_tables: Tensor, deltas: Tensor) -> None:
     """Write block ids into block tables, in place.
 
-    block_tables: int32 [num_slots, max_blocks]; deltas: int32 [N, 3] of (slot, index, block_id), slot -1 = no change.
+    block_tables: int32 [num_tables, max_blocks]; deltas: int32 [N, 3] of (table, index, block_id), table -1 = no
+    change.
     """
     slots, indices, block_ids = deltas.long().unbind(1)
     keep = slots >= 0

@@ -32,7 +32,9 @@ class StepRows(NamedTuple):
 
     token_ids: Tensor  # int32 [>= num_decode] last known token of the row
     positions: Tensor  # int32 [>= num_decode] its position
-    slot_mapping: Tensor  # int32 [>= num_decode] where its key and value go; 0 for padding
+    # int32 [>= num_decode] where its key and value go; 0 for padding. [num_groups, >= num_decode] where layers are
+    # in several groups, each with tables of its own
+    slot_mapping: Tensor
     num_prompt_tokens: Tensor  # int32 [>= num_decode]
     seq_lens: Tensor  # int32 [>= num_decode] tokens to attend to, its own included; 0 for padding
     sampling: RowSampling  # each [num_rows]
@@ -57,7 +59,10 @@ def _prepare_rows_kernel(
     num_rows,
     num_decode,
     table_stride,
+    group_stride,
+    mapping_stride,
     BLOCK_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -73,25 +78,28 @@ def _prepare_rows_kernel(
     is_row = row < num_decode
     position = tl.maximum(num_tokens - 1, 0)
     table_ptr = block_tables_ptr + slot * table_stride + position // BLOCK_SIZE
-    block_id = tl.load(table_ptr, mask=is_row & (num_tokens > 0), other=0)
-    mapping = tl.where(num_tokens > 0, block_id * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+    for group in tl.static_range(NUM_GROUPS):
+        block_id = tl.load(table_ptr + group * group_stride, mask=is_row & (num_tokens > 0), other=0)
+        mapping = tl.where(num_tokens > 0, block_id * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        tl.store(out_slot_mapping_ptr + group * mapping_stride + row, mapping, mask=is_row)
     num_prompt_tokens = tl.load(num_prompt_tokens_ptr + slot, mask=is_row, other=0)
     tl.store(out_token_ids_ptr + row, tl.load(last_token_ptr + slot, mask=is_row, other=0), mask=is_row)
     tl.store(out_positions_ptr + row, position, mask=is_row)
-    tl.store(out_slot_mapping_ptr + row, mapping, mask=is_row)
     tl.store(out_num_prompt_tokens_ptr + row, num_prompt_tokens, mask=is_row)
     tl.store(out_seq_lens_ptr + row, num_tokens, mask=is_row)
 
 
 def prepare_rows(slots: Tensor, num_decode: int, state: SlotState, block_size: int, out: StepRows) -> None:
     """`prepare_rows_torch` in one launch."""
-    num_rows = slots.shape[0]
+    num_rows, num_groups = slots.shape[0], state.num_groups
     _prepare_rows_kernel[(-(-num_rows // 128),)](
         slots, state.last_token, state.num_tokens, state.num_prompt_tokens, state.block_tables, tuple(state.sampling),
         out.token_ids, out.positions, out.slot_mapping, out.num_prompt_tokens, out.seq_lens, tuple(out.sampling),
         out.sample_positions,
         num_rows, num_decode, state.block_tables.stride(0),
-        BLOCK_SIZE=block_size, IS_DEPENDENT=can_overlap(slots.device), BLOCK=128,
+        state.block_tables.stride(0) * state.num_tokens.shape[0] if num_groups > 1 else 0,
+        out.slot_mapping.stride(0) if num_groups > 1 else 0,
+        BLOCK_SIZE=block_size, NUM_GROUPS=num_groups, IS_DEPENDENT=can_overlap(slots.device), BLOCK=128,
         num_warps=4, **dependent_options(slots.device, num_rows),
     )  # fmt: skip
 
@@ -105,10 +113,11 @@ def prepare_rows_torch(slots: Tensor, num_decode: int, state: SlotState, block_s
         gathered.copy_(values[index])
     index, num_tokens = index[:num_decode], num_tokens[:num_decode]
     positions = (num_tokens - 1).clamp(min=0)
-    cells = state.block_tables[index, (positions // block_size).long()] * block_size + positions % block_size
+    blocks = state.tables[:, index, (positions // block_size).long()]  # [num_groups, num_decode]
+    cells = blocks * block_size + positions % block_size
     out.token_ids[:num_decode] = state.last_token[index]
     out.positions[:num_decode] = positions
-    out.slot_mapping[:num_decode] = torch.where(num_tokens > 0, cells, 0)
+    out.slot_mapping.view(len(cells), -1)[:, :num_decode] = torch.where(num_tokens > 0, cells, 0)
     out.num_prompt_tokens[:num_decode] = state.num_prompt_tokens[index]
     out.seq_lens[:num_decode] = num_tokens
 

@@ -14,6 +14,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.fp8 import FP8, fp8_needs, is_fp8_capable
 from cb_backend.kv_cache.host_memory import host_memory
 from cb_backend.kv_cache.layout import KVLayout
+from cb_backend.layers.step_metadata import LayerCache
 
 _DEFAULT_CPU_BYTES = 1 << 30
 _GIB = 1 << 30
@@ -44,8 +45,10 @@ class KVCacheStorage:
         self.num_blocks = num_blocks
         self.data = _zeros(layout.shape(num_blocks), dtype, device)
         rows = self.data.unbind(0)
-        places = sorted((layer, row) for group in layout.groups for row, layer in enumerate(group.layers))
-        self.layers = [rows[row] for _, row in places]  # each [num_blocks, *layout.layer_shape]
+        places = sorted(
+            (layer, row, group) for group, of in enumerate(layout.groups) for row, layer in enumerate(of.layers)
+        )
+        self.layers = [LayerCache(rows[row], group) for _, row, group in places]
 
 
 def size_kv_cache(
@@ -73,18 +76,19 @@ def size_kv_cache(
         num_blocks, setting = layout.num_blocks_in(available - kept_free), "gpu_memory_utilization"
     else:
         num_blocks, setting = layout.num_blocks_in(_DEFAULT_CPU_BYTES), "kv_cache_memory_bytes"
-    if num_blocks >= 2 and num_blocks * block_bytes <= available:
+    least = 1 + len(layout.groups)  # the null block, and one for each group of layers
+    if num_blocks >= least and num_blocks * block_bytes <= available:
         return num_blocks
     memory = f"{show_bytes(free_bytes)} of {show_bytes(total_bytes)} are free on the {device.type} device"
     steps = ""
     if step_bytes > 0:
         memory += f" and steps need {show_bytes(step_bytes)} of them"
         steps = ", lower max_num_batched_tokens or max_num_seqs"
-    if num_blocks < 2:
+    if num_blocks < least:
         raise ConfigError(
             f"no room for a KV cache: a block of {config.block_size} tokens takes {show_bytes(block_bytes)} and "
-            f"{setting} leaves {num_blocks} blocks, 2 are needed; {memory}. Raise {setting}{steps}, lower block_size, "
-            "or use a smaller model or dtype"
+            f"{setting} leaves {num_blocks} blocks, {least} are needed; {memory}. Raise {setting}{steps}, lower "
+            "block_size, or use a smaller model or dtype"
         )
     raise ConfigError(
         f"not enough memory for the KV cache: {setting} asks for {num_blocks} blocks of {show_bytes(block_bytes)} = "

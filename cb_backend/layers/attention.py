@@ -19,7 +19,7 @@ from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
-from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.layers.step_metadata import LayerCache, StepMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +53,18 @@ class Attention:
         )
         self._rounds_first = spec.qk_norm is None or spec.qk_norm.rounds_first
 
-    def __call__(self, qkv: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
+    def __call__(self, qkv: Tensor, cache: LayerCache, step: StepMetadata) -> Tensor:
         """What `qkv_proj` gave, [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> [num_tokens, hidden_size].
 
-        Writes the tokens' keys and values into this layer's kv_cache: [num_blocks, 2, num_kv_heads, block_size,
-        head_dim].
+        Writes the tokens' keys and values into this layer's cache.
         """
         cos_sin, cos_sin_rows = step.ropes[self.rope]
         q = self.ops.qkv_post(
             qkv,
             cos_sin,
             cos_sin_rows,
-            step.slot_mapping,
-            kv_cache,
+            step.slot_mapping[cache.group],
+            cache.cells,
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -74,22 +73,22 @@ class Attention:
             value_scale=self.value_scale,
             rounds_first=self._rounds_first,
         )  # [num_tokens, num_heads, head_dim]
-        return self.o_proj(self._attend(q, kv_cache, step).flatten(1), step)
+        return self.o_proj(self._attend(q, cache, step).flatten(1), step)
 
-    def _attend(self, q: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
+    def _attend(self, q: Tensor, cache: LayerCache, step: StepMetadata) -> Tensor:
         num_decode_rows = step.num_decode_rows
         out = torch.empty_like(q)
         if num_decode_rows:
-            self._decode(q[:num_decode_rows], kv_cache, step, out[:num_decode_rows])
+            self._decode(q[:num_decode_rows], cache, step, out[:num_decode_rows])
         if step.max_query_len:
-            self._prefill(q[num_decode_rows:], kv_cache, step, out[num_decode_rows:])
+            self._prefill(q[num_decode_rows:], cache, step, out[num_decode_rows:])
         return out
 
-    def _decode(self, q: Tensor, kv_cache: Tensor, step: StepMetadata, out: Tensor) -> None:
+    def _decode(self, q: Tensor, cache: LayerCache, step: StepMetadata, out: Tensor) -> None:
         self.ops.decode_attention(
             q,
-            kv_cache,
-            step.block_tables,
+            cache.cells,
+            step.block_tables[cache.group],
             step.decode_slots,
             step.decode_seq_lens,
             self.scale * self.key_scale,
@@ -101,11 +100,11 @@ class Attention:
             **self._options,
         )
 
-    def _prefill(self, q: Tensor, kv_cache: Tensor, step: StepMetadata, out: Tensor) -> None:
+    def _prefill(self, q: Tensor, cache: LayerCache, step: StepMetadata, out: Tensor) -> None:
         self.ops.prefill_attention(
             q,
-            kv_cache,
-            step.block_tables,
+            cache.cells,
+            step.block_tables[cache.group],
             step.prefill_slots,
             step.prefill_query_start_loc,
             step.prefill_seq_lens,
@@ -142,11 +141,11 @@ class WholeNormAttention(Attention):
         self._whole_eps = q_norm.spec.eps
         self._norm_weights = (None, None, 0.0)  # no head's own
 
-    def __call__(self, qkv: Tensor, kv_cache: Tensor, step: StepMetadata) -> Tensor:
+    def __call__(self, qkv: Tensor, cache: LayerCache, step: StepMetadata) -> Tensor:
         for columns, weight in self._whole_norms:
             part = qkv[:, columns]
             self.ops.rms_norm(part, weight, self._whole_eps, out=part, rounds_first=self._rounds_first)
-        return super().__call__(qkv, kv_cache, step)
+        return super().__call__(qkv, cache, step)
 
 
 def halves_apart(spec: AttentionSpec) -> Callable[[Tensor], Tensor]:

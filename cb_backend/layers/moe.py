@@ -55,7 +55,7 @@ class MoE:
         logits = self.router(normed.float() if self.spec.is_routed_in_float32 else normed, step)
         weights, plan = self.ops.route_experts(
             logits[:, : self.spec.num_experts],
-            step.slot_mapping,
+            step.slot_mapping[0],  # padding is padding in every group
             parts,
             self.routing,
             self.score_bias,

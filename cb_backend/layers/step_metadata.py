@@ -8,8 +8,16 @@ with two attention calls.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """Where a layer's keys and values are."""
+
+    cells: Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    group: int = 0  # whose block tables lead to them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +27,9 @@ class StepMetadata:
     # For each rope of the model (`DecoderForCausalLM.rope_rows`), which angles turn each token:
     # a table [num_rows_of_the_table, rotary_dim] float32, first half cos, second half sin; its rows [num_tokens] int32
     ropes: tuple[tuple[Tensor, Tensor], ...]
-    slot_mapping: Tensor  # [num_tokens] int32 block_id * block_size + offset; block 0 for padding
-    block_tables: Tensor  # [num_slots, max_blocks] int32 block ids in token order
+    # Of each group of layers that has block tables of its own:
+    slot_mapping: tuple[Tensor, ...]  # [num_tokens] int32 block_id * block_size + offset; block 0 for padding
+    block_tables: tuple[Tensor, ...]  # [num_slots, max_blocks] int32 block ids in token order
     # Decode rows: tokens [0, num_decode_rows)
     num_decode_rows: int
     decode_slots: Tensor  # [num_decode_rows] int32 row of block_tables

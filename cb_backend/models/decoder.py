@@ -15,7 +15,7 @@ from torch import Tensor
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.ropes import Ropes
-from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.layers.step_metadata import LayerCache, StepMetadata
 from cb_backend.models.layer_kinds import distinct_layers
 from cb_backend.models.spec import ModelSpec
 
@@ -47,7 +47,7 @@ class DecoderLayer:
         )
 
     def __call__(
-        self, hidden: Tensor, residual: Tensor | None, kv_cache: Tensor, step: StepMetadata
+        self, hidden: Tensor, residual: Tensor | None, cache: LayerCache, step: StepMetadata
     ) -> tuple[Tensor, Tensor]:
         """The block's output, not yet added, and the residual stream it belongs to; each [num_tokens, hidden_size].
 
@@ -57,7 +57,7 @@ class DecoderLayer:
             qkv, residual = self.self_attn.qkv_proj(self.to_attention(hidden), step), hidden
         else:
             qkv, residual = self.self_attn.qkv_proj.after(self.to_attention, hidden, residual, step)
-        hidden = self.self_attn(qkv, kv_cache, step)
+        hidden = self.self_attn(qkv, cache, step)
         return self.mlp.after(self.to_mlp, hidden, residual, step)
 
     def placements(self) -> Iterator[Placement]:
@@ -116,14 +116,14 @@ class DecoderForCausalLM:
         self.has_own_head = False
         self.lm_head = self._make.tied_head(self.embed_tokens.weight, self.spec.logits_softcap)
 
-    def __call__(self, token_ids: Tensor, step: StepMetadata, kv_caches: Sequence[Tensor]) -> Tensor:
+    def __call__(self, token_ids: Tensor, step: StepMetadata, kv_caches: Sequence[LayerCache]) -> Tensor:
         """[num_tokens] int32 or int64 -> [num_tokens, hidden_size], the final norm applied.
 
-        kv_caches: one [num_blocks, 2, num_kv_heads, block_size, head_dim] a layer; the tokens' keys and values are
-        written at `step.slot_mapping`. `step.ropes` are those of `self.ropes.rows`.
+        kv_caches: one a layer; the tokens' keys and values are written at its group's `step.slot_mapping`. `step.ropes`
+        are those of `self.ropes.rows`.
         """
         if step.num_decode_rows:
-            self._plan_decode(step, kv_caches[0])
+            self._plan_decode(step, kv_caches[0].cells)
         hidden, residual = self.embed_tokens(token_ids), None
         for index in self._order:
             hidden, residual = self.layers[index](hidden, residual, kv_caches[index], step)

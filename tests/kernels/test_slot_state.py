@@ -61,6 +61,26 @@ def suffix(request: pytest.FixtureRequest) -> str:
     return "_torch" if request.param == "torch" else ""
 
 
+@pytest.mark.parametrize(("num_rows", "num_decode"), [(3, 3), (7, 4), (140, 130)])
+@pytest.mark.parametrize("num_groups", [2, 7])
+def test_prepare_rows_finds_cells_in_the_tables_of_every_group(
+    suffix: str, num_groups: int, num_rows: int, num_decode: int, device: torch.device
+) -> None:
+    rng = np.random.default_rng(num_rows)
+    slots = rng.integers(0, NUM_SLOTS, num_rows, np.int32)
+    tables = torch.from_numpy(rng.integers(1, 100, (num_groups * NUM_SLOTS, MAX_BLOCKS), np.int32)).to(device)
+    mapping = torch.full((num_groups, num_decode + 3), -7, dtype=torch.int32, device=device)
+    state = _state(rng, device)._replace(block_tables=tables)
+    out = _rows(num_rows, num_decode, device)._replace(slot_mapping=mapping)
+    getattr(step_rows, "prepare_rows" + suffix)(torch.from_numpy(slots).to(device), num_decode, state, BLOCK_SIZE, out)
+    for group in range(num_groups):
+        for row, slot in enumerate(slots[:num_decode]):
+            length = int(state.num_tokens[slot])
+            block = tables[group * NUM_SLOTS + int(slot), max(length - 1, 0) // BLOCK_SIZE]
+            assert mapping[group, row] == (block * BLOCK_SIZE + (length - 1) % BLOCK_SIZE if length else 0)
+    assert (mapping[:, num_decode:] == -7).all()
+
+
 @pytest.mark.parametrize(("num_rows", "num_decode"), [(1, 1), (3, 3), (7, 4), (5, 0), (140, 130)])
 def test_prepare_rows_gathers_by_slot(suffix: str, num_rows: int, num_decode: int, device: torch.device) -> None:
     rng = np.random.default_rng(num_rows)

@@ -9,7 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from cb_backend.kv_cache.layout import ALL_TOKENS, KVGroup, KVLayout, bytes_per_token, layout_of, one_group
+from cb_backend.kv_cache.layout import (
+    ALL_TOKENS,
+    MOST_GROUPS,
+    KVGroup,
+    KVLayout,
+    bytes_per_token,
+    kept_windows,
+    kv_groups,
+    layout_of,
+    one_group,
+)
 
 MODEL = SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=24)
 
@@ -51,6 +61,44 @@ def test_several_groups_share_blocks_of_one_groups_layers() -> None:
     assert layout.bytes_per_block == 4 * 2 * (2 * 2 * 24 * 2)
 
 
+def test_blocks_of_a_small_group_are_as_large_as_the_others() -> None:
+    groups = (KVGroup(ALL_TOKENS, (1,)), KVGroup(8, (0, 2)))
+    layout = dataclasses.replace(layout_of(MODEL, 4, 2), groups=groups)
+    assert (layout.num_layers, layout.layers_per_block, layout.windows) == (3, 2, (0, 8))
+    assert layout.bytes_per_block == 4 * 2 * (2 * 2 * 24 * 2)
+
+
+PUBLISHED = {  # windows of the layers, and how many groups of how many layers they make
+    "gpt-oss-20b": ((128, 0) * 12, [(0, 12), (128, 12)]),
+    "gemma2-9b": ((4096, 0) * 21, [(0, 21), (4096, 21)]),
+    "gemma3-1b": (((512,) * 5 + (0,)) * 4 + (512,) * 2, [(0, 4), *[(512, 4)] * 5, (512, 2)]),
+    "gemma3-4b": (((1024,) * 5 + (0,)) * 5 + (1024,) * 4, [(0, 5), *[(1024, 5)] * 5, (1024, 4)]),
+    "gemma3-27b": (((1024,) * 5 + (0,)) * 10 + (1024,) * 2, [(0, 10), *[(1024, 10)] * 5, (1024, 2)]),
+    "olmo3-7b": ((4096, 4096, 4096, 0) * 8, [(0, 8), *[(4096, 8)] * 3]),
+    "no window": ((0,) * 28, [(0, 28)]),
+    "one window": ((4096,) * 32, [(4096, 32)]),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_groups_of_published_models(name: str) -> None:
+    windows, expected = PUBLISHED[name]
+    groups = kv_groups(windows)
+    assert [(group.window, len(group.layers)) for group in groups] == expected
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+    assert all(windows[layer] == group.window for group in groups for layer in group.layers)
+
+
+def test_no_model_has_more_groups_than_the_host_can_bear() -> None:
+    for num_whole in range(1, 40):
+        windows = (ALL_TOKENS,) * num_whole + (64,) * (40 - num_whole) + (32,) * 7
+        assert 3 <= len(kv_groups(windows)) <= MOST_GROUPS or num_whole == 40
+
+
+def test_windows_that_no_request_outgrows_are_none() -> None:
+    assert kept_windows((0, 127, 128, 129), 128) == (0, 127, ALL_TOKENS, ALL_TOKENS)
+
+
 def test_whole_blocks_only() -> None:
     layout = layout_of(SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=5), 10, 1)
     assert layout.bytes_per_block == 100
@@ -60,7 +108,6 @@ def test_whole_blocks_only() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ((KVGroup(0, (0, 1)), KVGroup(4, (2,))), r"groups of \[1, 2\] layers cannot share blocks"),
         ((), "a layout needs a group of layers at least"),
         ((KVGroup(0, (0,), "states"),), r"layers \(0,\) keep 'states'; keys and values can be kept"),
     ],

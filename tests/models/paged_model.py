@@ -86,8 +86,8 @@ class PagedModel:
         counts = [len(tokens) for _, tokens in prefill]
         step = StepMetadata(
             ropes=self.model.ropes.rows(self._int32(positions), self._int32(prompt_lens)),
-            slot_mapping=self._int32(mapping),
-            block_tables=self.block_tables,
+            slot_mapping=(self._int32(mapping),),
+            block_tables=(self.block_tables,),
             num_decode_rows=len(decode),
             decode_slots=self._int32([slot for slot, _ in decode]),
             decode_seq_lens=self._int32([self.num_tokens[slot] for slot, _ in decode]),

@@ -66,7 +66,7 @@ def test_s3_head_dim_of_the_config(tmp_path: Path, heads: str) -> None:
     paged.start(0, 30)
     torch.testing.assert_close(paged.prefill(0, prompt), reference_logits(folder, prompt, []), atol=TOLERANCE, rtol=0)
     num_kv_heads = {"mha": 4, "gqa": 2, "mqa": 1}[heads]
-    assert paged.storage.layers[0].shape[1:] == (2, num_kv_heads, 8, 24)
+    assert paged.storage.layers[0].cells.shape[1:] == (2, num_kv_heads, 8, 24)
     assert paged.storage.layout.bytes_per_block == 2 * 2 * num_kv_heads * 8 * 24 * 4
 
 
@@ -133,7 +133,7 @@ def test_equal_cache_keys_mean_equal_keys(tmp_path: Path, rope: str) -> None:
         paged.start(slot, length)
         paged.prefill(slot, prefix)
         # of layer 0, whose keys depend on the tokens and their angles alone
-        keys.append(paged.storage.layers[0][int(paged.block_tables[slot, 0]), 0])
+        keys.append(paged.storage.layers[0].cells[int(paged.block_tables[slot, 0]), 0])
     names = [paged.model.ropes.cache_key(length) for length in lengths]
     for a in range(len(lengths)):
         for b in range(a):

@@ -43,7 +43,7 @@ def test_the_tensor_has_the_bytes_that_were_counted(dtype: torch.dtype) -> None:
 
 def test_layers_are_views() -> None:
     cache = KVCacheStorage(LAYOUT, 5, torch.float32, CPU)
-    cache.layers[2][4, 1, 0, 15, 23] = 7.0
+    cache.layers[2].cells[4, 1, 0, 15, 23] = 7.0
     assert cache.data[2, 4, 1, 0, 15, 23] == 7.0
     assert cache.data.sum() == 7.0
     assert len(cache.layers) == 3
@@ -54,7 +54,8 @@ def test_a_layer_finds_its_row_whatever_group_it_is_in() -> None:
     layout = dataclasses.replace(LAYOUT, groups=groups)
     cache = KVCacheStorage(layout, 5, torch.float32, CPU)
     assert cache.data.shape[:2] == (2, 5)
-    assert [layer.data_ptr() for layer in cache.layers] == [cache.data[row].data_ptr() for row in (0, 0, 1, 1)]
+    assert [layer.cells.data_ptr() for layer in cache.layers] == [cache.data[row].data_ptr() for row in (0, 0, 1, 1)]
+    assert [layer.group for layer in cache.layers] == [1, 0, 1, 0]
 
 
 def test_a_layout_of_another_dtype_is_refused() -> None:

@@ -150,8 +150,8 @@ class ReferenceRunner:
         query_start_loc = np.concatenate(([0], np.cumsum(counts[prefill]))).astype(np.int32)
         metadata = StepMetadata(
             ropes=self.model.ropes.rows(self._to_device(positions), num_prompt_tokens),
-            slot_mapping=self._to_device(batch.slot_mapping(slots, positions)),
-            block_tables=self._to_device(batch.block_tables),
+            slot_mapping=(self._to_device(batch.slot_mapping(slots, positions)),),
+            block_tables=(self._to_device(batch.block_tables),),
             num_decode_rows=plan.num_decode_rows,
             decode_slots=self._to_device(plan.slots[decode]),
             decode_seq_lens=self._to_device(seq_lens[decode]),

@@ -23,8 +23,12 @@ from cb_backend.kernels.slot_state import JOINED_VALUES, NUM_JOINED_WORDS, SlotS
 MAX_STOP_IDS_PER_SLOT = MAX_STOP_TOKEN_IDS + 16
 
 
-def new_slot_state(num_slots: int, max_blocks: int, device: torch.device) -> SlotState:
+def new_slot_state(num_slots: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> SlotState:
     """State for slots 0 to num_slots - 1, and one more that rows of padding name: it never has a token."""
+    if num_groups > 1:
+        max_blocks = (
+            -(-max_blocks // 4) * 4
+        )  # so that each group's tables begin at 16 bytes, as `StepShape.layout` has it
     rows = num_slots + 1
 
     def zeros(*shape: int) -> Tensor:
@@ -37,7 +41,7 @@ def new_slot_state(num_slots: int, max_blocks: int, device: torch.device) -> Slo
         min_positions=zeros(),
         max_total_tokens=torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=device),
         sampling=neutral_rows(rows, device),
-        block_tables=zeros(max_blocks),
+        block_tables=torch.zeros(num_groups * rows, max_blocks, dtype=torch.int32, device=device),
         stop_ids=torch.full((rows, MAX_STOP_IDS_PER_SLOT), -1, dtype=torch.int32, device=device),
     )
 
@@ -74,6 +78,12 @@ def block_table_deltas(plan: StepPlan) -> NDArray[np.int32]:
         table[:, 2] = row.block_ids
         deltas.append(table)
     return np.concatenate(deltas)
+
+
+def deltas_of_groups(deltas: NDArray[np.int32], num_groups: int, num_tables: int) -> NDArray[np.int32]:
+    """The same for `SlotState.block_tables` of several groups, `num_tables` of each: (table, index, block_id)."""
+    index, group = np.divmod(deltas[:, 1], num_groups)
+    return np.stack((group * num_tables + deltas[:, 0], index, deltas[:, 2]), axis=1)
 
 
 def copy_to(values: NDArray, device: torch.device) -> Tensor:

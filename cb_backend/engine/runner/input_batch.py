@@ -28,12 +28,13 @@ def min_position(row: JoinedRow) -> int:
 class InputBatch:
     """Slot-indexed host state. Row `slot` is valid from the plan in which a request joins it."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
-        max_blocks = -(-max_model_len // block_size)
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        self.max_rows = -(-max_model_len // block_size)  # of a block table
         self.block_size = block_size
+        self.num_groups = num_groups
         # One more column than the model's length: the token sampled at the last position is recorded, never computed.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
-        self.block_tables = np.zeros((num_slots, max_blocks), np.int32)
+        self.block_tables = np.zeros((num_slots, self.max_rows * num_groups), np.int32)  # row after row
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens to report; -1 = none, 0 = the sampled
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int32)  # the same for tokens of the prompt
@@ -58,6 +59,12 @@ class InputBatch:
         self.num_prompt_logprobs[slot] = -1 if is_prompt_told else params.prompt_logprobs
 
     def slot_mapping(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Where each token's key and value go: block_id * block_size + offset. [num_tokens] each."""
-        block_ids = self.block_tables[slots, positions // self.block_size]
+        """Where each token's key and value go: block_id * block_size + offset. [num_tokens] each.
+
+        [num_groups, num_tokens] of several groups.
+        """
+        rows = positions // self.block_size
+        if self.num_groups > 1:
+            rows = rows * self.num_groups + np.arange(self.num_groups)[:, None]
+        block_ids = self.block_tables[slots, rows]
         return block_ids * np.int32(self.block_size) + positions % self.block_size

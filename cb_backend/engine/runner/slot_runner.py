@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cb_backend.contracts.step import TOKENS_WANTED, MaskSource, StepPlan
-from cb_backend.engine.runner.device_state import block_table_deltas, copy_to, joined_slots, new_slot_state
+from cb_backend.engine.runner.device_state import (
+    block_table_deltas,
+    copy_to,
+    deltas_of_groups,
+    joined_slots,
+    new_slot_state,
+)
 from cb_backend.engine.runner.host_memory import HostMemory
 from cb_backend.engine.runner.input_batch import InputBatch, is_sampled_apart
 from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, status_with_rules
@@ -53,8 +59,9 @@ class SlotRunner:
         self.device = storage.data.device
         self.block_size = storage.layout.block_size
         self.padding_slot = num_slots
-        self.batch = InputBatch(num_slots, max_model_len, self.block_size)
-        self.state = new_slot_state(num_slots, self.batch.block_tables.shape[1], self.device)
+        self.num_groups = len(storage.layout.groups)
+        self.batch = InputBatch(num_slots, max_model_len, self.block_size, self.num_groups)
+        self.state = new_slot_state(num_slots, self.batch.max_rows, self.device, self.num_groups)
         self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
         self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
@@ -78,6 +85,7 @@ class SlotRunner:
 
     def new_buffers(self, shape: StepShape) -> StepBuffers:
         """Buffers that hold nothing but padding."""
+        shape = shape._replace(num_groups=self.num_groups)
         return make_buffers(shape, padding(shape, self.padding_slot), self.device)
 
     @torch.inference_mode()
@@ -92,6 +100,8 @@ class SlotRunner:
                 self._is_asking[row.slot] = is_sampled_apart(row.params) or row.params.logprobs is not None
             self.ops.join_slots(copy_to(joined_slots(plan.joined), self.device), self.state)
         deltas = block_table_deltas(plan)
+        if self.num_groups > 1:
+            deltas = deltas_of_groups(deltas, self.num_groups, self.padding_slot + 1)
         num_decode = plan.num_decode_rows
         num_prompts = plan.num_rows - num_decode
         num_prefill = plan.total_tokens - num_decode if num_prompts else 0
@@ -99,7 +109,8 @@ class SlotRunner:
         found = None if chunks else self.graphs.find(num_decode, num_prefill, num_prompts)
         of_prompts = logits = None
         if found is None:
-            buffers = self._eager_buffers(StepShape(num_decode, num_prefill, num_prompts), plan, deltas)
+            shape = StepShape(num_decode, num_prefill, num_prompts, num_groups=self.num_groups)
+            buffers = self._eager_buffers(shape, plan, deltas)
             hidden = self._compute_hidden(buffers)
             if chunks:
                 of_prompts = launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch)
@@ -189,8 +200,8 @@ class SlotRunner:
         nothing = slots[:0]
         step = StepMetadata(
             ropes=self.model.ropes.rows(rows.positions, rows.num_prompt_tokens),
-            slot_mapping=rows.slot_mapping,
-            block_tables=state.block_tables,
+            slot_mapping=rows.slot_mapping.view(self.num_groups, -1)[:, : shape.num_tokens].unbind(),
+            block_tables=state.tables.unbind(),
             num_decode_rows=shape.num_decode,
             decode_slots=slots[: shape.num_decode],
             decode_seq_lens=rows.seq_lens,

@@ -45,6 +45,8 @@ def make_buffers(shape: StepShape, host: NDArray[np.int32], device: torch.device
     """Buffers that hold what the host array does. Does not wait for the device: steps before it may still run there."""
     host_copy = copy_to(host, device)
     segments = {name: host_copy[where] for name, where in shape.layout()[0].items()}
+    if "slot_mapping" in segments:
+        segments["slot_mapping"] = segments["slot_mapping"].view(shape.mapping_shape)
 
     def ints(name: str) -> Tensor:
         found = segments.get(name)
@@ -53,7 +55,7 @@ def make_buffers(shape: StepShape, host: NDArray[np.int32], device: torch.device
     rows = StepRows(
         token_ids=ints("token_ids"),
         positions=ints("positions"),
-        slot_mapping=ints("slot_mapping"),
+        slot_mapping=segments.get("slot_mapping", torch.zeros(shape.mapping_shape, dtype=torch.int32, device=device)),
         num_prompt_tokens=ints("num_prompt_tokens"),
         seq_lens=torch.zeros(shape.num_decode, dtype=torch.int32, device=device),
         sampling=neutral_rows(shape.num_rows, device),
@@ -78,7 +80,10 @@ def padding(shape: StepShape, padding_slot: int) -> NDArray[np.int32]:
 
 def split(host: NDArray[np.int32], shape: StepShape) -> dict[str, NDArray[np.int32]]:
     """Views of a host array by segment."""
-    return {name: host[where] for name, where in shape.layout()[0].items()}
+    views = {name: host[where] for name, where in shape.layout()[0].items()}
+    if "slot_mapping" in views:
+        views["slot_mapping"] = views["slot_mapping"].reshape(shape.mapping_shape)
+    return views
 
 
 def fill(
@@ -116,8 +121,8 @@ def _fill_prompts(
         ("slot_mapping", batch.slot_mapping(token_slots, positions)),
         ("num_prompt_tokens", batch.num_prompt_tokens[token_slots]),
     ):
-        views[name][tokens] = values
-        views[name][bucket + num_tokens :] = 0
+        views[name][..., tokens] = values
+        views[name][..., bucket + num_tokens :] = 0
     views["prompt_slots"][:num_prompts] = slots
     views["prompt_slots"][num_prompts:] = padding_slot
     views["query_start_loc"][0] = 0

@@ -66,7 +66,7 @@ class StepGraphs:
 
     @property
     def shapes(self) -> list[StepShape]:
-        return list(self._graphs)
+        return [buffers.shape for _, buffers in self._graphs.values()]
 
     def find(self, num_decode: int, num_prefill: int, num_prompts: int) -> tuple[Replayable, StepBuffers] | None:
         """The graph with the fewest tokens of those that hold a step and are worth it; None if there is none."""
