@@ -15,6 +15,7 @@ from cb_backend.study.figures import figures, prompt_time_share
 from cb_backend.study.load_watch import LoadWatch
 from cb_backend.study.replay import Replay, Say
 from cb_backend.study.sample import Sample
+from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import StepTimes
 from cb_backend.study.sweep import Target, choose, compare, highest_rate, run_trial, sweep
 from cb_backend.study.traffic import Traffic
@@ -119,12 +120,12 @@ class Session:
         times, engine = self.times, self._engine
         if engine is not None:
             vocab_size, longest = engine.info.vocab_size, engine.info.max_model_len
-            longest = min(longest, engine.info.num_blocks * engine.info.block_size)
+            longest = min(longest, engine.scheduler.longest_request)
         else:
             assert times is not None
             vocab_size = times.vocab_size
-            num_blocks = self.config.num_gpu_blocks_override or times.num_blocks
-            longest = min(self.config.max_model_len or times.max_model_len, num_blocks * times.block_size)
+            engine = simulated_engine(self._simulator_config(times), times, VirtualClock())
+            longest = min(engine.info.max_model_len, engine.scheduler.longest_request)
         traffic, num_dropped = self.sample.traffic(vocab_size, longest, self.max_tokens, self.seed)
         if not num_dropped:
             return traffic, []

@@ -76,6 +76,7 @@ class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"  # auto: as dtype
     quantization: str | None = None  # of the weights: fp8 | None
     num_host_blocks: int = 0  # for blocks of preempted requests
+    kv_windows: tuple[int, ...] = (0,)  # newest tokens that each group of layers keeps, the largest first; 0: all
     sampling_defaults: dict[str, float] = {}  # of the checkpoint, for what requests leave out; names as in requests
 
 

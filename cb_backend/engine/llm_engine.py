@@ -34,7 +34,7 @@ from cb_backend.engine.held_requests import HeldRequests
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
-from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.kv_cache.make_manager import make_manager
 from cb_backend.support.fault_points import reach
 
 
@@ -84,7 +84,7 @@ class LLMEngine:
         self.runner = runner
         by_itself = MAX_RUN_AHEAD if info.device == "cuda" else 0  # on a CPU there is nothing to wait for
         self.run_ahead = by_itself if config.run_ahead is None else config.run_ahead
-        kv = KVCacheManager(info.num_blocks + 1, info.block_size, config.enable_prefix_caching)
+        kv = make_manager(config, info, self.run_ahead)
         self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks, policy)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)
         self.grammars = GrammarCompiler(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)

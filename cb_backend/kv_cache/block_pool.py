@@ -115,6 +115,18 @@ class BlockPool:
                 else:
                     self._free_cached[block_id] = None
 
+    def evict_first(self, block_ids: Iterable[int]) -> None:
+        """Of cached blocks that nobody holds: they are the first to go when space is needed. Others are left alone."""
+        for block_id in block_ids:
+            if block_id in self._free_cached:
+                self._free_cached.move_to_end(block_id, last=False)
+
+    def renew(self, links: Iterable[CachedBlock]) -> None:
+        """As if these blocks had been given back just now, in this order, where nobody holds them."""
+        for link in links:
+            if link.block_id in self._free_cached:  # the null block, of a link that is gone, is never free
+                self._free_cached.move_to_end(link.block_id)
+
     def link_of(self, block_id: int) -> CachedBlock | None:
         """The cached content of a block, or None if its content cannot be hit."""
         return self._link_of_block[block_id]
@@ -122,6 +134,10 @@ class BlockPool:
     def has_digest(self, digest: bytes) -> bool:
         """Whether some block has this digest; its content may still be another."""
         return digest in self._link_of_digest
+
+    def link_with(self, digest: bytes) -> CachedBlock | None:
+        """Whatever has this digest; its content may be another."""
+        return self._link_of_digest.get(digest)
 
     def find(self, digest: bytes, token_bytes: bytes, parent: CachedBlock | bytes) -> CachedBlock | None:
         """The live link with exactly this content, or None. An equal digest with other content is None."""

@@ -39,7 +39,7 @@ def keyed_block_hash() -> HashBlock:
 
 
 @dataclass(slots=True)
-class _Chain:
+class Chain:
     """How far a request's blocks are in the prefix cache."""
 
     end: CachedBlock | bytes  # link of the last such block; the salt when there is none
@@ -49,6 +49,8 @@ class _Chain:
 
 class KVCacheManager:
     """Block tables over one `BlockPool`, with a prefix cache of full blocks."""
+
+    num_groups = 1  # blocks of a table for every `block_size` tokens
 
     def __init__(
         self,
@@ -61,11 +63,12 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, block_size)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.minds_full_blocks = enable_prefix_caching  # `cache_full_blocks` has something to do
         self._hash_block = hash_block or keyed_block_hash()
         self.num_reset_blocks = 0  # that were findable when the cache was reset
         self._coming: dict[bytes, int] = {}  # digest of a block being computed -> request that computes it
         self._announced: dict[int, list[bytes]] = {}  # request id -> its digests in _coming
-        self._chains: dict[int, _Chain] = {}  # by request id, of the requests that hold blocks
+        self._chains: dict[int, Chain] = {}  # by request id, of the requests that hold blocks
 
     @property
     def num_usable_blocks(self) -> int:
@@ -75,8 +78,41 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 
+    @property
+    def num_free_rows(self) -> int:
+        """How many requests can grow by `block_size` tokens now."""
+        return self.pool.num_free_blocks
+
+    @property
+    def num_free_tokens(self) -> int:
+        """About how many tokens of requests yet to come the free blocks hold."""
+        return self.pool.num_free_blocks * self.block_size
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest request that the whole cache can hold."""
+        return self.num_usable_blocks * self.block_size
+
     def num_blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a request of so many tokens holds at a time."""
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_held(self, num_tokens: NDArray[np.int32]) -> int:
+        """By requests whose block tables have room for so many tokens, [num_requests]."""
+        return int(num_tokens.sum()) // self.block_size
+
+    def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
+        """Of those for `num_tokens` tokens, the blocks that the prefix cache does not have."""
+        return self.num_blocks_for(num_tokens) - len(self.get_computed_blocks(request)[0])
+
+    def growth(self, held: NDArray[np.float64], to_come: NDArray[np.float64], most_at_once: float) -> int:
+        """Blocks for what requests are to grow. Arrays [num_requests], in tokens; `most_at_once`: tokens of all of them
+        together that are held at a time."""
+        return int(most_at_once / self.block_size)
+
+    def kept(self, block_table: Sequence[int], num_tokens: int) -> Sequence[int]:
+        """The beginning of a block table that holds `num_tokens` tokens, as far as it is read after them."""
+        return block_table[: self.num_blocks_for(num_tokens)]
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
         """Cached blocks that begin the request's tokens, and how many tokens they hold. Changes no block.
@@ -113,12 +149,18 @@ class KVCacheManager:
         return low
 
     def allocate_slots(
-        self, request: Request, num_tokens_total: int, computed_blocks: Sequence[int] = (), num_reserved: int = 0
+        self,
+        request: Request,
+        num_tokens_total: int,
+        computed_blocks: Sequence[int] = (),
+        num_reserved: int = 0,
+        num_computed_tokens: int = 0,
     ) -> list[int] | None:
         """Grow the request's block table until it holds `num_tokens_total` tokens; returns the added blocks.
 
         `computed_blocks` (at admission only) come first in the table and are part of what is returned.
         None, and nothing changes, if after that fewer than `num_reserved` blocks would be free.
+        `num_computed_tokens`, of those to be copied back as well, make no difference where all blocks are kept.
         """
         pool = self.pool
         num_new = self.num_blocks_for(num_tokens_total) - len(request.block_table) - len(computed_blocks)
@@ -133,7 +175,7 @@ class KVCacheManager:
         request.block_table.extend(added)
         if request.request_id not in self._chains:
             end = pool.link_of(computed_blocks[-1]) if computed_blocks else None
-            self._chains[request.request_id] = _Chain(end or request.cache_salt, len(computed_blocks))
+            self._chains[request.request_id] = Chain(end or request.cache_salt, len(computed_blocks))
         return added
 
     def append_blocks(self, requests: Sequence[Request]) -> list[int]:

@@ -7,11 +7,14 @@ module does not know tensors, the queue or why somebody is preempted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cb_backend.contracts.request import Request
+from cb_backend.kv_cache.block_pool import NULL_BLOCK
 from cb_backend.support.fault_points import reach
 
+NO_BLOCK = -1
 _NOT_LAUNCHED = 0
 # What moving a token out and in costs, in tokens computed again, and what moving costs at all: a few kernel launches
 # and transfers. Measured ratios differ with model and bus; these keep short requests from being moved.
@@ -23,7 +26,7 @@ FIXED_COST_TOKENS = 64
 class _Copy:
     """Where a preempted request's blocks are."""
 
-    host_blocks: list[int]  # in the order of the block table
+    host_blocks: list[int]  # in the order of the block table; NO_BLOCK where nothing is kept
     num_tokens: int  # whose keys and values they hold
     step_id: int  # of the plan that copies them out
 
@@ -31,12 +34,11 @@ class _Copy:
 class SwapSpace:
     """`num_blocks` blocks of host memory; 0: everything is computed again."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_swapped_out = 0  # requests, since the start
         self.num_swapped_in = 0
         self.fixed_cost_tokens = FIXED_COST_TOKENS
-        self._block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
         self._copies: dict[int, _Copy] = {}  # by request id
         self._outgoing: list[tuple[int, int]] = []  # (device block, host block) for the next plan
@@ -58,37 +60,42 @@ class SwapSpace:
         copy = self._copies.get(request.request_id)
         return 0 if copy is None else copy.num_tokens
 
-    def put_out(self, request: Request, block_table: list[int], num_tokens: int) -> bool:
+    def put_out(self, request: Request, blocks: Sequence[int], num_tokens: int) -> bool:
         """Keep the first `num_tokens` tokens of a preempted request, if that is cheaper than computing them again.
 
+        `blocks`: the beginning of its block table; the null block stands where nothing is read any more.
         False if it is not, or if there is no room: then nothing is kept.
         """
-        num_blocks = -(-num_tokens // self._block_size)
         is_cheaper = self.fixed_cost_tokens + _COST_PER_TOKEN * num_tokens < num_tokens
-        if not is_cheaper or num_blocks > len(self._free):
+        if not is_cheaper or len(blocks) - blocks.count(NULL_BLOCK) > len(self._free):
             return False
         reach("swap.put_out")
-        host_blocks = [self._free.pop() for _ in range(num_blocks)]
+        host_blocks = [NO_BLOCK if block == NULL_BLOCK else self._free.pop() for block in blocks]
         self._copies[request.request_id] = _Copy(host_blocks, num_tokens, _NOT_LAUNCHED)
-        self._outgoing += zip(block_table[:num_blocks], host_blocks, strict=True)
+        self._outgoing += [pair for pair in zip(blocks, host_blocks, strict=True) if pair[1] != NO_BLOCK]
         self.num_swapped_out += 1
         return True
 
-    def bring_in(self, request: Request, num_found_blocks: int) -> list[tuple[int, int]]:
+    def bring_in(self, request: Request, found_blocks: Sequence[int]) -> list[tuple[int, int]]:
         """(device block, host block) to copy for a request that has its block table; its place here is free then.
 
-        The first `num_found_blocks` of the table came from the prefix cache and need no copy.
+        What the table has of `found_blocks`, at the same places, came from the prefix cache and needs no copy.
         """
         reach("swap.bring_in")
         copy = self._copies.pop(request.request_id)
-        self._free.extend(copy.host_blocks)
+        self._give_free(copy)
         self.num_swapped_in += 1
         if copy.step_id > self._last_back:  # a plan that does both has a row of the request, which ends with it
             self._on_trust[request.request_id] = copy.step_id
-        num_blocks = len(copy.host_blocks)
-        return list(
-            zip(request.block_table[num_found_blocks:num_blocks], copy.host_blocks[num_found_blocks:], strict=True)
-        )
+        places = zip(request.block_table, copy.host_blocks, strict=False)  # the table may have room for more tokens
+        return [
+            (device, host)
+            for place, (device, host) in enumerate(places)
+            if host != NO_BLOCK and not (place < len(found_blocks) and found_blocks[place] == device)
+        ]
+
+    def _give_free(self, copy: _Copy) -> None:
+        self._free.extend(block for block in copy.host_blocks if block != NO_BLOCK)
 
     def forget(self, request: Request) -> None:
         """The request will not come back, or is computed again: free its place, if it has one."""
@@ -96,7 +103,7 @@ class SwapSpace:
         copy = self._copies.pop(request.request_id, None)
         if copy is None:
             return
-        self._free.extend(copy.host_blocks)
+        self._give_free(copy)
         if copy.step_id == _NOT_LAUNCHED:
             gone = set(copy.host_blocks)
             self._outgoing = [pair for pair in self._outgoing if pair[1] not in gone]
@@ -104,7 +111,7 @@ class SwapSpace:
     def forget_all(self) -> None:
         """Nothing of what is kept may be used again."""
         for copy in self._copies.values():
-            self._free.extend(copy.host_blocks)
+            self._give_free(copy)
         self._copies.clear()
         self._outgoing.clear()
 
@@ -131,7 +138,7 @@ class SwapSpace:
         known.
         """
         for request_id in [rid for rid, copy in self._copies.items() if copy.step_id >= step_id]:
-            self._free.extend(self._copies.pop(request_id).host_blocks)
+            self._give_free(self._copies.pop(request_id))
         brought_in = [rid for rid, copied_by in self._on_trust.items() if copied_by >= step_id]
         for request_id in brought_in:
             del self._on_trust[request_id]
@@ -139,7 +146,7 @@ class SwapSpace:
 
     def check_integrity(self, waiting: set[int]) -> None:
         """Raise `AssertionError` unless every block is free or kept for one of the requests `waiting`."""
-        kept = [block for copy in self._copies.values() for block in copy.host_blocks]
+        kept = [block for copy in self._copies.values() for block in copy.host_blocks if block != NO_BLOCK]
         blocks = {*kept, *self._free}
         assert len(blocks) == self.num_blocks == len(kept) + len(self._free), "a host block is lost or free twice"
         assert blocks.issuperset(range(self.num_blocks)), "a host block that does not exist"

@@ -199,6 +199,7 @@ def fitted(engine: LLMEngine, replays: Sequence[Replay], conditions: dict[str, s
         vocab_size=info.vocab_size,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
+        kv_windows=info.kv_windows,
         max_num_seqs=max(result.num_slots for result in replays),
         max_num_batched_tokens=int(max(result.steps.shapes[:, :3:2].sum(1).max() for result in replays)),
         num_steps=len(costs),

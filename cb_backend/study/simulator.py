@@ -99,5 +99,6 @@ def simulated_engine(
         max_num_seqs=config.max_num_seqs,
         dtype=times.dtype,
         device=times.device,
+        kv_windows=times.kv_windows,
     )
     return LLMEngine(config, SimulatedRunner(times, clock), info, clock, policy)

@@ -78,6 +78,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     block_size: int
     num_blocks: int  # of the cache that the measured engine had
+    kv_windows: tuple[int, ...] = (0,)  # of its groups of layers, as `ModelInfo` has them
     max_num_seqs: int  # largest batch and budget that were measured: beyond them the fit only guesses
     max_num_batched_tokens: int
     num_steps: int

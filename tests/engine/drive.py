@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,9 @@ from cb_backend.contracts.request import FinishReason
 from cb_backend.contracts.step import NO_TOKEN, EngineOutput, Failure, PromptLogprobs, TokenLogprobs
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.kv_cache.layout import ALL_TOKENS, layout_of
+from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.kv_cache.swap import BlockSwapper
 from tests.oracles.reference_runner import ReferenceRunner
 
 MAX_STEPS = 20_000
@@ -135,14 +139,21 @@ def check_figures(figures: list[Logprob], tokens: list[int], expected: torch.Ten
 
 
 def with_reference_runner(settings: EngineConfig) -> LLMEngine:
-    """An engine whose steps are run in the plainest way: what the package's runner is compared with."""
+    """An engine whose steps are run in the plainest way: what the package's runner is compared with.
+
+    Every layer keeps all tokens, in blocks of all layers, whatever its window.
+    """
     engine = create_engine(settings)
     runner: Any = engine.runner
-    reference = ReferenceRunner(
-        runner.model, runner.ops, runner.storage, settings.max_num_seqs, engine.info.max_model_len
-    )
-    reference.swapper = runner.swapper
-    return LLMEngine(settings, reference, engine.info)
+    storage, swapper, info = runner.storage, runner.swapper, engine.info
+    if info.kv_windows != (ALL_TOKENS,):
+        layout = layout_of(runner.model.spec, info.block_size, storage.layout.element_bytes)
+        storage = KVCacheStorage(layout, storage.num_blocks, storage.data.dtype, storage.data.device)
+        swapper = BlockSwapper(storage, info.num_host_blocks) if swapper else None
+        info = msgspec.structs.replace(info, kv_windows=(ALL_TOKENS,))
+    reference = ReferenceRunner(runner.model, runner.ops, storage, settings.max_num_seqs, info.max_model_len)
+    reference.swapper = swapper
+    return LLMEngine(settings, reference, info)
 
 
 def engine_for(folder: Path, kind: str, **changes: object) -> LLMEngine:

@@ -26,6 +26,8 @@ import numpy as np
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.kv_cache.layout import ALL_TOKENS
+from cb_backend.kv_cache.make_manager import make_manager
 from tests.engine.drive import Run, config, run, with_reference_runner
 from tests.engine.equivalence_cells import Cells
 from tests.kept_results import fingerprint
@@ -36,6 +38,7 @@ PACKAGE = HERE.parents[1] / "cb_backend"
 BLOCK_SIZE = 4
 MAX_LEN = 96
 NUM_PROMPTS = 24
+MOST_TOKENS = 76  # of the longest prompt and answer
 VOCAB = 97
 LOGPROB_TOLERANCE = 1e-4
 
@@ -138,6 +141,12 @@ class Matrix:
         info = msgspec.structs.replace(engine.info, num_host_blocks=engine.info.num_host_blocks if swaps else 0)
         if setting.num_blocks is not None:
             info = msgspec.structs.replace(info, num_blocks=setting.num_blocks)
+            if info.kv_windows != (ALL_TOKENS,):
+                # Small steps, so that windows are all that the longest request holds beside what every layer keeps.
+                most = min(changed.max_num_batched_tokens, 2 * BLOCK_SIZE)
+                changed = dataclasses.replace(changed, max_num_batched_tokens=most, max_num_seqs=min(most, 8))
+                needed = make_manager(changed, info, changed.run_ahead or 0).num_blocks_for(MOST_TOKENS)
+                info = msgspec.structs.replace(info, num_blocks=needed + setting.num_blocks - TIGHT + 1)
         made = LLMEngine(changed, engine.runner, info)
         made.scheduler._swap.fixed_cost_tokens = 0  # prompts are short here
         return made

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.request import FinishReason, Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import NO_TOKEN, EngineOutput, NoMasks, StepPlan
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
-from cb_backend.kv_cache.manager import KVCacheManager
+from cb_backend.kv_cache.make_manager import make_manager
 from tests.fakes.runners import FakePending, ScriptedRunner
 
 MAX_STEPS = 20_000
@@ -24,6 +25,15 @@ MAX_STEPS = 20_000
 def ten_plus_index(request_id: int, index: int) -> int:
     """The usual script: output 10, 11, 12, ..."""
     return 10 + index
+
+
+def info_of(config: EngineConfig, num_blocks: int, max_model_len: int, windows: tuple[int, ...]) -> ModelInfo:
+    """Of a model that has nothing but a cache of `num_blocks` usable blocks."""
+    return ModelInfo(
+        model="fake", tokenizer_dir="", vocab_size=1000, max_model_len=max_model_len, eos_token_ids=(),
+        block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=config.max_num_seqs, dtype="float32",
+        device="cpu", kv_windows=windows,
+    )  # fmt: skip
 
 
 class FakeEngine:
@@ -37,14 +47,15 @@ class FakeEngine:
         run_ahead: int = 0,
         num_host_blocks: int = 0,
         policy: PolicyKind = ContinuousAdmission,
+        windows: tuple[int, ...] = (0,),
         **arguments: Any,
     ) -> None:
         # Nothing is kept for what is expected, so that a situation of scarcity is what the test makes it.
         usual = {"model": "fake", "block_size": 4, "run_ahead": run_ahead, "admission_reserve": -10.0}
         config = EngineConfig(**{**usual, **arguments})
-        self.kv = KVCacheManager(num_blocks + 1, config.block_size, config.enable_prefix_caching)
+        self.kv = make_manager(config, info_of(config, num_blocks, max_model_len, windows), run_ahead)
         self.scheduler = Scheduler(config, self.kv, max_model_len, num_host_blocks, policy)
-        self.runner = ScriptedRunner(config.block_size, script, is_delayed=run_ahead > 0)
+        self.runner = ScriptedRunner(config.block_size, script, run_ahead > 0, windows)
         self.run_ahead = run_ahead
         self.max_model_len = max_model_len
         self.in_flight: deque[tuple[StepPlan, FakePending]] = deque()

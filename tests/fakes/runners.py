@@ -2,7 +2,8 @@
 
 `HashRunner` (H): a KV cell holds (token, position, salt). The next token is a hash of everything that a request's
 block table leads to, so a single wrong, stale or foreign block changes the output. `lone_output` computes the same
-without blocks: the reference. `ScriptedRunner` (S): the test says which token comes at each position.
+without blocks: the reference. Of several groups of layers each has cells of its own, of which it reads those in its
+window. `ScriptedRunner` (S): the test says which token comes at each position.
 Both keep a request's tokens from `JoinedRow` and their own sampling only, as the real runner does.
 """
 
@@ -23,6 +24,8 @@ from cb_backend.contracts.token_rules import TokenRules
 
 _CELL = struct.Struct("=3q")  # (token, position, salt)
 _EMPTY_CELL = _CELL.pack(-1, -1, -1)
+GROUP_FACTOR = 1 << 40  # cells of group g hold its g-fold beside the salt
+NULL_BLOCK = 0
 
 
 @cache
@@ -36,6 +39,7 @@ class HashModel:
 
     vocab_size: int
     stop_chance: float = 0.0
+    windows: tuple[int, ...] = (0,)  # newest cells that each group of layers reads; 0: all
 
     @staticmethod
     def new_hash() -> hashlib.blake2b:
@@ -57,6 +61,8 @@ class HashModel:
         self, prompt: Sequence[int], salt: bytes, params: TokenRules, stop_ids: Sequence[int], max_total: int
     ) -> list[int]:
         """What the request must produce whatever runs beside it: the token ids of its whole output."""
+        if self.windows != (0,):
+            return self._lone_output_of_groups(prompt, salt, params, stop_ids, max_total)
         number, read = salt_number(salt), self.new_hash()
         for position, token in enumerate(prompt):
             read.update(_CELL.pack(token, position, number))
@@ -69,6 +75,21 @@ class HashModel:
             read.update(_CELL.pack(token, position, number))
         return output
 
+    def _lone_output_of_groups(
+        self, prompt: Sequence[int], salt: bytes, params: TokenRules, stop_ids: Sequence[int], max_total: int
+    ) -> list[int]:
+        number, tokens = salt_number(salt), list(prompt)
+        while len(tokens) < max_total:
+            read, end = self.new_hash(), len(tokens)
+            for group, window in enumerate(self.windows):
+                for position in range(max(0, end - window) if window else 0, end):
+                    read.update(_CELL.pack(tokens[position], position, number + group * GROUP_FACTOR))
+            num_out = len(tokens) - len(prompt)
+            tokens.append(self.next_token(read, num_out, params, stop_ids))
+            if tokens[-1] in stop_ids and num_out + 1 >= params.min_tokens:
+                break
+        return tokens[len(prompt) :]
+
 
 @dataclass
 class _Slot:
@@ -76,6 +97,7 @@ class _Slot:
     tokens: list[int]
     block_table: list[int]
     has_ended: bool = False  # its last token is out: later launched steps find nothing to compute
+    has_misread: bool = False
     is_broken: bool = False  # a step with it was lost: what later launched steps compute for it is garbage
 
 
@@ -85,6 +107,7 @@ class FakePending:
 
     run: Callable[[], StepResult]
     written_blocks: set[int]
+    read_blocks: set[int]
     undone: deque[FakePending]  # launched steps whose work has not been done, oldest first
     spoil: Callable[[], None] = lambda: None
     output: StepResult | None = None
@@ -109,8 +132,11 @@ class _FakeRunner:
     block_size: int
     is_delayed: bool = False
     slots: dict[int, _Slot] = field(default_factory=dict)
+    windows: tuple[int, ...] = (0,)
     num_steps: int = 0
     num_computed: dict[int, int] = field(default_factory=dict)  # tokens computed, by request id
+    # By step: requests that read cells of others. After a lost step they may, if nobody hears what comes of it.
+    misread: dict[int, set[int]] = field(default_factory=dict)
     undone: deque[FakePending] = field(default_factory=deque)
 
     def execute(self, plan: StepPlan, masks: MaskSource) -> FakePending:
@@ -119,7 +145,8 @@ class _FakeRunner:
         assert plan.step_id == self.num_steps, "step ids have a gap"
         work = self._rows(plan)
         blocks, undone = self._written_blocks(work), self.undone
-        pending = FakePending(lambda: self._run(plan, work), blocks, undone, lambda: _break(work))
+        read_blocks = self._read_blocks(work)
+        pending = FakePending(lambda: self._run(plan, work), blocks, read_blocks, undone, lambda: _break(work))
         undone.append(pending)
         if not self.is_delayed:
             pending.result()
@@ -154,6 +181,11 @@ class _FakeRunner:
         for grown, index, block_id in plan.new_blocks.tolist():
             assert grown not in joined, "a joining row brings its whole block table"
             table = self.slots[grown].block_table
+            if index < len(table):  # promised until now
+                assert len(self.windows) > 1 or self.windows[0], "a block that is there already is given again"
+                assert table[index] == NULL_BLOCK, "a place in the block table is taken twice"
+                table[index] = block_id
+                continue
             assert len(table) == index, "new blocks must continue the block table"
             table.append(block_id)
         slots = plan.slots.tolist()
@@ -167,15 +199,26 @@ class _FakeRunner:
         return list(zip(map(self.slots.__getitem__, slots), computed, scheduled, is_sampling, strict=True))
 
     def _written_blocks(self, work: list[tuple[_Slot, int, int, bool]]) -> set[int]:
-        written = set()
+        written, size = set(), len(self.windows)
         for slot, computed, scheduled, _ in work:
             first, last = computed // self.block_size, (computed + scheduled - 1) // self.block_size
-            blocks = slot.block_table[first : last + 1]
-            assert len(blocks) == last + 1 - first, "the block table has no room for the scheduled tokens"
+            blocks = slot.block_table[first * size : (last + 1) * size]
+            assert len(blocks) == (last + 1 - first) * size, "the block table has no room for the scheduled tokens"
             assert 0 not in blocks, "the null block is in a block table"
             assert written.isdisjoint(blocks), "two rows write the same block"
             written.update(blocks)
         return written
+
+    def _read_blocks(self, work: list[tuple[_Slot, int, int, bool]]) -> set[int]:
+        """Of every group, the blocks in the window of a row's first token, and of those after it."""
+        read, size = set(), len(self.windows)
+        for slot, computed, scheduled, _ in work:
+            last = (computed + scheduled - 1) // self.block_size
+            for group, window in enumerate(self.windows):
+                first = max(0, computed - window + 1) // self.block_size if window else 0
+                read.update(slot.block_table[first * size + group : (last + 1) * size : size])
+        assert NULL_BLOCK not in read, "the null block is read"
+        return read
 
     def _run(self, plan: StepPlan, work: list[tuple[_Slot, int, int, bool]]) -> StepResult:
         sampled: list[int] = []
@@ -192,6 +235,8 @@ class _FakeRunner:
             request_id = slot.row.request_id
             self.num_computed[request_id] = self.num_computed.get(request_id, 0) + scheduled
             token, failed = self._compute(slot, computed, end)
+            if slot.has_misread:
+                self.misread.setdefault(plan.step_id, set()).add(request_id)
             status.append(RowStatus.NOT_FINITE if failed else RowStatus.OK)
             sampled.append(token if is_sampling and not failed else NO_TOKEN)
             if is_sampling:
@@ -237,7 +282,7 @@ class HashRunner(_FakeRunner):
         is_delayed: bool = False,
         num_host_blocks: int = 0,
     ) -> None:
-        super().__init__(block_size, is_delayed)
+        super().__init__(block_size, is_delayed, windows=model.windows)
         self.model = model
         self._empty_block = _EMPTY_CELL * block_size
         # Bytes, block by block: rows write and read a few cells at a time, for which arrays are slow.
@@ -259,6 +304,8 @@ class HashRunner(_FakeRunner):
         return np.frombuffer(content, np.int64).reshape(-1, self.block_size, 3)
 
     def _compute(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
+        if self.windows != (0,):
+            return self._compute_groups(slot, computed, end)
         row, size = slot.row, self.block_size
         blocks = [self._blocks[block_id] for block_id in slot.block_table]
         failed = end >= self.fails_at.get(row.request_id, end + 1)
@@ -273,12 +320,41 @@ class HashRunner(_FakeRunner):
         num_out = len(slot.tokens) - row.num_prompt_tokens
         return self.model.next_token(read, num_out, row.params, row.stop_token_ids), failed
 
+    def _compute_groups(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
+        row, size, num_groups = slot.row, self.block_size, len(self.windows)
+        failed = end >= self.fails_at.get(row.request_id, end + 1)
+        salt, read = salt_number(self.salts.get(row.request_id, b"")), self.model.new_hash()
+        for group, window in enumerate(self.windows):
+            blocks = [self._blocks[block_id] for block_id in slot.block_table[group::num_groups]]
+            number = salt + group * GROUP_FACTOR
+            for position in range(computed, end):
+                token = -7 if failed else slot.tokens[position]
+                _CELL.pack_into(blocks[position // size], position % size * _CELL.size, token, position, number)
+            # Chunks that sample nothing read as well, from the window of their first token on.
+            first = max(0, computed - window + 1) if window else 0
+            cells = b"".join(blocks[first // size : -(-end // size)])[first % size * _CELL.size :]
+            cells = cells[: (end - first) * _CELL.size]
+            expected = [_CELL.pack(slot.tokens[position], position, number) for position in range(first, end)]
+            slot.has_misread |= not failed and cells != b"".join(expected)
+            last = max(0, end - window) if window else 0
+            read.update(cells[(last - first) * _CELL.size :])
+        if end < len(slot.tokens):
+            return NO_TOKEN, failed
+        num_out = len(slot.tokens) - row.num_prompt_tokens
+        return self.model.next_token(read, num_out, row.params, row.stop_token_ids), failed
+
 
 class ScriptedRunner(_FakeRunner):
     """S. `script(request_id, n)` is the n-th generated token (from 0) of a request."""
 
-    def __init__(self, block_size: int, script: Callable[[int, int], int], is_delayed: bool = False) -> None:
-        super().__init__(block_size, is_delayed)
+    def __init__(
+        self,
+        block_size: int,
+        script: Callable[[int, int], int],
+        is_delayed: bool = False,
+        windows: tuple[int, ...] = (0,),
+    ) -> None:
+        super().__init__(block_size, is_delayed, windows=windows)
         self.script = script
         self.failing: set[int] = set()  # request ids whose rows fail from now on
 

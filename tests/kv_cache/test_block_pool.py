@@ -39,6 +39,42 @@ def test_one_block_beside_the_null_block_is_enough() -> None:
     assert BlockPool(num_blocks=2, block_size=2).allocate(1) == [1]
 
 
+def cached_pool(num_blocks: int) -> tuple[BlockPool, list[CachedBlock]]:
+    """All blocks free and cached, the first freed longest ago."""
+    pool = BlockPool(num_blocks + 1, block_size=2)
+    block_ids = pool.allocate(num_blocks) or []
+    links = [pool.cache(block_id, b"%d" % block_id, content(block_id), NO_SALT) for block_id in block_ids]
+    pool.free(block_ids)
+    return pool, links
+
+
+def test_what_is_to_be_evicted_first_is() -> None:
+    pool, _ = cached_pool(4)
+    held = pool.allocate(1)  # block 1, which has no content now
+    pool.evict_first([3, 1])
+    assert pool.allocate(2) == [3, 2]
+    assert held == [1]
+
+
+def test_renewed_content_is_evicted_last() -> None:
+    pool, links = cached_pool(4)
+    gone = pool.allocate(1)
+    pool.touch([4])
+    pool.renew(links[:3])  # the first has lost its block, the last is held
+    assert gone == [1]
+    pool.free([4])
+    pool.renew([links[1]])
+    assert pool.allocate(3) == [3, 4, 2]
+    pool.renew(links)
+    pool.check_integrity()
+
+
+def test_whatever_has_a_digest_is_found_by_it() -> None:
+    pool, links = cached_pool(2)
+    assert pool.link_with(b"2") is links[1]
+    assert pool.link_with(b"3") is None
+
+
 def test_freeing_twice_is_an_error() -> None:
     pool = BlockPool(num_blocks=3, block_size=2)
     block_ids = pool.allocate(1)

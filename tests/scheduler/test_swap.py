@@ -264,16 +264,30 @@ def test_who_is_computed_again_before_its_copy_fails_is_not_once_more() -> None:
 def test_who_runs_on_a_copy_is_remembered_until_the_copy_has_come_back(
     last_back: int, distrusted: list[int], is_back_before: bool
 ) -> None:
-    space = SwapSpace(num_blocks=50, block_size=4)
+    space = SwapSpace(num_blocks=50)
     request = Request(1, np.ones(101, np.int32), 100, TokenRules(), (), 200, block_table=list(range(1, 27)))
-    assert space.put_out(request, request.block_table, 100)
+    assert space.put_out(request, request.block_table[:25], 100)
     assert len(space.launch(7)) == 25
     if is_back_before:
         space.came_back(last_back)
-    space.bring_in(request, 0)
+    space.bring_in(request, [])
     if not is_back_before:
         space.came_back(last_back)
     assert space.distrust(7) == distrusted
+
+
+def test_what_is_not_read_any_more_takes_no_host_block_and_what_was_found_no_copy() -> None:
+    space = SwapSpace(num_blocks=5)
+    request = Request(1, np.ones(101, np.int32), 100, TokenRules(), (), 200)
+    assert not space.put_out(request, [1, 2, 3, 4, 5, 6], 100)
+    assert space.put_out(request, [1, 0, 2, 0, 3, 4], 100)
+    assert [device for device, _ in space.launch(7)] == [1, 2, 3, 4]
+    assert space.num_free_blocks == 1
+    space.check_integrity({1})
+    # Room for more tokens; the first block was found, the second found one is not the table's.
+    request.block_table = [11, 0, 12, 0, 13, 14, 15]
+    assert [device for device, _ in space.bring_in(request, [11, 9, 10])] == [12, 13, 14]
+    assert space.num_free_blocks == 5
 
 
 @pytest.mark.parametrize("event", ["cancel", "reset"])

@@ -131,7 +131,7 @@ class CheckedEngine:
             self.counters["stalled"] += self.scheduler.has_unfinished()
             return None
         victims = self.scheduler.num_preemptions - preempted
-        is_short = num_free < plan.num_decode_rows + victims
+        is_short = num_free < (plan.num_decode_rows + victims) * self.kv.num_groups
         self._expect(victims == 0 or self.has_classes or is_short, "preempted without need")
         self.counters["full"] += self.was_short or (victims > 0 and is_short)
         self.planned = self.plans[plan.step_id] = plan
@@ -144,11 +144,11 @@ class CheckedEngine:
         return self._fail_step(step_id)
 
     def allocate_slots(
-        self, request: Request, num_tokens: int, found: Sequence[int] = (), num_reserved: int = 0
+        self, request: Request, num_tokens: int, found: Sequence[int] = (), num_reserved: int = 0, num_computed: int = 0
     ) -> list[int] | None:
         num_needed = self.kv.num_blocks_for(num_tokens) - sum(self.kv.pool.ref_cnt(block) > 0 for block in found)
         self.was_short |= num_needed > self.kv.num_free_blocks
-        return self._allocate(request, num_tokens, found, num_reserved)
+        return self._allocate(request, num_tokens, found, num_reserved, num_computed)
 
     def may_admit(self, head: Request) -> bool:
         may_start = self._may_admit(head)
@@ -176,8 +176,15 @@ class CheckedEngine:
         step_id = next(step_id for step_id, other in self.in_flight.items() if other is pending)
         del self.in_flight[step_id]
         for other in self.in_flight.values():
-            is_held = all(self.kv.pool.ref_cnt(block) > 0 for block in other.written_blocks)
-            self._expect(is_held, "I2: freed while a launched step writes it")
+            is_held = all(self.kv.pool.ref_cnt(block) > 0 for block in other.written_blocks | other.read_blocks)
+            self._expect(is_held, "I2: freed while a launched step writes or reads it")
+
+    def check_reads(self, step_id: int) -> None:
+        """I2: whoever still waits for something of the step has read nothing but what is his own."""
+        step = next(step for step in self.scheduler._in_flight._steps if step.step_id == step_id)
+        is_live = self.scheduler._table.epoch[step.rows.slots] == step.rows.epochs
+        misread = self.runner.misread.get(step_id, set()) & set(step.rows.request_ids[is_live].tolist())
+        assert not misread, f"I2: {misread} read what is not their own"
 
     def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
@@ -223,6 +230,8 @@ class CheckedEngine:
         for block_id in (*pending.written_blocks, *(device for device, _ in plan.copies.back)):
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
+        is_held = all(self.kv.pool.ref_cnt(block_id) > 0 for block_id in pending.read_blocks)
+        assert is_held, "I2: what nobody holds is read"
         self._check_decode_share(plan)
         counters["guided steps"] += self.scheduler.num_guided > 0
         counters["swapped out blocks"] += len(plan.copies.out)
@@ -270,7 +279,9 @@ class CheckedEngine:
             assert request.status is RequestStatus.RUNNING
             table, slot, computed = self.scheduler._table, request.slot, self.computed[request_id]
             if table.num_prefill_tokens[slot] <= computed < table.max_computed_tokens[slot]:
-                assert computed == len(request.block_table) * self.config.block_size, "I11: left out"
+                assert computed == len(request.block_table) // self.kv.num_groups * self.config.block_size, (
+                    "I11: left out"
+                )
                 assert gap <= most_wait, f"I11: a long wait, {gap} plans"
                 self.counters["waits for a block"] += 1
                 self.was_short = True
@@ -285,7 +296,9 @@ class _Checked:
     def result(self) -> StepResult:
         self._checked.read(self._pending)
         try:
-            return self._pending.result()
+            result = self._pending.result()
+            self._checked.check_reads(result.step_id)
+            return result
         except AssertionError as error:
             self._checked.violation = self._checked.violation or error
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from cb_backend.contracts.config import EngineConfig
@@ -26,6 +27,35 @@ _RARE_STATES = (*("prefilling",) * 5, "preempted", "swapped", "compiling")
 
 
 def make_scenario(seed: int) -> Scenario:
+    return with_windows(_draw(seed), _windows(seed))
+
+
+def with_windows(scenario: Scenario, windows: tuple[int, ...]) -> Scenario:
+    """The same world, with a model of so many groups of layers, and a cache for as many tokens of one request."""
+    if windows == (0,):
+        return scenario
+    num_tokens, num_groups = scenario.num_cache_tokens, len(windows)
+    grouped = replace(scenario, windows=windows, num_host_blocks=scenario.num_host_blocks * num_groups)
+    num_rows = -(-num_tokens // scenario.config.block_size)
+    return replace(grouped, num_blocks=1 + grouped.most_blocks(num_rows))
+
+
+def _windows(seed: int) -> tuple[int, ...]:
+    """Of the groups of a model's layers: in half of the worlds one that keeps all, else mostly two or seven.
+
+    Drawn apart, so that the rest of a world does not depend on them.
+    """
+    rng = random.Random(f"windows of {seed}")
+    if rng.random() < 0.5:
+        return (0,)
+    window = rng.choice((1, 2, 3, 4, rng.randint(1, 8), rng.randint(1, 40), 16))
+    others = tuple(sorted((rng.randint(1, 20) for _ in range(2)), reverse=True))
+    return rng.choice(
+        ((0, window), (0, window), (0, *[window] * 6), (0, *[window] * 6), (0, 0, window), (window,), others)
+    )
+
+
+def _draw(seed: int) -> Scenario:
     rng = random.Random(seed)
     # Two or three of the longest requests fit, so that company means scarcity; now and then there is plenty.
     is_scarce = rng.random() < 0.8

@@ -12,7 +12,7 @@ from cb_backend.contracts.request import Request
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import KVCacheManager
-from tests.fakes.runners import HashModel, HashRunner, salt_number
+from tests.fakes.runners import GROUP_FACTOR, HashModel, HashRunner, salt_number
 from tests.simulation.scenario import Arrival, Scenario
 
 
@@ -25,7 +25,7 @@ def refuses_by_queue(
     if len(waiting) >= config.max_queue_size + num_free_slots:
         return True, config.max_queue_size
     num_tokens = sum(len(request.token_ids) for request in waiting)
-    free = kv.num_free_blocks * config.block_size if num_free_slots else 0
+    free = kv.num_free_blocks // kv.num_groups * config.block_size if num_free_slots else 0
     return num_tokens + num_prompt_tokens > config.max_queue_tokens + free, config.max_queue_tokens
 
 
@@ -70,11 +70,14 @@ def check_cached_content(kv: KVCacheManager, runner: HashRunner, looked_at: set[
     if not block_ids:
         return
     places: dict[CachedBlock, tuple[int, int]] = {}
+    num_digest_bytes = len(kv._hash_block(b"", b""))  # of the first group; others have one more
     expected = []
     for block_id in block_ids:
         link = kv.pool.link_of(block_id)
         assert link is not None
-        expected.append((link.token_bytes, *_place(link, size, places)))
+        first, salt = _place(link, size, places)
+        group = link.digest[-1] if len(link.digest) > num_digest_bytes else 0
+        expected.append((link.token_bytes, first, salt + group * GROUP_FACTOR))
     token_bytes, first, salts = zip(*expected, strict=True)
     token_ids, positions, salted = np.moveaxis(runner.cells(block_ids), 2, 0)  # [num_blocks, block_size] each
     assert (token_ids == np.frombuffer(b"".join(token_bytes), np.int32).reshape(-1, size)).all(), "I3: tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from cb_backend.kv_cache.grouped_manager import GroupedKVCacheManager
 from tests.simulation.checks import CheckedEngine
 from tests.simulation.clients import FAILED, LENGTH, STOP, Answer
 from tests.simulation.network import SimulatedClient, SimulatedLink
@@ -24,6 +25,8 @@ def check_nothing_left(
     assert not engine.is_holding, "I4: grammars are waited for"
     assert not checked.scheduler._swap._on_trust, "I4: a step that copies out is waited for"
     left = {**kv._chains, **kv._announced, **kv._coming}
+    if isinstance(kv, GroupedKVCacheManager):
+        left |= kv._windows | kv._promises._promised | kv._promises._owner
     assert not left, "I4: the cache remembers requests that have ended"
     awaited = {**log._open, **log._scheduled_at}
     assert not awaited, "I4: the log waits for requests that have ended"

@@ -36,6 +36,7 @@ class FormulaTimes:
     max_model_len: int = 16384
     block_size: int = 16
     num_blocks: int = 27_000
+    kv_windows: tuple[int, ...] = (0,)
 
     def seconds(self, shape: tuple[float, ...]) -> float:
         rows, context, prompt_tokens, pairs, _ = shape

@@ -64,11 +64,31 @@ class Scenario:
     engine_dies_at: int | None = None  # step
     front_end_dies_at: int | None = None  # step at which front end 1 is gone, and all its clients
     resets_cache_at: int | None = None  # step
+    windows: tuple[int, ...] = (0,)  # of each group of layers
     is_static: bool = False  # batches are filled, and then run until all in them have ended
 
     @property
     def num_cache_tokens(self) -> int:
-        return (self.num_blocks - 1) * self.config.block_size
+        """Of the longest request that the whole cache can hold."""
+        size, most = self.config.block_size, 1 << 20
+        if self.windows == (0,):
+            return (self.num_blocks - 1) * size
+        if self.most_blocks(most) < self.num_blocks:
+            return most * size  # from some length on a request takes no more
+        return next(rows for rows in range(most) if self.most_blocks(rows + 1) >= self.num_blocks) * size
+
+    def most_blocks(self, num_rows: int) -> int:
+        """What a request of so many rows holds at most: in a group with a window, what the window before a block's
+        first token fills, and what all steps on their way fill from its last token on."""
+        config = self.config
+        in_flight = (1 + self.run_ahead) * config.max_num_batched_tokens
+        total = 0
+        for window in self.windows:
+            rows = -((1 - max(window, 2)) // config.block_size) - (
+                (1 - config.block_size - in_flight) // config.block_size
+            )
+            total += min(num_rows, rows) if window and config.enable_chunked_prefill else num_rows
+        return total
 
     @property
     def run_ahead(self) -> int:

@@ -26,7 +26,7 @@ from tests.simulation.world import World
 # claim. Only what could have gone wrong is counted: a preempted request that came back, a reused block of a newcomer, a
 # failure while somebody waits for an answer (once a scenario and point), a request that found no free blocks.
 LEAST_SHARE = {
-    "with preemption": 600, "with swap": 300, "with a prefix hit": 500, "with a full cache": 500, "with faults": 200,
+    "with preemption": 550, "with swap": 300, "with a prefix hit": 500, "with a full cache": 500, "with faults": 200,
     "with tenants": 330, "with text stops": 400, "with an engine death": 100,
     **{f"fault: {point}": 10 for point in POINTS},
 }  # fmt: skip
@@ -37,7 +37,7 @@ LEAST_PER_THOUSAND = {
     "chunks": 3000, "whole prompts beyond the budget": 80, "front end deaths": 40, "cache resets": 100,
     "waits for a block": 200, "waits for a prefix": 200, "held back by a share": 300,
     **{f"failed step: {trait}": 3 for trait in STEP_TRAITS},
-    **{f"cancelled: {state}": 25 for state in CANCEL_STATES},
+    **{f"cancelled: {state}": 20 for state in CANCEL_STATES},
 }  # fmt: skip
 
 

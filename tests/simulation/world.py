@@ -59,7 +59,7 @@ class World:
         self.scenario = scenario
         self.hash_block = hash_block
         self.counters: Counter[str] = Counter()
-        self.model = HashModel(scenario.vocab_size, scenario.stop_chance)
+        self.model = HashModel(scenario.vocab_size, scenario.stop_chance, scenario.windows)
         self.turn = 0
         self.now = 0.0
         self.reached: Counter[int] = Counter()  # by a fault's place in the scenario: times that it could have fired
@@ -98,7 +98,7 @@ class World:
             model="fake", tokenizer_dir="", vocab_size=max(scenario.vocab_size, 261),
             max_model_len=scenario.max_model_len, eos_token_ids=(), block_size=config.block_size,
             num_blocks=scenario.num_blocks - 1, max_num_seqs=config.max_num_seqs, dtype="float32", device="cpu",
-            num_host_blocks=scenario.num_host_blocks,
+            num_host_blocks=scenario.num_host_blocks, kv_windows=scenario.windows,
         )  # fmt: skip
         policy: PolicyKind = StaticAdmission if scenario.is_static else ContinuousAdmission
         engine = LLMEngine(config, runner, info, lambda: self.now, policy)

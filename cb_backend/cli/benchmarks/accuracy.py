@@ -178,13 +178,17 @@ def logits_along(engine: LLMEngine, token_ids: list[int]) -> Any:
     runner: Any = engine.runner
     num_tokens, block_size, device = len(token_ids), engine.info.block_size, runner.device
     num_blocks = -(-num_tokens // block_size)
-    slot_mapping = torch.arange(block_size, block_size + num_tokens, dtype=torch.int32, device=device)  # blocks 1, 2..
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
     nothing = positions[:0]
+    firsts = [1 + group * num_blocks for group in range(len(engine.info.kv_windows))]  # each group's blocks in a row
+    if firsts[-1] + num_blocks > engine.info.num_blocks + 1:
+        raise RuntimeError(f"{num_tokens} tokens do not fit a cache of {engine.info.num_blocks} blocks; give it more")
     step = StepMetadata(
         ropes=runner.model.ropes.rows(positions, torch.full_like(positions, num_tokens)),
-        slot_mapping=slot_mapping,
-        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device).unsqueeze(0),
+        slot_mapping=tuple(positions + first * block_size for first in firsts),
+        block_tables=tuple(
+            torch.arange(first, first + num_blocks, dtype=torch.int32, device=device).unsqueeze(0) for first in firsts
+        ),
         num_decode_rows=0,
         decode_slots=nothing,
         decode_seq_lens=nothing,

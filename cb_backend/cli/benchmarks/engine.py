@@ -19,6 +19,7 @@ from cb_backend.cli.benchmarks.kernel_times import window_table
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.kv_cache.layout import ALL_TOKENS
 from cb_backend.models.spec import ModelSpec
 from cb_backend.study import machine
 from cb_backend.study.pass_report import LEGEND, Limits, Record, pairs_record, pass_record, step_table, table
@@ -164,7 +165,9 @@ class Bench:
         self.limits: Limits | None = None
         if self.card is not None:
             shape = machine.model_shape(model_config, info.dtype, info.kv_cache_dtype, info.quantization)
-            self.limits = Limits(shape, self.card, info.num_blocks * info.block_size)
+            # At best, layers with a window keep nothing.
+            num_tokens = info.num_blocks * info.block_size // max(info.kv_windows.count(ALL_TOKENS), 1)
+            self.limits = Limits(shape, self.card, num_tokens)
         self.base = {
             **machine.conditions(info.device),
             "model": Path(args.model).name,

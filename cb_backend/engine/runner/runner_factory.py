@@ -20,7 +20,7 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.start_account import StartAccount
 from cb_backend.kernels.fp8 import MIN_CAPABILITY, fp8_needs, fp8_needs_of, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
-from cb_backend.kv_cache.layout import layout_of
+from cb_backend.kv_cache.layout import kept_windows, layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
@@ -155,7 +155,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         max_model_len=max_model_len,
     )
     account.weights(model)
-    layout = layout_of(spec, config.block_size, kv_dtype.itemsize)
+    layout = layout_of(spec, config.block_size, kv_dtype.itemsize, kept_windows(spec.windows, max_model_len))
     if device.type == "cuda":
         runner = create_cuda_runner(config, layout, model, ops, max_model_len, kv_dtype, account)
     else:
@@ -180,6 +180,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         kv_cache_dtype=config.kv_cache_dtype,
         quantization=quantization,
         num_host_blocks=num_host_blocks,
+        kv_windows=layout.windows,
         sampling_defaults=sampling_defaults,
     )
     return runner, info

@@ -64,6 +64,7 @@ class ContinuousAdmission:
         config = parts.config
         self._table = parts.table
         self._lengths = parts.lengths
+        self._kv = parts.kv
         self._block_size = parts.kv.block_size
         self._admission_reserve = config.admission_reserve
         self._reserved_priority = parts.queue.reserved_priority
@@ -88,12 +89,12 @@ class ContinuousAdmission:
         table, order = self._table, self._table.order
         if not len(order):
             return 0
-        num_blocks = len(order) + self._growth_in_blocks(request)
+        num_blocks = len(order) * self._kv.num_groups + self._growth_in_blocks(request)
         reserved = self._reserved_priority
         if reserved is None or request.scheduling.priority <= reserved:
             return num_blocks
-        held = int(table.num_block_tokens[order[table.priority[order] <= reserved]].sum()) // self._block_size
-        return max(num_blocks, self._reserved_blocks - held)
+        counted = table.num_block_tokens[order[table.priority[order] <= reserved]]
+        return max(num_blocks, self._reserved_blocks - self._kv.num_blocks_held(counted))
 
     def most_reserved_blocks(self, request: Request) -> int:
         """As if every request would run to its limit, and nobody in the reserved class held anything."""
@@ -103,7 +104,7 @@ class ContinuousAdmission:
         held = np.maximum(table.num_computed_tokens[order], table.num_prompt_tokens[order])
         growth = int((table.max_computed_tokens[order] + 1 - held).sum())
         growth += request.max_total_tokens - len(request.token_ids)
-        return max(len(order) + growth // self._block_size, self._reserved_blocks)
+        return max((len(order) + growth // self._block_size) * self._kv.num_groups, self._reserved_blocks)
 
     def _growth_in_blocks(self, request: Request) -> int:
         """What running requests and this one are to grow together, in whole blocks."""
@@ -119,7 +120,7 @@ class ContinuousAdmission:
         mean, deviation = self._lengths.still_to_come(generated)
         # Deviations of many requests cancel each other out.
         to_come = np.clip(mean + self._admission_reserve * deviation / len(held) ** 0.5, 0.0, allowed)
-        return int(most_growth(held, to_come) / self._block_size)
+        return self._kv.growth(held, to_come, most_growth(held, to_come))
 
 
 class Admission:
@@ -161,8 +162,7 @@ class Admission:
             return
         if self._is_prefix_coming(head):
             return
-        num_cached = len(self._kv.get_computed_blocks(head)[0])
-        num_blocks = self._kv.num_blocks_for(_num_tokens_to_hold(head)) - num_cached
+        num_blocks = self._kv.num_missing_blocks(head, _num_tokens_to_hold(head))
         self._preemption.yield_to(head, num_blocks + self._policy.num_reserved_blocks(head))
 
     def admit(self, plan: PlanBuilder, giant_left: int = 0) -> bool:
@@ -224,13 +224,14 @@ class Admission:
         num_tokens, num_reserved = _num_tokens_to_hold(request), self._policy.most_reserved_blocks(request)
         if self._kv.num_blocks_for(num_tokens) + num_reserved > self._kv.num_free_blocks:
             num_reserved = self._policy.num_reserved_blocks(request)
-        if self._kv.allocate_slots(request, num_tokens, computed_blocks, num_reserved) is None:
+        num_swapped = self._swap.num_tokens(request)
+        if self._kv.allocate_slots(request, num_tokens, computed_blocks, num_reserved, num_swapped) is None:
             self._is_memory_short = True
             return False
         self._queue.start(request)
-        if self._swap.num_tokens(request) > num_computed:
-            num_computed = self._swap.num_tokens(request)
-            plan.swap_in += self._swap.bring_in(request, len(computed_blocks))
+        if num_swapped > num_computed:
+            num_computed = num_swapped
+            plan.swap_in += self._swap.bring_in(request, computed_blocks)
         else:
             self._swap.forget(request)
         self._kv.announce(request)

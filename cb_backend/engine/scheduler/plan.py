@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
 from cb_backend.engine.scheduler.slots import Rows, SlotTable
+from cb_backend.kv_cache.grouped_manager import GroupedKVCacheManager
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.support.fault_points import reach
 
@@ -63,12 +64,16 @@ class DecodeBatch:
         self.num_steps_left, self._constants = 0, None
 
     def grow(self, slots: NDArray[np.intp], kv: KVCacheManager) -> NDArray[np.int32]:
-        """One more block for each of these slots, as `StepPlan.new_blocks`; so many are free: check before."""
-        table = self._table
+        """One more row of blocks for each of these slots, as `StepPlan.new_blocks`; so many are free: check before."""
+        table, size = self._table, kv.num_groups
         room = table.num_block_tokens[slots]
-        new_blocks = np.empty((len(slots), 3), np.int32)
-        new_blocks[:, 0] = slots
-        new_blocks[:, 1] = room // kv.block_size
+        new_blocks = np.empty((len(slots) * size, 3), np.int32)
+        if size == 1:
+            new_blocks[:, 0] = slots
+            new_blocks[:, 1] = room // kv.block_size
+        else:
+            new_blocks[:, 0] = np.repeat(slots, size)
+            new_blocks[:, 1] = (room[:, None] // kv.block_size * size + np.arange(size)).ravel()
         new_blocks[:, 2] = kv.append_blocks(table.requests_at(slots))
         table.num_block_tokens[slots] = room + kv.block_size
         self.room = table.num_block_tokens[self.slots]
@@ -118,6 +123,25 @@ class PlanBuilder:
     def add_prefill(self, slot: int, num_computed: int, num_scheduled: int, wants: int) -> None:
         self.prefill.append((slot, num_computed, num_scheduled, wants))
         self.budget = max(0, self.budget - num_scheduled)
+
+    def take_promised(self, kv: GroupedKVCacheManager, table: SlotTable) -> None:
+        """Take the blocks that were promised for what this plan computes."""
+        chunks = {slot: computed + scheduled for slot, computed, scheduled, _ in self.prefill}
+        joined = {row.slot: place for place, row in enumerate(self.joined)}
+        taken: list[tuple[int, int, int]] = []
+        for request_id in kv.promised:
+            request = table.by_id[request_id]
+            slot = request.slot
+            computed = int(table.num_computed_tokens[slot])
+            if slot not in chunks and computed < table.num_prefill_tokens[slot]:
+                continue  # its prompt has no part in this plan
+            rows = kv.take_rows(request, chunks.get(slot, computed + 1))
+            if rows and slot in joined:
+                self.joined[joined[slot]] = replace(self.joined[joined[slot]], block_ids=tuple(request.block_table))
+            else:
+                taken += [(slot, place, block_id) for place, block_id in rows]
+        if taken:
+            self.new_blocks = np.concatenate([self.new_blocks, np.array(taken, np.int32)])
 
     def add_joined(self, request: Request) -> None:
         self.joined.append(

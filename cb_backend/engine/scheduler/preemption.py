@@ -48,18 +48,18 @@ class Preemption:
 
         Who waits is served before who begins to grow later: so all wait only for the steps that are launched by now.
         """
-        if len(growing) <= self._kv.num_free_blocks:
+        if len(growing) <= self._kv.num_free_rows:
             self._waiting = []
             return growing
         ending, others = self._ending_and_others()
         victims = [slot for slot in others if not is_protected(self._table.request_at(slot))]
         dropped = []
-        while len(growing) > self._num_free_or_coming(ending):
+        while len(growing) * self._kv.num_groups > self._num_free_or_coming(ending):
             victim = victims.pop()
             self._preempt(victim)
             growing = growing[growing != victim]
             dropped.append(victim)
-        epochs, num_free = self._table.epoch, self._kv.num_free_blocks
+        epochs, num_free = self._table.epoch, self._kv.num_free_rows
         wanting = [(slot, int(epochs[slot])) for slot in growing.tolist()]
         still = [pair for pair in self._waiting if pair in wanting]
         in_turn = [*still, *(pair for pair in wanting if pair not in still)]
@@ -108,7 +108,8 @@ class Preemption:
         block_table = table.request_at(slot).block_table
         request = self._results.leave(slot, RequestStatus.PREEMPTED)
         if has_sampled:
-            request.num_swaps += self._swap.put_out(request, block_table, num_known - 1)
+            blocks = self._kv.kept(block_table, num_known - 1)
+            request.num_swaps += self._swap.put_out(request, blocks, num_known - 1)
         request.num_preemptions += 1
         self._counters.num_preemptions += 1
         self._queue.put_back(request)

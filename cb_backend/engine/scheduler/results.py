@@ -121,8 +121,10 @@ class StepResults:
         return EngineOutput(request_ids, np.full(len(slots), NO_TOKEN, np.int32), reasons, attached=texts)
 
     def _cache_filled(self, step: LaunchedStep, is_live: NDArray[np.bool_] | None) -> None:
-        """Make the blocks that the step completed findable. `is_live` None: all rows are."""
-        if not self._kv.enable_prefix_caching or not len(step.filled):
+        """Make the blocks that the step completed findable, and give back what has fallen out of windows.
+
+        `is_live` None: all rows are."""
+        if not self._kv.minds_full_blocks or not len(step.filled):
             return
         table = self._table
         filled = step.filled if is_live is None else step.filled[is_live[step.filled]]

@@ -27,6 +27,7 @@ from cb_backend.engine.scheduler.preemption import Preemption
 from cb_backend.engine.scheduler.prefill import PrefillPlanner
 from cb_backend.engine.scheduler.results import StepResults
 from cb_backend.engine.scheduler.slots import SlotTable
+from cb_backend.kv_cache.grouped_manager import GroupedKVCacheManager
 from cb_backend.kv_cache.manager import KVCacheManager
 from cb_backend.kv_cache.swap_space import SwapSpace
 from cb_backend.support.fault_points import reach
@@ -47,15 +48,18 @@ class Scheduler:
         self._budget = config.max_num_batched_tokens
         self._is_chunking = config.enable_chunked_prefill
         self._max_model_len = max_model_len
-        self._num_cache_tokens = kv.num_usable_blocks * kv.block_size
+        self._num_cache_tokens = kv.most_tokens
         share = FairShare()
         self._parts = parts = Parts(
             config=config,
             kv=kv,
-            swap=SwapSpace(num_host_blocks, kv.block_size),
+            swap=SwapSpace(num_host_blocks),
             # Never more running requests than budget: then every running request can be given a token in every step.
             table=SlotTable(
-                min(config.max_num_seqs, self._budget), min(max_model_len, self._num_cache_tokens), kv.block_size
+                min(config.max_num_seqs, self._budget),
+                min(max_model_len, self._num_cache_tokens),
+                kv.block_size,
+                kv.num_groups,
             ),
             queue=RequestQueue(config, share, is_fair=policy.is_continuous),
             share=share,
@@ -99,6 +103,11 @@ class Scheduler:
     def num_slots(self) -> int:
         """Most requests that can run at once."""
         return self._table.num_slots
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of prompt and output that the whole cache can hold."""
+        return self._num_cache_tokens
 
     @property
     def num_free_blocks(self) -> int:
@@ -151,7 +160,7 @@ class Scheduler:
     @property
     def _free(self) -> tuple[int, int]:
         """Slots, and tokens that free blocks can hold."""
-        return self._table.num_free_slots, self._kv.num_free_blocks * self._kv.block_size
+        return self._table.num_free_slots, self._kv.num_free_tokens
 
     @property
     def queue_room(self) -> QueueRoom:
@@ -215,6 +224,8 @@ class Scheduler:
             self._prefill.plan(plan, self._admission.admit if can_admit else None)
         if plan.num_rows == 0:
             return None
+        if isinstance(self._kv, GroupedKVCacheManager):
+            plan.take_promised(self._kv, self._table)
         self._step_id += 1
         plan.swap_out = self._swap.launch(self._step_id)
         output, step = launch(self._step_id, plan, self._table)
@@ -243,7 +254,7 @@ class Scheduler:
         has_enough = True
         if len(batch.out_of_room):
             growing = batch.slots[batch.out_of_room]
-            has_enough = len(growing) <= self._kv.num_free_blocks
+            has_enough = len(growing) <= self._kv.num_free_rows
             growing = self._preemption.make_room(growing, batch)
             plan.new_blocks = batch.grow(growing, self._kv)
         if len(batch.slots):

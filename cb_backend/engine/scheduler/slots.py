@@ -43,9 +43,10 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 class SlotTable:
     """Arrays over `num_slots` slots. Change membership with `join` and `leave` only."""
 
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int) -> None:
-        """`max_tokens` bounds prompt + output of any request."""
+    def __init__(self, num_slots: int, max_tokens: int, block_size: int, num_groups: int = 1) -> None:
+        """`max_tokens` bounds prompt + output of any request; so many blocks of a table hold `block_size` tokens."""
         self.block_size = block_size
+        self._num_groups = num_groups
         self.requests: list[Request | None] = [None] * num_slots
         self.by_id: dict[int, Request] = {}  # the same
         self.order: NDArray[np.intp] = np.empty(0, np.intp)  # [num_running] taken slots, least queue_key first
@@ -99,7 +100,7 @@ class SlotTable:
         self.num_computed_tokens[slot] = num_computed_tokens
         self.num_unsure[slot] = 0
         self.num_known_tokens[slot] = num_tokens
-        self.num_block_tokens[slot] = len(request.block_table) * self.block_size
+        self.num_block_tokens[slot] = len(request.block_table) // self._num_groups * self.block_size
         self.max_computed_tokens[slot] = request.max_total_tokens - 1
         self.min_total_tokens[slot] = request.num_prompt_tokens + min(request.params.min_tokens, 2**30)
         self._set_stop_ids(slot, request.stop_token_ids)
@@ -196,7 +197,7 @@ class SlotTable:
             assert request.num_prompt_tokens <= prefill <= known <= request.max_total_tokens, f"slot {slot}: lengths"
             assert known <= max(prefill, computed + 1), f"slot {slot} knows a token that was never sampled"
             assert computed <= self.max_computed_tokens.item(slot), f"slot {slot} is computed past its limit"
-            room = len(request.block_table) * self.block_size
+            room = len(request.block_table) // self._num_groups * self.block_size
             assert computed <= room == self.num_block_tokens.item(slot), (
                 f"slot {slot}: computed {computed}, room {room}"
             )
