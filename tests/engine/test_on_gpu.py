@@ -38,7 +38,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mistral-window", "llama-longrope"])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mistral-window", "llama-longrope", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"run_ahead": 0}, {"run_ahead": 4}, {"block_size": 16}])
 def test_same_tokens_in_float32(name: str, settings: dict[str, object], tmp_path: Path) -> None:
     folder = write_checkpoint(name, tmp_path)
