@@ -22,8 +22,8 @@ from cb_backend.kernels.launch import (
 from cb_backend.kernels.route import LEAST_SUM, Routing, choosable, route, route_torch
 
 BLOCK_M = 16  # rows of a block: no fewer than rows of a step in one launch
-# NOTE: of 8 rows with 4 experts each, the plan that this kernel made on an H200 (Triton 3.6) was wrong, and what it named
-# was not there; the interpreter makes it right. A single row's is right on both.
+# NOTE: of 8 rows with 4 experts each, the plan that this kernel made on an H200 (Triton 3.6) was wrong, and what it
+# named was not there; the interpreter makes it right. A single row's is right on both.
 MAX_ROWS = 1
 
 
