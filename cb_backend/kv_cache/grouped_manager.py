@@ -116,7 +116,7 @@ class GroupedKVCacheManager(KVCacheManager):
         if self.enable_prefix_caching:
             reach("kv.cache_full_blocks")
             self._cache_rows(request, token_ids, num_computed_tokens // self.block_size)
-        self._give_back(request, num_computed_tokens)
+        self.give_back(request, num_computed_tokens)
 
     def _cache_rows(self, request: Request, token_ids: NDArray[np.int32], num_rows: int) -> None:
         pool, chain = self.pool, self._chains[request.request_id]
@@ -245,8 +245,9 @@ class GroupedKVCacheManager(KVCacheManager):
             self._windows[request.request_id].end += 1
         return block_ids
 
-    def _give_back(self, request: Request, num_computed_tokens: int) -> None:
-        """No launched step reads what is given back here: each computes tokens after those."""
+    def give_back(self, request: Request, num_computed_tokens: int) -> None:
+        """What has fallen out of the windows when so many tokens are computed and their results read: launched steps
+        compute tokens after those."""
         windows, table, size = self._windows[request.request_id], request.block_table, self.num_groups
         is_retained, kept, dropped = self.needs.is_retained, list[int](), list[int]()
         for group, old in windows.first.items():
