@@ -90,6 +90,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, work space and cache
     num_gpu_blocks_override: int | None = None  # number of blocks, whatever the memory says
     enable_prefix_caching: bool = True  # blocks of a prefix that is cached are shared, not computed again
+    # False: layers with a window give blocks back that have fallen out of it, for 2 to 4 times the tokens of gemma3 and
+    # gpt-oss in the same memory. New, and not the default until it has been tried for longer.
+    disable_hybrid_kv_cache_manager: bool = True
     swap_space: float = 0.0  # GiB of host memory for the blocks of preempted requests; 0: they are computed again
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs

@@ -116,7 +116,7 @@ class Matrix:
     def __init__(self, checkpoint: Path, prompts: list[list[int]] | None = None) -> None:
         base: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
         sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "num_gpu_blocks_override": 1000}
-        self._base = config(str(checkpoint), **base, **sizes)
+        self._base = config(str(checkpoint), **base, **sizes, disable_hybrid_kv_cache_manager=False)
         self._engine = create_engine(dataclasses.replace(self._base, swap_space=0.01))
         self._reference = with_reference_runner(self._base)
         self.prompts = prompts or make_prompts()

@@ -23,7 +23,7 @@ WINDOWS = {"gemma3": 9, "gpt-oss": 9, "olmo3": 9, "exaone4-hybrid": 10, "qwen2-m
 def engine_of(folder: Path, num_blocks: int = 400, **changes: Any) -> LLMEngine:
     settings = {
         "block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 120,
-        "num_gpu_blocks_override": num_blocks,
+        "num_gpu_blocks_override": num_blocks, "disable_hybrid_kv_cache_manager": False,
     }  # fmt: skip
     engine = create_engine(config(str(folder), **{**settings, **changes}))
     engine.scheduler._swap.fixed_cost_tokens = 0  # prompts are short here
@@ -124,3 +124,9 @@ def test_a_steps_memory_holds_the_cells_of_every_group() -> None:
     assert two.mapping_shape == (2, 12)  # each begins at 16 bytes
     assert (one.sizes()["slot_mapping"], two.sizes()["slot_mapping"]) == (9, 24)
     assert (one.num_deltas, two.num_deltas) == (16, 32)
+
+
+def test_groups_are_what_an_engine_is_asked_for(tmp_path: Path) -> None:
+    folder = write_checkpoint("gemma3", tmp_path / "gemma3")
+    assert engine_of(folder, disable_hybrid_kv_cache_manager=True).info.kv_windows == (0,)
+    assert len(engine_of(folder).info.kv_windows) > 1

@@ -48,6 +48,7 @@ def test_same_tokens_in_float32(name: str, settings: dict[str, object], tmp_path
         "max_num_seqs": 8,
         "num_gpu_blocks_override": 200,
         "block_size": 4,
+        "disable_hybrid_kv_cache_manager": False,
     }
     reference = create_engine(config(str(folder), **common, attention_backend="torch", enforce_eager=True, run_ahead=0))
     prompts = prompts_for(reference.info.vocab_size)

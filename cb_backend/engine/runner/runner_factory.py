@@ -155,7 +155,8 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         max_model_len=max_model_len,
     )
     account.weights(model)
-    layout = layout_of(spec, config.block_size, kv_dtype.itemsize, kept_windows(spec.windows, max_model_len))
+    windows = () if config.disable_hybrid_kv_cache_manager else kept_windows(spec.windows, max_model_len)
+    layout = layout_of(spec, config.block_size, kv_dtype.itemsize, windows)
     if device.type == "cuda":
         runner = create_cuda_runner(config, layout, model, ops, max_model_len, kv_dtype, account)
     else:
