@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.support.json_files import read_json_object
 from cb_backend.support.native_paths import native_path
 
+SETTLED_S = 1.0  # a file that has not changed for so long is as somebody wants it
+
 
 def load_engine_config(path: Path) -> EngineConfig:
     """Read `model.json`. Raises `ConfigError` that names the key and the remedy; model paths stay as written."""
     if not path.is_file():
         raise ConfigError(f"{path.name} is missing in the model's version folder; it must at least name a model")
-    return engine_config_from_dict(read_json_object(path, refuses_twins=True))
+    return engine_config_from_dict(_read_written(path))
 
 
 def engine_folder(version: Path) -> Path:
@@ -25,7 +29,7 @@ def engine_folder(version: Path) -> Path:
     repository (the newest version of it). Raises `ConfigError` if there is no such model or something stands beside it.
     """
     try:
-        arguments = read_json_object(version / "model.json", refuses_twins=True)
+        arguments = _read_written(version / "model.json")
     except ConfigError:
         return version  # for `load_engine_config` to explain
     if "engine_of" not in arguments:
@@ -40,6 +44,20 @@ def engine_folder(version: Path) -> Path:
     if not versions or neighbour == version.parent or "engine_of" in _text(neighbour / str(versions[0]) / "model.json"):
         raise ConfigError(f"'engine_of' in model.json is {name!r}, which is no model with an engine in this repository")
     return neighbour / str(versions[0])
+
+
+def _read_written(path: Path) -> dict[str, Any]:
+    """The object in the file. One that was changed just now and cannot be read may be half written: a server that polls
+    its repository looks at any moment, and a load that fails over a loaded model can crash it (24.10). Raises
+    `ConfigError`.
+    """
+    while True:
+        try:
+            return read_json_object(path, refuses_twins=True)
+        except ConfigError:
+            if not path.exists() or not 0 <= time.time() - path.stat().st_mtime < SETTLED_S:
+                raise
+        time.sleep(0.05)
 
 
 def _text(path: Path) -> str:

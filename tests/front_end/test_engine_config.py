@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,16 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
         load_engine_config(path)
     path.write_text(json.dumps({"model": "m", "trust_remote_code": "false"}))
     assert load_engine_config(path) == EngineConfig(model="m")
+
+
+def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    """A server that polls reads it at any moment. One that stays broken is told."""
+    path = tmp_path / "model.json"
+    path.write_text("")
+    writer = threading.Timer(0.3, lambda: path.write_text('{"model": "m"}'))
+    writer.start()
+    assert load_engine_config(path) == EngineConfig(model="m")
+    writer.join()
+    path.write_text('{"model": ')
+    with pytest.raises(ConfigError, match=r"model\.json is not valid JSON"):
+        load_engine_config(path)
