@@ -101,6 +101,8 @@ SPILLED = {
     "nvidia-h200: linear_packed, fp4, n 4096, k 14336, m 64, bits 4, is_float 1": 24,
     "nvidia-h200: linear_packed, int4, n 4096, k 4096, m 128, bits 4": 16,
     "nvidia-h200: linear_packed, fp4, n 4096, k 4096, m 128, bits 4": 16,
+    "nvidia-h200: linear_packed, int4, n 4096, k 14336, m 128, bits 4": 8,
+    "nvidia-h200: linear_packed, fp4, n 4096, k 14336, m 128, bits 4": 8,
     "nvidia-h200: linear_packed, int8, n 4096, k 4096, m 128, bits 8": 16,
     "nvidia-h200: linear_packed, fp8, n 4096, k 4096, m 128, bits 8": 16,
     "nvidia-h200: linear_packed, int8, n 4096, k 14336, m 128, bits 8": 16,

@@ -167,7 +167,7 @@ def test_dtype(tmp_path: Path) -> None:
     [
         (
             {"model_type": "mamba"},
-            r"'mamba' is not supported; supported: .*llama, ministral, .*mistral, .*qwen2, qwen3",
+            r"'mamba' is not supported; supported: .*llama, ministral, .*mistral, .*qwen2, .*qwen3",
         ),
         ({"hidden_size": None}, r"does not set 'hidden_size'"),
         ({"hidden_size": "64"}, r"'hidden_size' must be of type int, found '64'"),
