@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "start a server, stream several prompts at once, show the batch change, stop",
     "check": "what a checkpoint is, whether it will be served, how much of a card it takes; needs no GPU",
     "bench": "measure the engine",
+    "openai": "OpenAI's HTTP API in front of a Triton server",
     "study": "what in-flight batching gains on your own traffic, and which settings to run it with",
     "cache": "have a running engine forget its prefix cache",
     "install": "make the package a backend of an installed server",

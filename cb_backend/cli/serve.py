@@ -7,6 +7,7 @@ Ctrl-C ends everything at once. The exit code is the server's; the signal's if t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shlex
@@ -23,6 +24,7 @@ from cb_backend.cli.paths import CliError, checkout_path
 from cb_backend.cli.server.addresses import numeric_host
 from cb_backend.cli.server.backend_folder import our_backends
 from cb_backend.cli.server.engine_options import add_engine_options, engine_options, flag_of
+from cb_backend.cli.server.gateway_process import DEFAULT_PORT, gateway_beside
 from cb_backend.cli.server.known_faults import Configuration, known_faults, own_python_models
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import (
@@ -57,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--http-port", "--port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--metrics-port", type=int, default=8002)
+    parser.add_argument(
+        "--openai-port",
+        type=int,
+        help=f"of the OpenAI gateway beside the server (default: {DEFAULT_PORT} if it is free)",
+    )
+    parser.add_argument("--no-openai", action="store_true", help="start no OpenAI gateway")
     parser.add_argument(
         "--exit-timeout-secs", type=int, default=30, help="how long running requests may go on at the end"
     )
@@ -123,17 +131,25 @@ def _serve(args: argparse.Namespace, repository: Path, folder: Path) -> int:
     _say(f"starting {installation.origin} with {', '.join(models)}")
     for line in known_faults(installation.version, Configuration(server.arguments, own_python_models(repository))):
         _say(line)
-    try:
+    with contextlib.ExitStack() as beside:
+        beside.callback(server.stop)
         if _wait_ready(server, stopper):
-            _say(_ready_text(server, models))
+            openai = None if args.no_openai else _start_gateway(args, server, beside)
+            _say(_ready_text(server, models, openai))
         exit_code = _wait_end(server, stopper)
-    finally:
-        server.stop()
     if not stopper.is_stopping:
         raise CliError(f"the server ended by itself with exit code {exit_code}; run with --verbose for its log")
     if stopper.exit_code_of_signal is not None:
         return stopper.exit_code_of_signal
     return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def _start_gateway(args: argparse.Namespace, server: ServerProcess, beside: contextlib.ExitStack) -> str | None:
+    """Its address; None where the default port is somebody else's."""
+    address = beside.enter_context(gateway_beside(server.options.host, args.openai_port, server.grpc_address))
+    if address is None:
+        _say(f"no OpenAI gateway: port {DEFAULT_PORT} is in use; --openai-port names another")
+    return address
 
 
 class _Stopper:
@@ -198,7 +214,7 @@ def _wait_end(server: ServerProcess, stopper: _Stopper) -> int:
     return exit_code
 
 
-def _ready_text(server: ServerProcess, models: list[str]) -> str:
+def _ready_text(server: ServerProcess, models: list[str], openai: str | None = None) -> str:
     url = f"http://{server.http_address}/v2/models/{'llm' if 'llm' in models else models[0]}"
     text = '"text_input": "The capital of France is"'
     sampling = '"max_tokens": 32, "temperature": 0'
@@ -206,6 +222,7 @@ def _ready_text(server: ServerProcess, models: list[str]) -> str:
   HTTP    http://{server.http_address}
   gRPC    {server.grpc_address}
   metrics {f"http://{server.metrics_address}/metrics" if server.has_metrics else "off"}
+  OpenAI  {f"http://{openai}/v1" if openai else "off"}
 try
   curl -s {url}/generate -d '{{{text}, "parameters": {{{sampling}}}}}'
   curl -sN {url}/generate_stream -d '{{{text}, "parameters": {{"stream": true, {sampling}}}}}'

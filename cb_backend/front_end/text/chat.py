@@ -45,15 +45,19 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         """Token ids of a request's `messages`: a JSON list, or an object of them and the template's arguments.
 
-        Of several templates, `chat_template` names one; else it is "tool_use" where tools are given, and "default".
+        Arguments that are named in its list "optional" are left out where the template does not use them. Of several
+        templates, `chat_template` names one; else it is "tool_use" where tools are given, and "default".
         Raises `InvalidRequestError` for malformed messages, and where the model has no template or its template
         refuses them.
         """
         values = _load(text)
         if any(mark in text for mark in map(chr, self._unmarks)) or "\\udb80" in text.lower():
             raise InvalidRequestError("messages hold private-use characters (U+F0000 and up); remove them")
+        optional = _take_optional(values)
         template = self._select(values)
         arguments = {name: value for name, value in values.items() if name not in ("messages", "chat_template")}
+        for name in optional - template.variables():
+            arguments.pop(name, None)
         for name in ("tools", "documents"):
             if arguments.get(name) is None:
                 arguments.pop(name, None)
@@ -140,6 +144,13 @@ class Chat:
             ids.append(self._tokenizer.control_tokens[text[start:next_end]])
             end = next_end
         return ids + self._tokenizer.encode_characters(text[end:])
+
+
+def _take_optional(values: dict[str, Any]) -> set[str]:
+    names = values.pop("optional", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidRequestError('"optional" of messages must be a list of names of the template\'s arguments')
+    return set(names)
 
 
 def _load(text: str) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""`cb-backend openai`: OpenAI's HTTP API in front of a Triton server, this one's or any with vllm_backend's models."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.gateway_process import DEFAULT_PORT
+from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES
+from cb_backend.gateway.settings import DEFAULT_BODY_MIB, ENVIRONMENT_VARIABLE, Settings, read_names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="localhost:8001", help="the Triton server's gRPC address")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every interface")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the port")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys that clients may use, one a line")
+    parser.add_argument(
+        "--max-body-mib", type=int, default=DEFAULT_BODY_MIB, help=f"largest request (default: {DEFAULT_BODY_MIB})"
+    )
+    parser.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="pages of this origin may call (CORS)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="say nothing at the start")
+    names = "; MODEL=NAME for one model. May be given several times"
+    parser.add_argument(
+        "--tool-parser", action="append", default=[], metavar="NAME",
+        help=f"how calls of tools are written: {', '.join(TOOL_NAMES)} (default: auto){names}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reasoning-parser", action="append", default=[], metavar="NAME",
+        help=f"how reasoning is written: {', '.join(REASONING_NAMES)} (default: think){names}",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    import uvicorn
+
+    if args.workers < 1 or args.max_body_mib < 1:
+        raise CliError("--workers and --max-body-mib must be 1 or more")
+    settings = Settings(
+        url=args.url,
+        api_key_file=None if args.api_key_file is None else str(args.api_key_file.resolve()),
+        max_body_bytes=args.max_body_mib << 20,
+        allow_origins=tuple(args.allow_origin),
+        tool_parsers=read_names("--tool-parser", args.tool_parser),
+        reasoning_parsers=read_names("--reasoning-parser", args.reasoning_parser),
+    )
+    settings.api_keys()  # a wrong file is told before anything listens
+    if not args.quiet:
+        _introduce(args)
+    # uvicorn ends gracefully and then raises the signal again, for handlers like this one: its end is no failure.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    os.environ[ENVIRONMENT_VARIABLE] = settings.to_json()
+    uvicorn.run(
+        "cb_backend.gateway.app:create_from_environment", factory=True, host=args.host, port=args.port,
+        workers=args.workers, log_level="warning", access_log=False, timeout_graceful_shutdown=30,
+    )  # fmt: skip
+    return 0
+
+
+def _introduce(args: argparse.Namespace) -> None:
+    if args.host not in ("127.0.0.1", "localhost", "::1") and args.api_key_file is None:
+        print(f"NOTE: everybody who reaches {args.host}:{args.port} may use it; --api-key-file asks for a key")
+    print(f"OpenAI's API at http://{args.host}:{args.port}/v1 for the server at {args.url}", flush=True)

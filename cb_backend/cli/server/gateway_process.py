@@ -1,0 +1,78 @@
+"""The OpenAI gateway as a process beside a server that runs: started when that is ready, ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from cb_backend.cli.paths import CliError
+
+DEFAULT_PORT = 9000
+START_S = 30.0
+END_S = 10.0  # of its own drain, after the server's
+
+
+@contextlib.contextmanager
+def gateway_beside(host: str, port: int | None, grpc_address: str) -> Iterator[str | None]:
+    """A gateway on `host`:`port` for the server at `grpc_address`; gives its address.
+
+    `port` None: the default one, and where somebody has that already no gateway is started: then it gives None. Raises
+    `CliError` where a port that was asked for is taken, or the gateway ends at once.
+    """
+    number = DEFAULT_PORT if port is None else port
+    if _is_taken(host, number):
+        if port is not None:
+            raise CliError(f"port {port} of --openai-port is in use; choose another, or --no-openai")
+        yield None
+        return
+    # A group of its own: Ctrl-C of a terminal is for the server, which drains; the gateway ends after it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cb_backend.cli.main", "openai", "--quiet", "--url", grpc_address,
+         "--host", host, "--port", str(number)],
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        _wait_listening(process, host, number)
+        yield f"{_url_host(host)}:{number}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _is_taken(host: str, port: int) -> bool:
+    with socket.socket(_family(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def _wait_listening(process: subprocess.Popen[bytes], host: str, port: int) -> None:
+    deadline = time.monotonic() + START_S
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise CliError(f"the OpenAI gateway ended with exit code {process.returncode}; its reason stands above")
+        with socket.socket(_family(host)) as probe:
+            if probe.connect_ex((reachable, port)) == 0:
+                return
+        time.sleep(0.05)
+    raise CliError(f"the OpenAI gateway does not listen on port {port} after {START_S:g} s; --no-openai leaves it out")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

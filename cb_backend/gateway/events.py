@@ -1,0 +1,83 @@
+"""What an answer's text means to OpenAI's clients: content, reasoning, calls of tools. Parsers find it out.
+
+A parser is given the text in pieces of any size and says the same whatever the pieces: that is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+
+class Content(NamedTuple):
+    text: str
+
+
+class Reasoning(NamedTuple):
+    text: str
+
+
+class CallStart(NamedTuple):
+    """A call of a tool begins. Calls are counted from 0."""
+
+    number: int
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More JSON text of a call's arguments."""
+
+    number: int
+    text: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments
+
+
+class Parser(Protocol):
+    """Of one answer's text."""
+
+    def push(self, text: str) -> list[Event]:
+        """What is certain now that `text` has come."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """The answer is over: what was held back is what it is."""
+        ...
+
+
+class PlainText:
+    """Everything is content."""
+
+    def push(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The events with neighbours of one kind as one."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.number == last.number:
+            result[-1] = CallArguments(event.number, last.text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+def held_length(text: str, marks: Iterable[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of one of `marks`."""
+    longest = 0
+    for mark in marks:
+        for length in range(min(len(mark) - 1, len(text)), longest, -1):
+            if text.endswith(mark[:length]):
+                longest = length
+                break
+    return longest

@@ -1,0 +1,43 @@
+"""The model's log-probabilities in the two forms that OpenAI has for them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+NOT_ASKED_FOR = "null"
+
+
+def token_entries(text: str) -> list[list[dict[str, Any]]]:
+    """Of the output `logprobs`: for each new token the chosen one, then the likeliest ones."""
+    if not text or text == NOT_ASKED_FOR:
+        return []
+    return [list(entry.values()) for entry in json.loads(text)]
+
+
+def chat_logprobs(text: str, number: int) -> dict[str, Any] | None:
+    """OpenAI's `choices[].logprobs` of chat completions."""
+    content = []
+    for chosen, *others in token_entries(text):
+        likeliest = sorted([chosen, *others], key=lambda entry: entry["rank"])[:number]
+        content.append({**_shown(chosen), "top_logprobs": [_shown(entry) for entry in likeliest]})
+    return {"content": content, "refusal": None} if content else None
+
+
+def _shown(entry: dict[str, Any]) -> dict[str, Any]:
+    token = entry["decoded_token"]
+    return {"token": token, "logprob": entry["logprob"], "bytes": list(token.encode("utf-8", errors="replace"))}
+
+
+def completion_logprobs(text: str, number: int, offset: int) -> dict[str, Any] | None:
+    """The older form, of completions. `offset`: characters of the answer before these tokens."""
+    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for chosen, *others in token_entries(text):
+        token = chosen["decoded_token"]
+        likeliest = sorted([chosen, *others], key=lambda entry: entry["rank"])[:number]
+        result["tokens"].append(token)
+        result["token_logprobs"].append(chosen["logprob"])
+        result["top_logprobs"].append({entry["decoded_token"]: entry["logprob"] for entry in likeliest})
+        result["text_offset"].append(offset)
+        offset += len(token)
+    return result if result["tokens"] else None

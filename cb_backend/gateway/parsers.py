@@ -1,0 +1,75 @@
+"""Which parser reads an answer: by the model's settings, and by what the request asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cb_backend.gateway.events import Event, Parser, PlainText
+from cb_backend.gateway.harmony import HarmonyParser
+from cb_backend.gateway.reasoning import ThinkParser
+from cb_backend.gateway.tool_choice import ToolChoice
+from cb_backend.gateway.tools import HermesParser, JsonParser, MistralParser, NamedCall, RequiredCalls
+
+TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": HermesParser,
+    "llama3": JsonParser,
+    "mistral": MistralParser,
+}
+TOOL_NAMES = ("auto", *TOOL_PARSERS, "gpt-oss", "none")
+REASONING_NAMES = ("think", "think-open", "gpt-oss", "none")
+_NEED_CONTROL_TOKENS = ("mistral", "gpt-oss")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of one model are read. See `TOOL_NAMES` and `REASONING_NAMES`."""
+
+    tools: str = "auto"
+    reasoning: str = "think"
+
+    def needs_control_tokens(self, choice: ToolChoice) -> bool:
+        """Whether the model must leave its control tokens in the text."""
+        return self.reasoning == "gpt-oss" or (choice.mode == "auto" and self.tools in _NEED_CONTROL_TOKENS)
+
+    def parser(self, choice: ToolChoice) -> Parser:
+        """For one answer."""
+        if choice.mode == "named":
+            return NamedCall(choice.name)
+        if choice.mode == "required":
+            return RequiredCalls()
+        if self.reasoning == "gpt-oss" or (choice.mode == "auto" and self.tools == "gpt-oss"):
+            return HarmonyParser()
+        answer = self._tool_parser() if choice.mode == "auto" else PlainText()
+        return answer if self.reasoning == "none" else ThinkParser(answer, self.reasoning == "think-open")
+
+    def _tool_parser(self) -> Parser:
+        if self.tools == "none":
+            return PlainText()
+        return AutoParser() if self.tools == "auto" else TOOL_PARSERS[self.tools]()
+
+
+class AutoParser:
+    """Chooses by the answer's first characters: an object is Llama's form, anything else may hold Hermes' marks."""
+
+    _TAG = "<|python_tag|>"
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._chosen: Parser | None = None
+
+    def push(self, text: str) -> list[Event]:
+        if self._chosen is None:
+            self._buffer += text
+            start = self._buffer.lstrip()
+            if self._TAG.startswith(start):  # nothing yet, or a part of the mark
+                return []
+            self._chosen = JsonParser() if start.startswith(("{", self._TAG)) else HermesParser()
+            text, self._buffer = self._buffer, ""
+        return self._chosen.push(text)
+
+    def finish(self) -> list[Event]:
+        if self._chosen is None:
+            self._chosen = HermesParser()
+            return [*self._chosen.push(self._buffer), *self._chosen.finish()]
+        return self._chosen.finish()

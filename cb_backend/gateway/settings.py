@@ -1,0 +1,90 @@
+"""What a gateway runs with, in a form that worker processes can be given."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES, Reading
+
+ENVIRONMENT_VARIABLE = "CB_BACKEND_GATEWAY"
+DEFAULT_BODY_MIB = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`tool_parsers`, `reasoning_parsers`: by the model's name, "" for every other."""
+
+    url: str
+    api_key_file: str | None = None
+    max_body_bytes: int = DEFAULT_BODY_MIB << 20
+    allow_origins: tuple[str, ...] = ()
+    tool_parsers: dict[str, str] = field(default_factory=dict)
+    reasoning_parsers: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        values = json.loads(text)
+        return cls(**{**values, "allow_origins": tuple(values["allow_origins"])})
+
+    def reading(self, model: str) -> Reading:
+        """How this model's answers are read."""
+        tools = self.tool_parsers.get(model) or self.tool_parsers.get("") or "auto"
+        reasoning = self.reasoning_parsers.get(model) or self.reasoning_parsers.get("") or "think"
+        return Reading(tools, reasoning)
+
+    def api_keys(self) -> ApiKeys | None:
+        return None if self.api_key_file is None else ApiKeys(Path(self.api_key_file))
+
+
+class ApiKeys:
+    """Keys of a file, one a line; `#` begins a comment. A changed file counts from the next request on."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` where the file cannot be read or has no key."""
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._keys: list[bytes] = []
+        self._read()
+
+    def _read(self) -> None:
+        try:
+            status = self._path.stat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if stamp == self._stamp:
+                return
+            lines = [line.split("#")[0].strip() for line in self._path.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the API keys' file {self._path} cannot be read: {error}") from None
+        keys = [line.encode() for line in lines if line]
+        if not keys:
+            raise ConfigError(f"the API keys' file {self._path} has no key: write one a line")
+        self._stamp, self._keys = stamp, keys
+
+    def are_right(self, authorization: bytes) -> bool:
+        """Whether the header `Authorization` names one of them. A file that has become unreadable keeps its keys."""
+        with contextlib.suppress(ConfigError):
+            self._read()
+        kind, _, key = authorization.strip().partition(b" ")
+        given = key.strip() if kind.lower() == b"bearer" else b""
+        matches = [hmac.compare_digest(given, own) for own in self._keys]  # all of them: no time tells which
+        return any(matches)
+
+
+def read_names(option: str, values: list[str]) -> dict[str, str]:
+    """Of `NAME` or `MODEL=NAME`, each. Raises `ConfigError` for a name that is not known."""
+    known = TOOL_NAMES if option == "--tool-parser" else REASONING_NAMES
+    result = {}
+    for value in values:
+        model, _, name = value.rpartition("=")
+        if name not in known:
+            raise ConfigError(f"{option} {value!r}: {name!r} is none of {', '.join(known)}")
+        result[model] = name
+    return result

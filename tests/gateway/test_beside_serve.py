@@ -1,0 +1,92 @@
+"""`cb-backend serve` starts the gateway beside its server and ends it with it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from cb_backend.cli.main import main
+from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.gateway_process import gateway_beside
+from cb_backend.cli.server.server_process import free_ports
+from tests.server.tiny_checkpoint import write_tiny_checkpoint
+from tests.waiting import WAIT_S
+
+
+@pytest.mark.server
+def test_serve_has_an_openai_address_that_ends_with_it(tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "tiny")
+    http, grpc, metrics, port = free_ports(4)
+    ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics, "--openai-port", port]
+    words = ["serve", str(checkpoint), "--kv-cache-memory-bytes", str(32 << 20), *map(str, ports)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cb_backend.cli.main", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        _wait_listening(process, port)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            answer = client.completions.create(model="llm", prompt="the quick brown fox", max_tokens=4, temperature=0)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 4
+    finally:
+        process.terminate()
+        output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, output
+    assert f"OpenAI  http://127.0.0.1:{port}/v1" in output
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+
+
+def _wait_listening(process: subprocess.Popen[str], port: int) -> None:
+    deadline = time.monotonic() + 2 * WAIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    process.kill()
+    pytest.fail(f"no gateway: {process.communicate()[0]}")
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_an_error() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(CliError, match=f"port {port} of --openai-port is in use"),
+            gateway_beside("127.0.0.1", port, "127.0.0.1:9"),
+        ):
+            pass
+
+
+def test_a_default_port_that_is_taken_leaves_the_gateway_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr("cb_backend.cli.server.gateway_process.DEFAULT_PORT", other.getsockname()[1])
+        with gateway_beside("127.0.0.1", None, "127.0.0.1:9") as address:
+            assert address is None
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--workers", "0"], "--workers and --max-body-mib must be 1 or more"),
+    (["--tool-parser", "xml"], "'xml' is none of auto, hermes"),
+    (["--api-key-file", "/nowhere/keys"], "the API keys' file /nowhere/keys cannot be read"),
+])  # fmt: skip
+def test_a_wrong_option_is_told_before_anything_listens(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["openai", *words]) == 1
+    assert text in capsys.readouterr().err
