@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.gateway_process import DEFAULT_PORT
 from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES
 from cb_backend.gateway.settings import DEFAULT_BODY_MIB, ENVIRONMENT_VARIABLE, Settings, read_names
+
+PARENT_EVERY_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-origin", action="append", default=[], metavar="ORIGIN", help="pages of this origin may call (CORS)"
     )
-    parser.add_argument("--quiet", action="store_true", help="say nothing at the start")
+    parser.add_argument(
+        "--beside-server", action="store_true", help=argparse.SUPPRESS
+    )  # of `serve`, which speaks for it
     names = "; MODEL=NAME for one model. May be given several times"
     parser.add_argument(
         "--tool-parser", action="append", default=[], metavar="NAME",
@@ -51,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
         reasoning_parsers=read_names("--reasoning-parser", args.reasoning_parser),
     )
     settings.api_keys()  # a wrong file is told before anything listens
-    if not args.quiet:
+    if args.beside_server:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    else:
         _introduce(args)
     # uvicorn ends gracefully and then raises the signal again, for handlers like this one: its end is no failure.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -68,3 +76,10 @@ def _introduce(args: argparse.Namespace) -> None:
     if args.host not in ("127.0.0.1", "localhost", "::1") and args.api_key_file is None:
         print(f"NOTE: everybody who reaches {args.host}:{args.port} may use it; --api-key-file asks for a key")
     print(f"OpenAI's API at http://{args.host}:{args.port}/v1 for the server at {args.url}", flush=True)
+
+
+def _end_with(parent: int) -> None:
+    """A gateway whose `serve` has been killed must not keep the port."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)

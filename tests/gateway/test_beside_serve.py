@@ -18,7 +18,7 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.gateway_process import gateway_beside
 from cb_backend.cli.server.server_process import free_ports
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, eventually
 
 
 @pytest.mark.server
@@ -78,6 +78,28 @@ def test_a_default_port_that_is_taken_leaves_the_gateway_out(monkeypatch: pytest
         monkeypatch.setattr("cb_backend.cli.server.gateway_process.DEFAULT_PORT", other.getsockname()[1])
         with gateway_beside("127.0.0.1", None, "127.0.0.1:9") as address:
             assert address is None
+
+
+def test_a_gateway_ends_with_the_process_that_started_it() -> None:
+    (port,) = free_ports(1)
+    starter = (
+        "import time\n"
+        "from cb_backend.cli.server.gateway_process import gateway_beside\n"
+        f"with gateway_beside('127.0.0.1', {port}, '127.0.0.1:9') as address:\n"
+        "    print(address, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == f"127.0.0.1:{port}"
+    process.kill()
+    process.communicate()
+    eventually(lambda: _refuses(port), "nobody listens any more")
+
+
+def _refuses(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.mark.parametrize(("words", "text"), [

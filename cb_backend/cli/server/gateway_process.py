@@ -31,13 +31,15 @@ def gateway_beside(host: str, port: int | None, grpc_address: str) -> Iterator[s
         return
     # A group of its own: Ctrl-C of a terminal is for the server, which drains; the gateway ends after it.
     process = subprocess.Popen(
-        [sys.executable, "-m", "cb_backend.cli.main", "openai", "--quiet", "--url", grpc_address,
+        [sys.executable, "-m", "cb_backend.cli.main", "openai", "--beside-server", "--url", grpc_address,
          "--host", host, "--port", str(number)],
         start_new_session=True,
     )  # fmt: skip
     try:
-        _wait_listening(process, host, number)
-        yield f"{_url_host(host)}:{number}"
+        is_there = _wait_listening(process, host, number)
+        if not is_there and port is not None:
+            raise CliError(f"the OpenAI gateway ended with exit code {process.returncode}; its reason stands above")
+        yield f"{_url_host(host)}:{number}" if is_there else None
     finally:
         process.terminate()
         try:
@@ -57,15 +59,16 @@ def _is_taken(host: str, port: int) -> bool:
     return False
 
 
-def _wait_listening(process: subprocess.Popen[bytes], host: str, port: int) -> None:
+def _wait_listening(process: subprocess.Popen[bytes], host: str, port: int) -> bool:
+    """False if it ends instead: somebody was faster at the port."""
     deadline = time.monotonic() + START_S
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise CliError(f"the OpenAI gateway ended with exit code {process.returncode}; its reason stands above")
+            return False
         with socket.socket(_family(host)) as probe:
             if probe.connect_ex((reachable, port)) == 0:
-                return
+                return True
         time.sleep(0.05)
     raise CliError(f"the OpenAI gateway does not listen on port {port} after {START_S:g} s; --no-openai leaves it out")
 
