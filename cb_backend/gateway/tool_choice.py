@@ -53,6 +53,8 @@ def take_tools(body: Body) -> ToolChoice:
         raise bad_request(f"'tool_choice' names {name!r}, which is not among the tools", "tool_choice")
     if mode == "none":
         return ToolChoice()
+    if mode == "required" and len(tools) == 1 and is_parallel is False:  # nothing is left to say but the arguments
+        mode, name = "named", _name(tools[0])
     return ToolChoice(mode, tuple(tools), name, is_parallel is not False)
 
 
