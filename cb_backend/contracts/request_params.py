@@ -96,6 +96,3 @@ class RequestParams(SamplingRules, frozen=True, kw_only=True, omit_defaults=True
                 raise InvalidRequestError(
                     f"a stop string has {len(text.encode())} bytes; at most {MAX_STOP_STRING_BYTES} are allowed"
                 )
-
-
-SamplingParams = RequestParams  # the public name: what vLLM calls it

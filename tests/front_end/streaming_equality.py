@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as BackendTokenizer
 
 from cb_backend.contracts.request import FinishReason
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.front_end.text.detokenizer import MAX_HELD_RUN_BYTES, REPLACEMENT
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ def full_decode(backend: BackendTokenizer, pair: Pair) -> str:
 def check(tokenizer: Tokenizer, backend: BackendTokenizer, pair: Pair) -> str:
     """Compare one pair; returns what it was: `equal`, or `long run` where the documented exception was met."""
     expected = full_decode(backend, pair)
-    text = OutputText(tokenizer, SamplingParams(), pair.prompt)
+    text = OutputText(tokenizer, RequestParams(), pair.prompt)
     deltas, at = [], 0
     for length in pair.pieces:
         deltas.append(text.push(pair.output[at : at + length]).text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.contracts.errors import InvalidRequestError
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.front_end.text.bad_words import bad_word_ids, word_forms
 from tests.front_end.conftest import ByteFallbackKit, ByteLevelKit
 
@@ -33,7 +33,7 @@ def test_the_rules_get_the_ids(byte_level: ByteLevelKit) -> None:
     ids = bad_word_ids(("x", "x", "ok"), byte_level.tokenizer)
     assert tuple(byte_level.ids(b"x")) in ids
     assert len(set(ids)) == len(ids) == 4
-    (rules,) = SamplingParams(bad_words=("x", "x", "ok")).token_rules(ids)
+    (rules,) = RequestParams(bad_words=("x", "x", "ok")).token_rules(ids)
     assert rules.bad_words_token_ids == ids
     assert rules.has_logits_rules
     assert bad_word_ids((), byte_level.tokenizer) == ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cb_backend.contracts.errors import InvalidRequestError
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.contracts.token_rules import MAX_TOKENS
 from cb_backend.front_end.wire.protocol import parse_request
@@ -22,7 +22,7 @@ def texts(*values: str) -> np.ndarray:
     return np.array([value.encode() for value in values], dtype=np.object_)
 
 
-def params(request: dict[str, Any], sampling: dict[str, Any] | None = None) -> SamplingParams:
+def params(request: dict[str, Any], sampling: dict[str, Any] | None = None) -> RequestParams:
     """Of a request with these request parameters, and these in the input `sampling_parameters`."""
     inputs = {"text_input": texts("hi")}
     if sampling is not None:
@@ -30,7 +30,7 @@ def params(request: dict[str, Any], sampling: dict[str, Any] | None = None) -> S
     return parse_request(inputs, json.dumps(request), VOCAB_SIZE).params
 
 
-def trtllm_params(**inputs: np.ndarray) -> SamplingParams:
+def trtllm_params(**inputs: np.ndarray) -> RequestParams:
     return parse_trtllm_request({"text_input": texts("hi"), **inputs}, VOCAB_SIZE).params
 
 
@@ -38,18 +38,18 @@ def trtllm_params(**inputs: np.ndarray) -> SamplingParams:
 
 
 def test_h01_request_parameters_count_beside_the_input() -> None:
-    assert params({"max_tokens": 3, "seed": 1}, {"temperature": 0}) == SamplingParams(
+    assert params({"max_tokens": 3, "seed": 1}, {"temperature": 0}) == RequestParams(
         max_tokens=3, seed=1, temperature=0
     )
 
 
 def test_h01_the_input_wins_where_both_name_a_parameter() -> None:
     given = params({"max_tokens": 3, "top_k": 9, "seed": 1}, {"max_tokens": 5, "top_k": None})
-    assert given == SamplingParams(max_tokens=5, top_k=0, seed=1)
+    assert given == RequestParams(max_tokens=5, top_k=0, seed=1)
 
 
 def test_h01_an_empty_object_in_the_input_turns_nothing_off() -> None:
-    assert params({"max_tokens": 3, "seed": 1}, {}) == SamplingParams(max_tokens=3, seed=1)
+    assert params({"max_tokens": 3, "seed": 1}, {}) == RequestParams(max_tokens=3, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_h01_bad_json_names_its_place() -> None:
 def test_h02_json_text_of_lists_and_objects(given: dict[str, Any], expected: dict[str, Any], place: str) -> None:
     given = {**given, "seed": 1}
     found = params(given) if place == "request" else params({}, given)
-    assert found == SamplingParams(**expected, seed=1)
+    assert found == RequestParams(**expected, seed=1)
 
 
 @pytest.mark.parametrize("text", ["8", "[", '["8"', "[1]", "[citation needed]", '"8"', '{"a": 1}', "[" * 5000])

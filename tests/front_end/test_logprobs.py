@@ -10,7 +10,7 @@ import pytest
 
 from cb_backend.contracts.packed_logprobs import ChunkLogprobs, StepLogprobs, TokenLogprob, pack
 from cb_backend.contracts.request import FinishReason
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.step import PromptLogprobs, TokenLogprobs
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
@@ -82,7 +82,7 @@ def test_f5_the_tokens_texts_joined_are_the_text(kind: str, request: pytest.Fixt
     kit: Kit = request.getfixturevalue(kind)
     prompt = kit.backend.encode("x").ids
     ids = [i for i in kit.backend.encode("Hello world x").ids if i not in kit.tokenizer.pieces.special_ids]
-    text = OutputText(kit.tokenizer, SamplingParams(), prompt).push(ids, FinishReason.LENGTH).text
+    text = OutputText(kit.tokenizer, RequestParams(), prompt).push(ids, FinishReason.LENGTH).text
     assert "".join(kit.tokenizer.token_text(i) for i in ids) == text
     assert kit.tokenizer.token_text(10**6) == kit.tokenizer.token_text(-1) == ""
 
@@ -95,7 +95,7 @@ def test_half_a_character_is_marked(byte_level: ByteLevelKit, byte_fallback: Byt
 
 def test_a_stop_string_cuts_figures_and_text_at_one_token(byte_level: ByteLevelKit) -> None:
     ids = byte_level.ids("Hello", " stop", "x")
-    text = OutputText(byte_level.tokenizer, SamplingParams(stop=("stop",)))
+    text = OutputText(byte_level.tokenizer, RequestParams(stop=("stop",)))
     out = OutputLogprobs(byte_level.tokenizer, 0)
     delta = text.push(ids)
     out.push(ids[: delta.num_tokens], [figures([], [], -float(i), 1) for i in (1, 2, 3)][: delta.num_tokens])

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cb_backend.contracts.request import FinishReason
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.support import fault_points
 from tests.front_end.conftest import CJK, EMOJI, ByteFallbackKit, ByteLevelKit, Kit
@@ -20,7 +20,7 @@ MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.function_sc
 
 def stream(kit: Kit, ids: list[int], finish_reason: FinishReason, **params: Any) -> tuple[list[str], int, bool]:
     """One token a push: (texts sent, tokens that count, whether a stop string ended it)."""
-    output = OutputText(kit.tokenizer, SamplingParams(**params))
+    output = OutputText(kit.tokenizer, RequestParams(**params))
     texts, num_tokens = [], 0
     for number, token_id in enumerate(ids, start=1):
         delta = output.push([token_id], finish_reason if number == len(ids) else FinishReason.NONE)
@@ -32,7 +32,7 @@ def stream(kit: Kit, ids: list[int], finish_reason: FinishReason, **params: Any)
 
 
 def whole(kit: Kit, ids: list[int], finish_reason: FinishReason, **params: Any) -> tuple[str, int, bool]:
-    delta = OutputText(kit.tokenizer, SamplingParams(**params)).push(ids, finish_reason)
+    delta = OutputText(kit.tokenizer, RequestParams(**params)).push(ids, finish_reason)
     return delta.text, delta.num_tokens, delta.is_stopped
 
 
@@ -84,7 +84,7 @@ def test_the_reason_is_the_stop_string_also_where_only_the_end_completes_it(
     """Bytes are held until it is known whether they are a character, and at the end that is known."""
     data = CJK[:num_bytes]
     stop = data.decode(errors="replace")
-    output = OutputText(byte_fallback.tokenizer, SamplingParams(stop=(stop,)))
+    output = OutputText(byte_fallback.tokenizer, RequestParams(stop=(stop,)))
     delta = output.push(byte_fallback.ids("x", *(bytes([value]) for value in data)), FinishReason.LENGTH)
     assert (delta.text, delta.is_stopped, output.stop_reason) == ("x", True, stop)
 
@@ -115,13 +115,13 @@ def test_a_stop_token_behind_a_stop_string_does_not_count(byte_level: ByteLevelK
 
 
 def test_an_end_without_a_token(byte_level: ByteLevelKit) -> None:
-    output = OutputText(byte_level.tokenizer, SamplingParams())
+    output = OutputText(byte_level.tokenizer, RequestParams())
     assert output.push(np.array(byte_level.ids("ok", EMOJI[:1]), dtype=np.int32)) == ("ok", 2, False)
     assert output.push(np.array([-1], dtype=np.int32), FinishReason.ABORT) == ("\ufffd", 0, False)
 
 
 def test_late_tokens_are_dropped(byte_level: ByteLevelKit) -> None:
-    output = OutputText(byte_level.tokenizer, SamplingParams(stop=("x",)))
+    output = OutputText(byte_level.tokenizer, RequestParams(stop=("x",)))
     assert output.push(byte_level.ids("x", "ok")) == ("", 1, True)
     assert output.is_finished
     assert output.push(byte_level.ids("ok"), FinishReason.LENGTH) == ("", 0, False)
@@ -158,7 +158,7 @@ def test_streamed_and_whole_answers_are_equal(
 
 def test_special_tokens_are_shown_where_asked_for(byte_level: ByteLevelKit, byte_fallback: ByteFallbackKit) -> None:
     """Against the library's own decoding of everything at once."""
-    params = SamplingParams(skip_special_tokens=False)
+    params = RequestParams(skip_special_tokens=False)
     for kit in (byte_level, byte_fallback):
         bos, eos = kit.id("<s>"), kit.id("</s>")
         word = kit.ids("Hello", "x")
@@ -169,13 +169,13 @@ def test_special_tokens_are_shown_where_asked_for(byte_level: ByteLevelKit, byte
         assert pushed == shown[len(kit.backend.decode(word)) :]
         assert "</s><s>" in pushed
         assert not pushed.endswith("</s>")  # a stop token is shown with include_stop_str_in_output only
-        both = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=True)
+        both = RequestParams(skip_special_tokens=False, include_stop_str_in_output=True)
         assert OutputText(kit.tokenizer, both, word).push([*word, eos], FinishReason.STOP).text.endswith("</s>")
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_reason_of_a_string(byte_level: ByteLevelKit, include: bool) -> None:
-    params = SamplingParams(stop=("zzz", "top", " stop"), include_stop_str_in_output=include)
+    params = RequestParams(stop=("zzz", "top", " stop"), include_stop_str_in_output=include)
     text = OutputText(byte_level.tokenizer, params)
     assert not text.push(byte_level.ids("Hello")).is_stopped
     assert text.stop_reason is None
@@ -186,7 +186,7 @@ def test_stop_reason_of_a_string(byte_level: ByteLevelKit, include: bool) -> Non
 @pytest.mark.parametrize("stop", [(), ("zzz",)])
 def test_stop_reason_of_ids(byte_level: ByteLevelKit, stop: tuple[str, ...]) -> None:
     x, eos = byte_level.ids("x")[0], byte_level.id("</s>")
-    params = SamplingParams(stop_token_ids=(x,), stop=stop)
+    params = RequestParams(stop_token_ids=(x,), stop=stop)
     for ids, reason, expected in [
         ([5, x], FinishReason.STOP, x),
         ([5, eos], FinishReason.STOP, None),  # the model's own end
@@ -201,6 +201,6 @@ def test_a_failure_of_the_text_reaches_whoever_pushes(byte_level: ByteLevelKit) 
     def fail(point: str) -> None:
         raise RuntimeError(point)
 
-    text = OutputText(byte_level.tokenizer, SamplingParams())
+    text = OutputText(byte_level.tokenizer, RequestParams())
     with fault_points.armed(fail), pytest.raises(RuntimeError, match=r"front_end\.text"):
         text.push(byte_level.ids("x"))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cb_backend.contracts.errors import InvalidRequestError
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 
@@ -32,7 +32,7 @@ def parse(parameters: str = "", **inputs: np.ndarray) -> GenerateRequest:
     return parse_request({"text_input": text_array(b"hi"), **inputs}, parameters, VOCAB_SIZE)
 
 
-def params(values: Any) -> SamplingParams:
+def params(values: Any) -> RequestParams:
     """The sampling parameters that this JSON value gives."""
     return parse(sampling_parameters=text_array(json.dumps(values).encode())).params
 
@@ -53,7 +53,7 @@ def test_defaults() -> None:
     assert (request.text, request.is_stream, request.is_input_prepended) == ("hi", False, True)
     flags = (request.return_finish_reason, request.return_num_input_tokens, request.return_num_output_tokens)
     assert flags == (False, False, False)
-    assert request.params == SamplingParams()
+    assert request.params == RequestParams()
     assert request.params.most_tokens == 16
 
 
@@ -191,7 +191,7 @@ def test_strings_are_coerced() -> None:
         "min_p": ".1",
     }
     given |= {"seed": "7", "ignore_eos": "true", "include_stop_str_in_output": "False", "stop": "END"}
-    assert params(given) == SamplingParams(
+    assert params(given) == RequestParams(
         max_tokens=128, min_tokens=2, temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, seed=7,
         ignore_eos=True, include_stop_str_in_output=False, stop=("END",),
     )  # fmt: skip
@@ -205,7 +205,7 @@ def test_plain_values() -> None:
         "stop": ["a", "b", "a"],
         "stop_token_ids": [5, "6"],
     }
-    assert params(given) == SamplingParams(
+    assert params(given) == RequestParams(
         max_tokens=3, temperature=0.0, seed=2**64 - 1, stop=("a", "b"), stop_token_ids=(5, 6)
     )
 
@@ -223,7 +223,7 @@ def test_null_is_the_default() -> None:
         "ignore_eos",
         "n",
     ]
-    assert params(dict.fromkeys(names)) == SamplingParams()
+    assert params(dict.fromkeys(names)) == RequestParams()
 
 
 def test_a_missing_seed_is_drawn() -> None:
@@ -234,7 +234,7 @@ def test_a_missing_seed_is_drawn() -> None:
 
 
 def test_request_parameters_are_sampling_parameters() -> None:
-    assert parse('{"temperature": 0.5, "max_tokens": "9", "seed": 1}').params == SamplingParams(
+    assert parse('{"temperature": 0.5, "max_tokens": "9", "seed": 1}').params == RequestParams(
         temperature=0.5, max_tokens=9, seed=1
     )
     with pytest.raises(
@@ -307,7 +307,7 @@ EFFECTIVE = {
 
 
 def test_parameters_that_are_not_built_pass_at_their_neutral_value() -> None:
-    assert params({**NEUTRAL, "seed": 1}) == SamplingParams(seed=1)
+    assert params({**NEUTRAL, "seed": 1}) == RequestParams(seed=1)
 
 
 def test_the_peers_text_for_an_adapter() -> None:
@@ -335,7 +335,7 @@ def test_parameters_that_are_not_built_are_refused_by_name(name: str) -> None:
     ],
 )
 def test_logits_rules(values: Any, expected: Any) -> None:
-    assert params({**values, "seed": 1}) == SamplingParams(seed=1, **expected)
+    assert params({**values, "seed": 1}) == RequestParams(seed=1, **expected)
 
 
 @pytest.mark.parametrize(
@@ -385,15 +385,15 @@ def test_true_is_not_one(value: Any) -> None:
 
 
 def test_n() -> None:
-    assert params({"n": "3", "seed": 5}) == SamplingParams(n=3, seed=5)
-    assert params({"n": 1, "temperature": 0, "seed": 5}) == SamplingParams(temperature=0, seed=5)
+    assert params({"n": "3", "seed": 5}) == RequestParams(n=3, seed=5)
+    assert params({"n": 1, "temperature": 0, "seed": 5}) == RequestParams(temperature=0, seed=5)
     assert refusal({"n": 2, "temperature": 0}).startswith("n is 2, but at temperature 0 all answers are the same")
 
 
 def test_each_answer_has_a_seed_of_its_own_and_the_first_is_that_of_one() -> None:
-    several = SamplingParams(n=3, seed=2**64 - 1, top_k=4)
+    several = RequestParams(n=3, seed=2**64 - 1, top_k=4)
     assert several.token_rules() == [TokenRules(seed=seed, top_k=4) for seed in (2**64 - 1, 0, 1)]
-    assert several.token_rules()[:1] == SamplingParams(seed=2**64 - 1, top_k=4).token_rules()
+    assert several.token_rules()[:1] == RequestParams(seed=2**64 - 1, top_k=4).token_rules()
 
 
 def test_unknown_names() -> None:
@@ -490,10 +490,10 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from([*SamplingParams.__struct_fields__, *NEUTRAL]) | st.text(max_size=12)
+names = st.sampled_from([*RequestParams.__struct_fields__, *NEUTRAL]) | st.text(max_size=12)
 
 
-def answer(text: bytes) -> SamplingParams | str:
+def answer(text: bytes) -> RequestParams | str:
     """The parameters, or the text of the refusal; anything else that is raised fails the test."""
     try:
         return parse(sampling_parameters=text_array(text)).params
@@ -511,7 +511,7 @@ def test_any_json_gives_parameters_or_a_clear_refusal(values: dict[str, Any]) ->
         result.check(VOCAB_SIZE)
         for rules in result.token_rules():
             rules.check(VOCAB_SIZE)
-        assert set(values) <= {*SamplingParams.__struct_fields__, *NEUTRAL}
+        assert set(values) <= {*RequestParams.__struct_fields__, *NEUTRAL}
 
 
 @given(text=st.binary(max_size=60))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from tests.front_end.test_protocol import params, refusal
 
 
@@ -21,7 +21,7 @@ def test_l3_best_of_is_refused_with_the_way_to_go(values: dict[str, object], sho
 
 @pytest.mark.parametrize("value", [None, 1, "1"])
 def test_best_of_passes_where_it_asks_for_nothing(value: object) -> None:
-    assert params({"best_of": value}) == SamplingParams()
+    assert params({"best_of": value}) == RequestParams()
 
 
 def test_several_answers_want_a_temperature() -> None:
@@ -31,7 +31,7 @@ def test_several_answers_want_a_temperature() -> None:
 def test_prompt_logprobs_are_the_first_answers_alone() -> None:
     got = params({"prompt_logprobs": "3", "n": 2})
     assert [rules.prompt_logprobs for rules in got.token_rules()] == [3, None]
-    assert params({"prompt_logprobs": None, "seed": 1}) == SamplingParams(seed=1)
+    assert params({"prompt_logprobs": None, "seed": 1}) == RequestParams(seed=1)
 
 
 @pytest.mark.parametrize(

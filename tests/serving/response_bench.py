@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cb_backend.contracts.request_params import SamplingParams
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
@@ -43,7 +43,7 @@ class Bench:
         generate = GenerateRequest(
             scheduling=SchedulingParams(),
             text="prompt ",
-            params=SamplingParams(**{"max_tokens": 1000, **params}),
+            params=RequestParams(**{"max_tokens": 1000, **params}),
             is_stream=is_stream,
             is_input_prepended=not is_stream,
             return_finish_reason=True,
