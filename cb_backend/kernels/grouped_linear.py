@@ -8,6 +8,8 @@ like the plan, is bounded by the shape alone. Knows pairs and weights, not how r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -167,11 +169,7 @@ def grouped_gate_up_torch(
     [num_experts, 2 * intermediate_size]; activation: see `activate_torch`. Rows of pairs that are in no block are not
     written.
     """
-    out = x.new_empty(plan.num_pairs, weight.shape[1] // 2)
-    for expert, pairs in plan.by_expert():
-        product = functional.linear(x[pairs // top_k], weight[expert], None if bias is None else bias[expert])
-        out[pairs] = activate_torch(product, activation)
-    return out
+    return gate_up_by(plain_product(weight, bias), x, plan, top_k, weight.shape[1] // 2, activation)
 
 
 def grouped_down_torch(
@@ -183,9 +181,30 @@ def grouped_down_torch(
     hidden_size]; row_weights [num_tokens, top_k] float32; out [num_tokens, at least top_k, hidden_size], contiguous,
     of which the pairs' parts are the first. Parts of pairs that are in no block are left as they are. Returns `out`.
     """
+    return down_by(plain_product(weight, bias), x, plan, row_weights, out)
+
+
+Product = Callable[[Tensor, int], Tensor]  # rows [n, in_size] through an expert's weight and bias: [n, rows of it]
+
+
+def plain_product(weight: Tensor, bias: Tensor | None) -> Product:
+    return lambda x, expert: functional.linear(x, weight[expert], None if bias is None else bias[expert])
+
+
+def gate_up_by(
+    product: Product, x: Tensor, plan: ExpertPlan, top_k: int, intermediate_size: int, activation: str
+) -> Tensor:
+    """`grouped_gate_up_torch` for weights of any kind."""
+    out = x.new_empty(plan.num_pairs, intermediate_size)
+    for expert, pairs in plan.by_expert():
+        out[pairs] = activate_torch(product(x[pairs // top_k], expert), activation)
+    return out
+
+
+def down_by(product: Product, x: Tensor, plan: ExpertPlan, row_weights: Tensor, out: Tensor) -> Tensor:
+    """`grouped_down_torch` for weights of any kind."""
     top_k = row_weights.shape[1]
     for expert, pairs in plan.by_expert():
-        product = functional.linear(x[pairs], weight[expert], None if bias is None else bias[expert])
-        weighed = product.float() * row_weights.flatten()[pairs].unsqueeze(1)
+        weighed = product(x[pairs], expert).float() * row_weights.flatten()[pairs].unsqueeze(1)
         out[pairs // top_k, pairs % top_k] = weighed.to(out.dtype)
     return out

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cb_backend.kernels.expert_activation import activate_torch, activated
+from cb_backend.kernels.expert_activation import activated
 from cb_backend.kernels.expert_plan import ExpertPlan
-from cb_backend.kernels.grouped_linear import grouped_parameters
+from cb_backend.kernels.grouped_linear import Product, down_by, gate_up_by, grouped_parameters
 from cb_backend.kernels.launch import (
     IS_INTERPRETING,
     await_previous,
@@ -227,20 +227,15 @@ def grouped_gate_up_packed_torch(
     """As `grouped_gate_up_torch`, with what the gated weights stand for, exactly; bias [num_experts, rows], the
     gate's first.
     """
-    out = x.new_empty(plan.num_pairs, weight.size[0] // 2)
-    for expert, pairs in plan.by_expert():
-        product = linear_packed_torch(x[pairs // top_k], weight.of(expert), None if bias is None else bias[expert])
-        out[pairs] = activate_torch(product, activation)
-    return out
+    return gate_up_by(_product(weight, bias), x, plan, top_k, weight.size[0] // 2, activation)
 
 
 def grouped_down_packed_torch(
     x: Tensor, weight: PackedExperts, plan: ExpertPlan, row_weights: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """As `grouped_down_torch`, with what the weights stand for, exactly."""
-    top_k = row_weights.shape[1]
-    for expert, pairs in plan.by_expert():
-        product = linear_packed_torch(x[pairs], weight.of(expert), None if bias is None else bias[expert])
-        weighed = product.float() * row_weights.flatten()[pairs].unsqueeze(1)
-        out[pairs // top_k, pairs % top_k] = weighed.to(out.dtype)
-    return out
+    return down_by(_product(weight, bias), x, plan, row_weights, out)
+
+
+def _product(weight: PackedExperts, bias: Tensor | None) -> Product:
+    return lambda x, expert: linear_packed_torch(x, weight.of(expert), None if bias is None else bias[expert])

@@ -149,6 +149,8 @@ class ExpertRows(QuantizedRows):
 class PackedMixture:
     """The experts of a layer, packed."""
 
+    projection_class: type[ExpertProjection] = ExpertProjection
+
     def __init__(
         self,
         name: str,
@@ -177,7 +179,6 @@ class PackedMixture:
         self._projections: list[ExpertProjection] = []
         if spec.storage != "apart":
             return
-        kind = Fp8ExpertProjection if isinstance(reader, Fp8Reader) else ExpertProjection
         for expert in range(spec.num_experts):
             for stack, in_size, parts in (
                 (self.gate_up, hidden_size, {names.gate: size, names.up: size}),
@@ -187,7 +188,7 @@ class PackedMixture:
                     name=f"{self.name}.{expert}", in_size=in_size, parts=parts, is_gated=stack.is_gated
                 )
                 self._projections.append(
-                    kind(stack, expert, projection, ops, group, reader, dtype=dtype, device=device)
+                    self.projection_class(stack, expert, projection, ops, group, reader, dtype=dtype, device=device)
                 )
 
     def __call__(self, x: Tensor, weights: Tensor, plan: ExpertPlan, parts: Tensor) -> None:
@@ -200,6 +201,16 @@ class PackedMixture:
             yield from projection.placements()
         yield from self._placements_of_stacks()
         yield from bias_placements(self.name, self.spec, self.biases)
+
+    def _placements_of_stacks(self) -> Iterator[Placement]:
+        """Of tensors that hold all experts', in a checkpoint that has such."""
+        yield from ()
+
+
+class Fp8Mixture(PackedMixture):
+    """The experts of a layer in fp8, whatever the checkpoint has them in."""
+
+    projection_class = Fp8ExpertProjection
 
     def _placements_of_stacks(self) -> Iterator[Placement]:
         """Of a checkpoint with one tensor for all experts, in a wider type: quantised to fp8 as it comes."""

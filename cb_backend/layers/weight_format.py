@@ -17,7 +17,7 @@ from cb_backend.layers.layer_spec import MoESpec
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.mxfp4_experts import Mxfp4Mixture
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.packed_experts import Fp8Reader, PackedMixture
+from cb_backend.layers.packed_experts import Fp8Mixture, Fp8Reader, PackedMixture
 from cb_backend.layers.packed_linear import PackedLinear, StoredReader
 from cb_backend.layers.projection import Projection
 from cb_backend.layers.separate_linear import SeparateLinear, part_of
@@ -98,7 +98,7 @@ class Fp8Format:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PackedMixture:
-        return PackedMixture(name, hidden_size, spec, Fp8Reader(), ops, group, dtype=dtype, device=device)
+        return Fp8Mixture(name, hidden_size, spec, Fp8Reader(), ops, group, dtype=dtype, device=device)
 
 
 class PackedFormat:
