@@ -50,7 +50,11 @@ def client_host(arguments: dict[str, str], protocol: str) -> str:
     address = arguments.get(f"{protocol}-address")
     if address is None and protocol == "metrics":
         return client_host(arguments, "http")
-    host = (address or "").removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
+    return reachable_host((address or "").removeprefix("ipv4:").removeprefix("ipv6:").strip("[]"))
+
+
+def reachable_host(host: str) -> str:
+    """Where this machine reaches what listens on `host`, which may be every interface."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 

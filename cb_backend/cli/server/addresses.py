@@ -25,6 +25,27 @@ def numeric_host(host: str) -> str:
         ) from None
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """Of an address in numbers."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def with_port(host: str, port: int | str) -> str:
+    """As URLs have it: an IPv6 address in brackets."""
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def why_taken(host: str, port: int) -> str | None:
+    """Why nobody can listen there now; None if one can."""
+    with socket.socket(family_of(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
 def http_status(address: str, path: str, headers: Mapping[str, str] = NO_HEADERS, timeout: float = 5.0) -> int | None:
     """Status of a GET, None if nobody answers."""
     connection = http.client.HTTPConnection(address, timeout=timeout)

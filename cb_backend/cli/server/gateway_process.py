@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.addresses import family_of, why_taken, with_port
+from cb_backend.serving.server_arguments import reachable_host
 
 DEFAULT_PORT = 9000
 START_S = 30.0
@@ -24,7 +26,7 @@ def gateway_beside(host: str, port: int | None, grpc_address: str) -> Iterator[s
     `CliError` where a port that was asked for is taken, or the gateway ends at once.
     """
     number = DEFAULT_PORT if port is None else port
-    if _is_taken(host, number):
+    if why_taken(host, number) is not None:
         if port is not None:
             raise CliError(f"port {port} of --openai-port is in use; choose another, or --no-openai")
         yield None
@@ -39,7 +41,7 @@ def gateway_beside(host: str, port: int | None, grpc_address: str) -> Iterator[s
         is_there = _wait_listening(process, host, number)
         if not is_there and port is not None:
             raise CliError(f"the OpenAI gateway ended with exit code {process.returncode}; its reason stands above")
-        yield f"{_url_host(host)}:{number}" if is_there else None
+        yield with_port(host, number) if is_there else None
     finally:
         process.terminate()
         try:
@@ -49,33 +51,14 @@ def gateway_beside(host: str, port: int | None, grpc_address: str) -> Iterator[s
             process.wait()
 
 
-def _is_taken(host: str, port: int) -> bool:
-    with socket.socket(_family(host)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return True
-    return False
-
-
 def _wait_listening(process: subprocess.Popen[bytes], host: str, port: int) -> bool:
     """False if it ends instead: somebody was faster at the port."""
     deadline = time.monotonic() + START_S
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     while time.monotonic() < deadline:
         if process.poll() is not None:
             return False
-        with socket.socket(_family(host)) as probe:
-            if probe.connect_ex((reachable, port)) == 0:
+        with socket.socket(family_of(host)) as probe:
+            if probe.connect_ex((reachable_host(host), port)) == 0:
                 return True
         time.sleep(0.05)
     raise CliError(f"the OpenAI gateway does not listen on port {port} after {START_S:g} s; --no-openai leaves it out")
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.server.addresses import http_status
+from cb_backend.cli.server.addresses import http_status, why_taken, with_port
 from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.processes import ProcessId, dead_children, descendants, session_members
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
@@ -89,7 +89,7 @@ class ServerProcess:
 
     def _address(self, protocol: str) -> str:
         host = client_host(self.arguments, protocol)
-        return f"{f'[{host}]' if ':' in host else host}:{self.arguments[f'{protocol}-port']}"
+        return with_port(host, self.arguments[f"{protocol}-port"])
 
     def start(self) -> None:
         """Start the server. Raises `CliError` if a port is taken, or if nobody could ask whether it is ready. Call it
@@ -240,15 +240,8 @@ def check_ports(options: ServerOptions) -> None:
     for flag, port in ports.items():
         if not 1 <= port <= 65535:
             raise CliError(f"port {port} cannot be used; {flag} must be between 1 and 65535")
-        with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((options.host, port))
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise CliError(
-                    f"port {port} of {options.host} cannot be used ({reason}); choose another: {flag}"
-                ) from None
+        if (reason := why_taken(options.host, port)) is not None:
+            raise CliError(f"port {port} of {options.host} cannot be used ({reason}); choose another: {flag}")
 
 
 def free_ports(count: int) -> list[int]:
