@@ -14,17 +14,38 @@ _NAME = "name"
 _ARGUMENTS = ("arguments", "parameters")
 
 
+class ObjectScan:
+    """Where the characters of a JSON object stand: how deep, and whether in a text."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.is_in_text = False
+        self.is_complete = False
+        self._is_escaped = False
+
+    def push(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self.is_in_text:
+            self._is_escaped = character == "\\"
+            self.is_in_text = character != '"'
+        elif character == '"':
+            self.is_in_text = True
+        elif character in "{[":
+            self.depth += 1
+        elif character in "}]":
+            self.depth -= 1
+            self.is_complete = self.depth == 0
+
+
 class JsonCall:
     """One object, character by character. `raw` is all of it so far."""
 
     def __init__(self, index: int) -> None:
         self.raw = ""
-        self.is_complete = False
         self.is_started = False  # its name has been said
         self._index = index
-        self._depth = 0
-        self._is_in_text = False
-        self._is_escaped = False
+        self._scan = ObjectScan()
         self._key: str | None = None  # of the value that is being read, at depth 1
         self._part = ""  # key or value that is being read, at depth 1
         self._name: str | None = None
@@ -32,41 +53,28 @@ class JsonCall:
         self._has_arguments = False  # have begun
         self._is_argument_text = False  # JSON text of the arguments inside of a JSON string
 
+    @property
+    def is_complete(self) -> bool:
+        return self._scan.is_complete
+
     def push(self, character: str) -> list[Event]:
         self.raw += character
-        if self._is_in_text:
+        was_in_text, was_inside = self._scan.is_in_text, self._scan.depth > 0
+        self._scan.push(character)
+        is_at_top = self._scan.depth == 1
+        if was_in_text or self._scan.is_in_text:
             self._read(character)
-            if self._is_escaped:
-                self._is_escaped = False
-            elif character == "\\":
-                self._is_escaped = True
-            elif character == '"':
-                self._is_in_text = False
-        elif character == '"':
-            self._is_in_text = True
-            self._read(character)
-        elif character in "{[":
-            self._depth += 1
-            if self._depth > 1:
-                self._read(character)
-        elif character in "}]":
-            self._depth -= 1
-            if self._depth > 0:
-                self._read(character)
-            else:
-                self._end_value()
-                self.is_complete = True
-        elif self._depth == 1 and character == ":" and self._key is None:
-            self._key, self._part = _text(self._part), ""
-        elif self._depth == 1 and character == ",":
+        elif self._scan.is_complete:
             self._end_value()
-        elif self._depth > 1 or not character.isspace():
+        elif is_at_top and character == ":" and self._key is None:
+            self._key, self._part = _text(self._part), ""
+        elif is_at_top and character == ",":
+            self._end_value()
+        elif was_inside and not (is_at_top and character.isspace()):
             self._read(character)
         return self._news()
 
     def _read(self, character: str) -> None:
-        if self._depth < 1:
-            return
         if self._key in _ARGUMENTS:
             if not self._has_arguments:
                 self._has_arguments, self._is_argument_text = True, character == '"'
@@ -101,27 +109,3 @@ def _text(part: str) -> str | None:
     except ValueError:
         return None
     return value if isinstance(value, str) else None
-
-
-class ArgumentsObject:
-    """A JSON object that is a call's arguments by itself, its name having come before."""
-
-    def __init__(self) -> None:
-        self.is_complete = False
-        self._depth = 0
-        self._is_in_text = False
-        self._is_escaped = False
-
-    def push(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif self._is_in_text:
-            self._is_escaped = character == "\\"
-            self._is_in_text = character != '"'
-        elif character == '"':
-            self._is_in_text = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-            self.is_complete = self._depth == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,10 +99,10 @@ def _add(generation: Generation, prompts: list[Prompt], sampling: dict[str, Any]
         sampling["n"] = generation.num_answers
     if num_logprobs is not None:
         sampling["logprobs"] = num_logprobs
-    make: Callable[[Prompt], dict[str, Any]] = lambda prompt: make_inputs(  # noqa: E731
-        prompt, sampling, is_stream=generation.is_stream, has_logprobs=num_logprobs is not None
-    )
-    generation.inputs = [make(prompt) for prompt in prompts]
+    generation.inputs = [
+        make_inputs(prompt, sampling, is_stream=generation.is_stream, has_logprobs=num_logprobs is not None)
+        for prompt in prompts
+    ]
 
 
 def _messages(body: Body, choice: ToolChoice) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, held_length
-from cb_backend.gateway.json_calls import ArgumentsObject, JsonCall
+from cb_backend.gateway.json_calls import JsonCall, ObjectScan
 
 
 class HermesParser:
@@ -166,7 +166,7 @@ class MistralParser:
         self._is_calling = False
         self._in_list = False
         self._call: JsonCall | None = None
-        self._arguments: ArgumentsObject | None = None
+        self._arguments: ObjectScan | None = None  # of a call whose name has come
         self._num_calls = 0
 
     def push(self, text: str) -> list[Event]:
@@ -203,7 +203,7 @@ class MistralParser:
                 return self._read_listed(self._call, character)
         elif character == "{":
             name = self._name.replace(self._MARK, "").strip().removesuffix(self._ARGS).strip()
-            self._name, self._arguments = "", ArgumentsObject()
+            self._name, self._arguments = "", ObjectScan()
             return [CallStart(self._num_calls, name), *self._read_arguments(self._arguments, character)]
         else:
             self._name += character
@@ -216,7 +216,7 @@ class MistralParser:
             self._call = None
         return events
 
-    def _read_arguments(self, arguments: ArgumentsObject, character: str) -> list[Event]:
+    def _read_arguments(self, arguments: ObjectScan, character: str) -> list[Event]:
         arguments.push(character)
         event = CallArguments(self._num_calls, character)
         if arguments.is_complete:

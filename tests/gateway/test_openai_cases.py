@@ -15,7 +15,7 @@ from tests.server.conftest import RunningServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-from openai_cases import cases
+from openai_cases import cases, read_events
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -54,12 +54,4 @@ def ask(
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
     else:
         events = [answer.json()]
-    text, tokens = "", []
-    for choice in (choice for event in events for choice in event["choices"]):
-        message = choice.get("message") or choice.get("delta") or choice
-        text += message.get("content") or message.get("text") or ""
-        text += "".join(call["function"]["arguments"] for call in message.get("tool_calls") or [])
-        logprobs = choice.get("logprobs") or {}
-        tokens += logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content") or []]
-    usage = next(event["usage"] for event in reversed(events) if event.get("usage"))
-    return text, (usage["prompt_tokens"], usage["completion_tokens"]), tokens
+    return read_events(events)

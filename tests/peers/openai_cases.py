@@ -90,3 +90,17 @@ def cases(client: Any, tokenizer: Any, default_max_tokens: int, backend: str) ->
     if backend == "vllm":  # the frontend refuses log-probabilities of any other
         yield case("logprobs", {**GREEDY, "logprobs": 2}, sampling=GREEDY)
         yield chat("logprobs", {**GREEDY, "logprobs": True, "top_logprobs": 2}, sampling=GREEDY)
+
+
+def read_events(events: list[dict[str, Any]]) -> tuple[str, tuple[int, int], list[str]]:
+    """Text, tokens (of the prompt, of the answer) and the tokens' texts where log-probabilities were asked for, of a
+    whole answer or of all chunks of one."""
+    text, tokens = "", []
+    for choice in (choice for event in events for choice in event["choices"]):
+        message = choice.get("message") or choice.get("delta") or choice
+        text += message.get("content") or message.get("text") or ""
+        text += "".join(call["function"]["arguments"] for call in message.get("tool_calls") or [])
+        logprobs = choice.get("logprobs") or {}
+        tokens += logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content") or []]
+    usage = next(event["usage"] for event in reversed(events) if event.get("usage"))
+    return text, (usage["prompt_tokens"], usage["completion_tokens"]), tokens

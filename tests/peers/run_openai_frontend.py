@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import in_process_api
-from openai_cases import Case, cases
+from openai_cases import Case, cases, read_events
 
 from cb_backend.cli.server.backend_folder import install_backend
 from cb_backend.cli.server.local_server import find_server
@@ -141,15 +141,7 @@ async def ask(engine: Any, model: str, case: Case, is_stream: bool) -> tuple[str
     else:
         answer = await engine.completion(CreateCompletionRequest(**body))
     events = [event async for event in _events(answer)] if is_stream else [json.loads(answer.model_dump_json())]
-    text, tokens = "", []
-    for choice in (choice for event in events for choice in event["choices"]):
-        message = choice.get("message") or choice.get("delta") or choice
-        text += message.get("content") or message.get("text") or ""
-        text += "".join(call["function"]["arguments"] for call in message.get("tool_calls") or [])
-        logprobs = choice.get("logprobs") or {}
-        tokens += logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content") or []]
-    usage = next(event["usage"] for event in reversed(events) if event.get("usage"))
-    return text, (usage["prompt_tokens"], usage["completion_tokens"]), tokens
+    return read_events(events)
 
 
 async def _events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
