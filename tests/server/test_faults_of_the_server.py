@@ -58,6 +58,8 @@ instance_group [ { kind: KIND_CPU } ]
 BROKEN = MODEL + "\nraise RuntimeError('as the test wants it')\n"
 NUM_STREAMS = 3000  # of 300, 24.10 kept the model in two runs of three
 ENDLESS = 100_000
+NUM_ATTEMPTS = 5  # servers, to meet a race
+NUM_ROUNDS = 4  # of streams to each
 BY_HAND = ("--model-control-mode=explicit", "--load-model=small")
 
 
@@ -119,17 +121,26 @@ def small_server(folder: Path, exit_timeout_secs: int, *arguments: str) -> Itera
 
 
 def test_streams_that_are_cancelled_as_they_end_keep_their_model(tmp_path: Path) -> None:
-    """Each takes two of its two responses and cancels, which meets the third, the final flag."""
+    """Each takes two of its two responses and cancels, which meets the third, the final flag: in some of 300 streams
+    or, as the machine's timing has it, in none of them, so it is tried a few times.
+    """
     version = find_server().version
     if version is None or version >= STREAM_CLOSES_UNTIL:
         pytest.skip(f"met on release 24.10; this server is {version}")
-    with small_server(tmp_path, exit_timeout_secs=8) as server:
-        server.streams(length=2, num_read=2)
-        assert server.answers()
-        assert server.end() == 1, "the server is without its fault: `known_faults.py` can be without it too"
-        assert server.kept.excuse(1)
-        server.kept.cancelled.clear()
-        assert not server.kept.excuse(1), "only where a stream was cancelled"
+    for attempt in range(NUM_ATTEMPTS):
+        with small_server(tmp_path / str(attempt), exit_timeout_secs=8) as server:
+            for _ in range(NUM_ROUNDS):
+                server.streams(length=2, num_read=2)
+            assert server.answers()
+            code = server.end()
+            if code == 0:
+                continue
+            assert code == 1
+            assert server.kept.excuse(1)
+            server.kept.cancelled.clear()
+            assert not server.kept.excuse(1), "only where a stream was cancelled"
+            return
+    pytest.fail("the server is without its fault: `known_faults.py` can be without it too")
 
 
 @pytest.mark.parametrize(
