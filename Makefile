@@ -26,10 +26,10 @@ serve: $(STAMP) ## serve model_repository/ in the foreground (ARGS="--model PATH
 # Some minutes on a CPU: the demo's model, two batch sizes, sixteen requests.
 STUDY := --model HuggingFaceTB/SmolLM2-135M-Instruct --input-len uniform:16:128 --output-len uniform:8:128 \
   --num-requests 16 --max-num-seqs 4,8 --max-num-batched-tokens 128 --no-confirm
-bench: $(STAMP) ## in-flight batching against static batches, in process (ARGS="--help" for your own traffic and model)
+bench: $(STAMP) ## what a model does under measured traffic, in process (ARGS="--help" for your own traffic and model)
 	@$(VENV)/bin/cb-backend study $(or $(ARGS),$(STUDY))
 
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu" -o faulthandler_timeout=180
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu and not race" -o faulthandler_timeout=180
 # Without ARGS the kernels' tests, which start no server and watch no clock, run beside the others; their report comes last.
 test: lint ## lint, then every test that needs no GPU
 ifeq ($(strip $(ARGS)),)

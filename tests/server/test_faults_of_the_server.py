@@ -1,6 +1,7 @@
 """Faults that are the server's own: a Python model of 16 lines, without this package, meets them too.
 
 pytest tests/server/test_faults_of_the_server.py
+pytest tests/server/test_faults_of_the_server.py -m race   # not in `make test`: whether the server meets it is its timing
 
 What `known_faults.py` tells of the end of a server, and why `kept_models.py` may excuse an exit code of 1.
 """
@@ -56,10 +57,9 @@ output [ { name: "INDEX" data_type: TYPE_INT32 dims: [ 1 ] } ]
 instance_group [ { kind: KIND_CPU } ]
 """
 BROKEN = MODEL + "\nraise RuntimeError('as the test wants it')\n"
-NUM_STREAMS = 3000  # of 300, 24.10 kept the model in two runs of three
+NUM_STREAMS = 300
 ENDLESS = 100_000
-NUM_ATTEMPTS = 5  # servers, to meet a race
-NUM_ROUNDS = 4  # of streams to each
+NUM_ATTEMPTS = 20  # servers, to meet a race: 24.10 kept the model in two of five
 BY_HAND = ("--model-control-mode=explicit", "--load-model=small")
 
 
@@ -120,17 +120,18 @@ def small_server(folder: Path, exit_timeout_secs: int, *arguments: str) -> Itera
         process.kill()
 
 
+@pytest.mark.race
 def test_streams_that_are_cancelled_as_they_end_keep_their_model(tmp_path: Path) -> None:
     """Each takes two of its two responses and cancels, which meets the third, the final flag: in some of 300 streams
-    or, as the machine's timing has it, in none of them, so it is tried a few times.
+    or, as the machine's timing has it, in none of them, so it is tried on several servers. Of more streams to one
+    server, 24.10 was seen to crash.
     """
     version = find_server().version
     if version is None or version >= STREAM_CLOSES_UNTIL:
         pytest.skip(f"met on release 24.10; this server is {version}")
     for attempt in range(NUM_ATTEMPTS):
         with small_server(tmp_path / str(attempt), exit_timeout_secs=8) as server:
-            for _ in range(NUM_ROUNDS):
-                server.streams(length=2, num_read=2)
+            server.streams(length=2, num_read=2)
             assert server.answers()
             code = server.end()
             if code == 0:
