@@ -1,7 +1,7 @@
 """Faults that are the server's own: a Python model of 16 lines, without this package, meets them too.
 
 pytest tests/server/test_faults_of_the_server.py
-pytest tests/server/test_faults_of_the_server.py -m race   # not in `make test`: whether the server meets it is its timing
+pytest tests/server/test_faults_of_the_server.py -m race   # waits for a race, so not in `make test`
 
 What `known_faults.py` tells of the end of a server, and why `kept_models.py` may excuse an exit code of 1.
 """
