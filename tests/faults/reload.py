@@ -3,9 +3,9 @@
     python -m tests.faults.reload --times 100 --streams 16
 
 Loads over loads, with a changed and a broken `model.json`; unloads and loads of `llm` and of `llm_trtllm`, which shares
-its engine; the changed and the broken file again on a server that polls its repository. Every stream must end with its
-answer or an error, the server must be the same process at the end, and what its metrics count must only grow. Prints a
-table; exit code 0: all of that was so.
+its engine; the changed and the broken file, which may stay broken, again on a server that polls its repository. Every
+stream must end with its answer or an error, the server must be the same process at the end, and what its metrics count
+must only grow. Prints a table; exit code 0: all of that was so.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ LOAD_S = 120.0
 BY_HAND = ("--model-control-mode=explicit", "--load-model=llm", "--load-model=llm_trtllm")
 BY_POLLING = ("--model-control-mode=poll", "--repository-poll-secs=1")
 SHARE_OF_POLLING = 5  # of so many reloads one is found by polling
+NUM_TRIES = 3  # to mend a broken file
+LIES_S = 3.0  # a broken file under a server that looks every second
 
 
 class SecondFront:
@@ -159,12 +161,23 @@ def poll_broken(reloads: Reloads) -> None:
     reloads.world.wait(is_refused, LOAD_S, "the broken file is found and refused")
 
 
+def poll_staying_broken(reloads: Reloads) -> None:
+    """Found and refused again and again, as by somebody who tries to mend it; between that it lies there broken."""
+    for _ in range(NUM_TRIES):
+        poll_broken(reloads)
+        time.sleep(LIES_S)
+
+
 ACTIONS: dict[str, Callable[[Reloads], None]] = {
     "load over load, changed": load_changed,
     "load over load, broken": load_broken,
     "load of llm_trtllm over itself": load_second,
     "unload and load of llm_trtllm": lambda reloads: unload_and_load(reloads, "llm_trtllm"),
     "unload and load of llm": lambda reloads: unload_and_load(reloads, "llm"),
+}
+BROKEN_BY_POLLING: dict[str, Callable[[Reloads], None]] = {
+    "polling, broken": poll_broken,
+    "polling, staying broken": poll_staying_broken,
 }
 
 
@@ -186,7 +199,7 @@ def run(
             if not is_polling:
                 reloads.do(*list(ACTIONS.items())[number % len(ACTIONS)])
             elif number % 2:
-                reloads.do("polling, broken", poll_broken)
+                reloads.do(*list(BROKEN_BY_POLLING.items())[number // 2 % len(BROKEN_BY_POLLING)])
                 reloads.write(good)
             else:
                 reloads.do("polling, changed", poll_changed)
