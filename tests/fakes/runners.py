@@ -19,11 +19,21 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.contracts.step import NO_TOKEN, JoinedRow, MaskSource, RowStatus, StepPlan, StepResult, Want
+from cb_backend.contracts.step import (
+    NO_TOKEN,
+    ROW_OK,
+    TOKENS_WANTED,
+    JoinedRow,
+    MaskSource,
+    RowStatus,
+    StepPlan,
+    StepResult,
+)
 from cb_backend.contracts.token_rules import TokenRules
 
 _CELL = struct.Struct("=3q")  # (token, position, salt)
 _EMPTY_CELL = _CELL.pack(-1, -1, -1)
+_GARBAGE_CELL = _CELL.pack(-7, -7, -7)  # of a row that fails
 GROUP_FACTOR = 1 << 40  # cells of group g hold its g-fold beside the salt
 NULL_BLOCK = 0
 
@@ -78,17 +88,32 @@ class HashModel:
     def _lone_output_of_groups(
         self, prompt: Sequence[int], salt: bytes, params: TokenRules, stop_ids: Sequence[int], max_total: int
     ) -> list[int]:
-        number, tokens = salt_number(salt), list(prompt)
+        tokens = list(prompt)
+        cells = [OwnCells(salt_number(salt) + group * GROUP_FACTOR) for group in range(len(self.windows))]
         while len(tokens) < max_total:
             read, end = self.new_hash(), len(tokens)
-            for group, window in enumerate(self.windows):
-                for position in range(max(0, end - window) if window else 0, end):
-                    read.update(_CELL.pack(tokens[position], position, number + group * GROUP_FACTOR))
+            for own, window in zip(cells, self.windows, strict=True):
+                read.update(own.until(end, tokens)[max(0, end - window) * _CELL.size if window else 0 :])
             num_out = len(tokens) - len(prompt)
             tokens.append(self.next_token(read, num_out, params, stop_ids))
             if tokens[-1] in stop_ids and num_out + 1 >= params.min_tokens:
                 break
         return tokens[len(prompt) :]
+
+
+class OwnCells:
+    """What the cells of one request hold in one group of layers, if nothing goes wrong. Grows with its tokens."""
+
+    def __init__(self, number: int) -> None:
+        """`number` stands for the salt and the group."""
+        self._number = number
+        self._cells = bytearray()
+
+    def until(self, end: int, tokens: Sequence[int]) -> bytearray:
+        """The cells of the first `end` tokens, or of more: those that were asked for before."""
+        for position in range(len(self._cells) // _CELL.size, end):
+            self._cells += _CELL.pack(tokens[position], position, self._number)
+        return self._cells
 
 
 @dataclass
@@ -99,6 +124,7 @@ class _Slot:
     has_ended: bool = False  # its last token is out: later launched steps find nothing to compute
     has_misread: bool = False
     is_broken: bool = False  # a step with it was lost: what later launched steps compute for it is garbage
+    cells: list[OwnCells] = field(default_factory=list)  # by group, where there are several
 
 
 @dataclass(eq=False)
@@ -165,7 +191,7 @@ class _FakeRunner:
             for slot, first, num_tokens, want in zip(
                 *(array.tolist() for array in (plan.slots, plan.first, plan.num_tokens, plan.wants)), strict=True
             )
-            if want == Want.TOKENS
+            if want == TOKENS_WANTED
             and (joined[slot] if slot in joined else self.slots[slot].row).params.structured_output is not None
         ]
         if asking:
@@ -192,7 +218,7 @@ class _FakeRunner:
         assert len(set(slots)) == len(slots), "a slot has two rows"
         assert joined <= set(slots), "a request joined without a row"
         computed, scheduled = plan.first.tolist(), plan.num_tokens.tolist()
-        is_sampling, num_decode_rows = (plan.wants == Want.TOKENS).tolist(), plan.num_decode_rows
+        is_sampling, num_decode_rows = (plan.wants == TOKENS_WANTED).tolist(), plan.num_decode_rows
         assert scheduled[:num_decode_rows] == [1] * num_decode_rows, "a decode row computes one token"
         assert all(is_sampling[:num_decode_rows]), "a decode row must sample"
         assert all(scheduled), "a row computes at least one token"
@@ -222,13 +248,13 @@ class _FakeRunner:
 
     def _run(self, plan: StepPlan, work: list[tuple[_Slot, int, int, bool]]) -> StepResult:
         sampled: list[int] = []
-        status: list[RowStatus] = []
+        status: list[int] = []
         self._swap(plan)
         for slot, computed, scheduled, is_sampling in work:
             end = computed + scheduled
             if slot.is_broken or slot.has_ended:
                 sampled.append(0 if slot.is_broken else NO_TOKEN)
-                status.append(RowStatus.OK if slot.is_broken else RowStatus.ENDED)
+                status.append(ROW_OK if slot.is_broken else RowStatus.ENDED)
                 continue
             assert end <= len(slot.tokens), "the plan runs past the known tokens"
             assert is_sampling == (end == len(slot.tokens)), "what the row wants is wrong"
@@ -237,13 +263,13 @@ class _FakeRunner:
             token, failed = self._compute(slot, computed, end)
             if slot.has_misread:
                 self.misread.setdefault(plan.step_id, set()).add(request_id)
-            status.append(RowStatus.NOT_FINITE if failed else RowStatus.OK)
+            status.append(RowStatus.NOT_FINITE if failed else ROW_OK)
             sampled.append(token if is_sampling and not failed else NO_TOKEN)
             if is_sampling:
                 slot.tokens.append(token)
                 slot.has_ended = failed or self._is_last(slot, token)
         token_ids = np.array(sampled, np.int32)
-        num_new = ((plan.wants == Want.TOKENS) & (token_ids != NO_TOKEN)).astype(np.uint8)
+        num_new = ((plan.wants == TOKENS_WANTED) & (token_ids != NO_TOKEN)).astype(np.uint8)
         return StepResult(plan.step_id, token_ids[:, None], num_new, np.array(status, np.uint8))
 
     def _is_last(self, slot: _Slot, token: int) -> bool:
@@ -323,19 +349,23 @@ class HashRunner(_FakeRunner):
     def _compute_groups(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
         row, size, num_groups = slot.row, self.block_size, len(self.windows)
         failed = end >= self.fails_at.get(row.request_id, end + 1)
-        salt, read = salt_number(self.salts.get(row.request_id, b"")), self.model.new_hash()
-        for group, window in enumerate(self.windows):
+        if not slot.cells:
+            salt = salt_number(self.salts.get(row.request_id, b""))
+            slot.cells = [OwnCells(salt + group * GROUP_FACTOR) for group in range(num_groups)]
+        read = self.model.new_hash()
+        for group, (own, window) in enumerate(zip(slot.cells, self.windows, strict=True)):
             blocks = [self._blocks[block_id] for block_id in slot.block_table[group::num_groups]]
-            number = salt + group * GROUP_FACTOR
-            for position in range(computed, end):
-                token = -7 if failed else slot.tokens[position]
-                _CELL.pack_into(blocks[position // size], position % size * _CELL.size, token, position, number)
+            expected = own.until(end, slot.tokens)
+            written = _GARBAGE_CELL * end if failed else expected
+            for index in range(computed // size, -(-end // size)):
+                begin, until = max(computed, index * size), min(end, (index + 1) * size)
+                place = slice((begin - index * size) * _CELL.size, (until - index * size) * _CELL.size)
+                blocks[index][place] = written[begin * _CELL.size : until * _CELL.size]
             # Chunks that sample nothing read as well, from the window of their first token on.
             first = max(0, computed - window + 1) if window else 0
             cells = b"".join(blocks[first // size : -(-end // size)])[first % size * _CELL.size :]
             cells = cells[: (end - first) * _CELL.size]
-            expected = [_CELL.pack(slot.tokens[position], position, number) for position in range(first, end)]
-            slot.has_misread |= not failed and cells != b"".join(expected)
+            slot.has_misread |= not failed and cells != expected[first * _CELL.size : end * _CELL.size]
             last = max(0, end - window) if window else 0
             read.update(cells[(last - first) * _CELL.size :])
         if end < len(slot.tokens):

@@ -8,13 +8,13 @@ other step · I12 budget, no gap · I13 nothing is computed for who has ended ·
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from cb_backend.contracts.errors import CbError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.request import Request, RequestStatus
-from cb_backend.contracts.step import EngineOutput, MaskSource, Pending, StepPlan, StepResult, Want
+from cb_backend.contracts.step import NOTHING_WANTED, EngineOutput, MaskSource, Pending, StepPlan, StepResult
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
@@ -44,6 +44,7 @@ class CheckedEngine:
         self.answers = answers
         self.counters = counters
         self.violation: BaseException | None = None
+        self.num_calls = 0  # that may have changed something: none while nothing happens
         self.requests: dict[int, Request] = {}
         self.last_row: dict[int, int] = {}  # by request id: last plan with a row of it
         self.computed: dict[int, int] = {}  # by request id: next position to compute
@@ -96,6 +97,7 @@ class CheckedEngine:
     # ---- the engine's calls go through here ---------------------------------------------------------------------
 
     def add_request(self, request: Request, is_held: bool = False) -> None:
+        self.num_calls += 1
         limit = min(self.scenario.max_model_len, self.scenario.num_cache_tokens)
         is_too_long = request.num_prompt_tokens + 1 > limit
         is_full, figure = refuses_by_queue(self.config, self.scheduler, self.kv, request.num_prompt_tokens)
@@ -127,6 +129,7 @@ class CheckedEngine:
         num_free, preempted = self.kv.num_free_blocks, self.scheduler.num_preemptions
         self.was_short = False
         plan = self._schedule()
+        self.num_calls += plan is not None
         if plan is None:
             self.counters["stalled"] += self.scheduler.has_unfinished()
             return None
@@ -139,6 +142,7 @@ class CheckedEngine:
 
     def fail_step(self, step_id: int) -> EngineOutput:
         """The engine has given up a step; one that was launched, and that nobody has read, is lost."""
+        self.num_calls += 1
         if step_id in self.in_flight:
             self.in_flight.pop(step_id).lose()
         return self._fail_step(step_id)
@@ -146,6 +150,7 @@ class CheckedEngine:
     def allocate_slots(
         self, request: Request, num_tokens: int, found: Sequence[int] = (), num_reserved: int = 0, num_computed: int = 0
     ) -> list[int] | None:
+        self.num_calls += 1
         num_needed = self.kv.num_blocks_for(num_tokens) - sum(self.kv.pool.ref_cnt(block) > 0 for block in found)
         self.was_short |= num_needed > self.kv.num_free_blocks
         return self._allocate(request, num_tokens, found, num_reserved, num_computed)
@@ -173,17 +178,23 @@ class CheckedEngine:
 
     def read(self, pending: FakePending) -> None:
         """The result of a step is asked for; of one with guides perhaps before those of the steps before it."""
+        self.num_calls += 1
         step_id = next(step_id for step_id, other in self.in_flight.items() if other is pending)
         del self.in_flight[step_id]
         for other in self.in_flight.values():
-            is_held = all(self.kv.pool.ref_cnt(block) > 0 for block in other.written_blocks | other.read_blocks)
+            is_held = self._are_held(other.written_blocks) and self._are_held(other.read_blocks)
             self._expect(is_held, "I2: freed while a launched step writes or reads it")
+
+    def _are_held(self, block_ids: Iterable[int]) -> bool:
+        return all(map(self.kv.pool._ref_cnt.__getitem__, block_ids))  # none is negative: the pool's own check
 
     def check_reads(self, step_id: int) -> None:
         """I2: whoever still waits for something of the step has read nothing but what is his own."""
+        if step_id not in self.runner.misread:
+            return
         step = next(step for step in self.scheduler._in_flight._steps if step.step_id == step_id)
         is_live = self.scheduler._table.epoch[step.rows.slots] == step.rows.epochs
-        misread = self.runner.misread.get(step_id, set()) & set(step.rows.request_ids[is_live].tolist())
+        misread = self.runner.misread[step_id] & set(step.rows.request_ids[is_live].tolist())
         assert not misread, f"I2: {misread} read what is not their own"
 
     def cache_key(self, num_prompt_tokens: int) -> bytes:
@@ -230,8 +241,7 @@ class CheckedEngine:
         for block_id in (*pending.written_blocks, *(device for device, _ in plan.copies.back)):
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
-        is_held = all(self.kv.pool.ref_cnt(block_id) > 0 for block_id in pending.read_blocks)
-        assert is_held, "I2: what nobody holds is read"
+        assert self._are_held(pending.read_blocks), "I2: what nobody holds is read"
         self._check_decode_share(plan)
         counters["guided steps"] += self.scheduler.num_guided > 0
         counters["swapped out blocks"] += len(plan.copies.out)
@@ -239,7 +249,7 @@ class CheckedEngine:
         counters["tokens"] += num_tokens
         counters["steps"] += 1
         counters["whole prompts beyond the budget"] += num_tokens > config.max_num_batched_tokens
-        counters["chunks"] += plan.wants.tolist().count(Want.NOTHING)
+        counters["chunks"] += plan.wants.tolist().count(NOTHING_WANTED)
 
     def _check_overtaking(self, request_id: int, is_back: bool) -> None:
         """I10: who starts before his place has passed nobody more urgent, and nobody too often."""

@@ -64,8 +64,8 @@ def check_cached_content(kv: KVCacheManager, runner: HashRunner, looked_at: set[
     """
     size, block_ids = kv.block_size, kv.pool.cached_blocks()
     if looked_at is not None:
-        links = {link for block_id in block_ids if (link := kv.pool.link_of(block_id)) is not None} - looked_at
-        looked_at |= links
+        links = [link for link in map(kv.pool.link_of, block_ids) if link is not None and link not in looked_at]
+        looked_at.update(links)
         block_ids = [link.block_id for link in links]
     if not block_ids:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -67,7 +68,7 @@ class Scenario:
     windows: tuple[int, ...] = (0,)  # of each group of layers
     is_static: bool = False  # batches are filled, and then run until all in them have ended
 
-    @property
+    @cached_property
     def num_cache_tokens(self) -> int:
         """Of the longest request that the whole cache can hold."""
         size, most = self.config.block_size, 1 << 20
