@@ -26,8 +26,13 @@ _RARE_POINTS = (
 _RARE_STATES = (*("prefilling",) * 5, "preempted", "swapped", "compiling")
 
 
-def make_scenario(seed: int) -> Scenario:
-    return with_windows(_draw(seed), _windows(seed))
+def make_scenario(seed: int, num_groups: int | None = None) -> Scenario:
+    """World number `seed`: as drawn, or the same with a model of so many groups of layers, the first of which keeps
+    all."""
+    if num_groups is None:
+        return with_windows(_draw(seed), _windows(seed))
+    window = _window(random.Random(f"window of {seed}"))
+    return with_windows(_draw(seed), (0, *[window] * (num_groups - 1)))
 
 
 def with_windows(scenario: Scenario, windows: tuple[int, ...]) -> Scenario:
@@ -48,11 +53,15 @@ def _windows(seed: int) -> tuple[int, ...]:
     rng = random.Random(f"windows of {seed}")
     if rng.random() < 0.5:
         return (0,)
-    window = rng.choice((1, 2, 3, 4, rng.randint(1, 8), rng.randint(1, 40), 16))
+    window = _window(rng)
     others = tuple(sorted((rng.randint(1, 20) for _ in range(2)), reverse=True))
     return rng.choice(
         ((0, window), (0, window), (0, *[window] * 6), (0, *[window] * 6), (0, 0, window), (window,), others)
     )
+
+
+def _window(rng: random.Random) -> int:
+    return rng.choice((1, 2, 3, 4, rng.randint(1, 8), rng.randint(1, 40), 16))
 
 
 def _draw(seed: int) -> Scenario:

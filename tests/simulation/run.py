@@ -1,6 +1,7 @@
 """Many random scenarios on all cores; prints what happened in them, and shrinks what fails into a permanent case.
 
-python -m tests.simulation.run --seeds 20000 --start 0 [--jobs J] [--limit SECONDS]
+python -m tests.simulation.run --seeds 20000 --start 0 [--groups 7] [--jobs J] [--limit SECONDS] [--log FILE]
+python -m tests.simulation.run --sum FILE ...       what the logs of several runs, on several machines, add up to
 python -m tests.simulation.run --nth-failure        every fault point, failing at its 1st, 2nd, 3rd, ... time
 """
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from pathlib import Path
 
 from tests.simulation.draw import make_scenario
+from tests.simulation.ranges import Key, describe, totals
 from tests.simulation.shrink import failure_of, keep, shrink
 from tests.simulation.sweep import Sweep, run_nth_failures, run_seeds
 
@@ -21,6 +24,11 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one a core")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new ones begin")
+    parser.add_argument(
+        "--groups", type=int, help="groups of layers of every world's model, one of which keeps all; else as drawn"
+    )
+    parser.add_argument("--log", type=Path, help="what was found, range by range: seeds in it are not run again")
+    parser.add_argument("--sum", type=Path, nargs="+", metavar="LOG", help="add up such files instead")
     parser.add_argument("--no-shrink", action="store_true", help="only print what fails")
     parser.add_argument("--nth-failure", action="store_true", help="the loop over all fault points instead")
     parser.add_argument("--most", type=int, default=1000, help="of that loop: longest n")
@@ -28,18 +36,20 @@ def main() -> int:
     options = parser.parse_args()
     if options.nth_failure:
         return _run_nth_failures(options)
-    sweep = run_seeds(options.start, options.seeds, options.jobs, options.limit, _Progress(options.start))
+    if options.sum:
+        return _sum(options.sum)
+    seeds = range(options.start, options.start + options.seeds)
+    sweep = run_seeds(seeds, options.jobs, options.limit, _Progress(), options.groups, options.log)
     _show(sweep)
     if sweep.failures and not options.no_shrink:
-        _shrink_first(sweep)
+        _shrink_first(sweep, options.groups)
     return bool(sweep.failures or sweep.missing())
 
 
 class _Progress:
     """A line a minute, and one for each failure as soon as it is known."""
 
-    def __init__(self, start: int) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self._told_s = 0.0
         self._told: set[int] = set()
 
@@ -49,8 +59,13 @@ class _Progress:
             print(f"seed {seed}: {sweep.failures[seed]}", flush=True)
         if sweep.seconds > self._told_s + 60:
             self._told_s = sweep.seconds
-            next_seed = self._start + sweep.num_seeds
-            print(f"{sweep.seconds:.0f} s: seeds below {next_seed}, {len(sweep.failures)} violations", flush=True)
+            print(f"{sweep.seconds:.0f} s: {sweep.num_seeds} seeds, {len(sweep.failures)} violations", flush=True)
+
+
+def _sum(paths: list[Path]) -> int:
+    found = totals(paths)
+    print(describe(found, {key for key in found if key == Key.of_this_checkout(key.kind)}))
+    return any(total.failures for total in found.values())
 
 
 def _run_nth_failures(options: argparse.Namespace) -> int:
@@ -75,9 +90,9 @@ def _show(sweep: Sweep) -> None:
     )
 
 
-def _shrink_first(sweep: Sweep) -> None:
+def _shrink_first(sweep: Sweep, num_groups: int | None) -> None:
     seed = min(sweep.failures)
-    scenario = make_scenario(seed)
+    scenario = make_scenario(seed, num_groups)
     if failure_of(scenario) is None:
         print(f"seed {seed} fails only with colliding digests, and is not shrunk")
         return

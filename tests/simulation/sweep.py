@@ -13,12 +13,15 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from multiprocessing.pool import Pool
+from pathlib import Path
 
 from cb_backend.support.fault_points import POINTS
 from tests.simulation.draw import make_scenario
 from tests.simulation.nth_failure import points_failing
+from tests.simulation.ranges import Key, RangeLog
 from tests.simulation.scenario import CANCEL_STATES, STEP_TRAITS
 from tests.simulation.world import World
 
@@ -49,19 +52,21 @@ class Sweep:
     seconds: float = 0.0
     counters: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)  # by seed
+    num_groups: int | None = None  # of every world; None: as drawn
 
     def missing(self) -> dict[str, tuple[int, int]]:
-        """What happened too rarely: (found, wanted). Few seeds promise nothing."""
-        if self.num_seeds < 500:
+        """What happened too rarely: (found, wanted). Few seeds promise nothing, and worlds that are not as they were
+        drawn neither: with several groups memory is less scarce."""
+        if self.num_seeds < 500 or self.num_groups is not None:
             return {}
         least = {**LEAST_SHARE, **LEAST_PER_THOUSAND}
         wanted = {name: int(value * self.num_seeds / 1000) for name, value in least.items()}
         return {name: (self.counters[name], n) for name, n in wanted.items() if self.counters[name] < n}
 
 
-def run_seed(seed: int) -> Counter[str]:
+def run_seed(seed: int, num_groups: int | None = None) -> Counter[str]:
     """One scenario; also counts that it was one with preemptions, hits, ... Raises what it broke."""
-    scenario = make_scenario(seed)
+    scenario = make_scenario(seed, num_groups)
     found = World(scenario, four_bit_hash if seed % 16 == 15 else None).run()
     faults = any(name.startswith("fault") for name in found)
     is_in = {
@@ -72,6 +77,7 @@ def run_seed(seed: int) -> Counter[str]:
         "with an engine death": found["engine deaths"],
     }  # fmt: skip
     found.update({name: 1 for name, happened in is_in.items() if happened})
+    found[f"groups: {len(scenario.windows)}"] = 1
     return found
 
 
@@ -80,34 +86,40 @@ def four_bit_hash(parent_digest: bytes, content: bytes) -> bytes:
     return bytes([zlib.crc32(parent_digest + content) % 16])
 
 
-def _run_some(seeds: Sequence[int]) -> tuple[Counter[str], dict[int, str]]:
+def _run_some(seeds: Sequence[int], num_groups: int | None = None) -> tuple[Counter[str], dict[int, str]]:
     counters: Counter[str] = Counter()
     failures = {}
     for seed in seeds:
         try:
-            counters += run_seed(seed)
+            counters += run_seed(seed, num_groups)
         except Exception as error:
             failures[seed] = f"{type(error).__name__}: {error}"
     return counters, failures
 
 
 def run_seeds(
-    start: int,
-    num_seeds: int,
+    seeds: range,
     num_jobs: int = 0,
     limit_s: float = float("inf"),
     tell: Callable[[Sweep], None] = lambda sweep: None,
+    num_groups: int | None = None,
+    log: Path | None = None,
 ) -> Sweep:
-    """Run the seeds from `start` on all cores, or on `num_jobs`; stop handing out new ones after `limit_s` seconds.
+    """Run the seeds on all cores, or on `num_jobs`; stop handing out new ones after `limit_s` seconds.
 
-    `tell` is called with what is known so far, now and then.
+    `tell` is called with what is known so far, now and then. `num_groups`: as `make_scenario` has it. What the file
+    `log` knows already is not run again, and counts; the rest is written into it, range by range (see `ranges`).
     """
     num_jobs = num_jobs or _num_cores()
-    size = max(1, min(50, num_seeds // (4 * num_jobs) or 1))
-    parts = [range(first, min(first + size, start + num_seeds)) for first in range(start, start + num_seeds, size)]
-    sweep, began = Sweep(), time.perf_counter()
+    size = max(1, min(50, len(seeds) // (4 * num_jobs) or 1))
+    ranges = RangeLog(log, Key.of_this_checkout(str(num_groups or "drawn")))
+    known = ranges.known
+    parts = list(known.left_of(seeds, size))
+    sweep, began = Sweep(len(known.seeds), 0.0, known.counters, known.failures, num_groups), time.perf_counter()
     with _workers(num_jobs) as pool:
-        for part, (counters, failures) in zip(parts, pool.imap(_run_some, parts), strict=True):
+        results = pool.imap(partial(_run_some, num_groups=num_groups), parts)
+        for part, (counters, failures) in zip(parts, results, strict=True):
+            ranges.note(part, counters, failures)
             sweep.counters += counters
             sweep.failures.update(failures)
             sweep.num_seeds += len(part)

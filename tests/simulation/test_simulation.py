@@ -20,7 +20,7 @@ NUM_SCENARIOS = 1000
 
 
 def test_random_scenarios_hold_and_contain_what_they_should() -> None:
-    sweep = run_seeds(0, NUM_SCENARIOS)
+    sweep = run_seeds(range(NUM_SCENARIOS))
     assert not sweep.failures, (
         f"python -m tests.simulation.run --start {min(sweep.failures)} --seeds 1: {sweep.failures}"
     )
