@@ -18,6 +18,8 @@ COMMANDS = {
     "check": "what a checkpoint is, whether it will be served, how much of a card it takes; needs no GPU",
     "bench": "measure the engine",
     "openai": "OpenAI's HTTP API in front of a Triton server",
+    "doctor": "what keeps a server from starting or serving here, and what to do about it",
+    "models": "checkpoints on this machine's disk: list, fetch, remove",
     "study": "what in-flight batching gains on your own traffic, and which settings to run it with",
     "cache": "have a running engine forget its prefix cache",
     "install": "make the package a backend of an installed server",

@@ -157,7 +157,14 @@ def _convert_tokenizer(folder: Path, target: Path) -> None:
         )
 
 
-def _from_hub(name: str, patterns: list[str]) -> Path:
+def fetch_checkpoint(name: str, *, shows_progress: bool = False) -> Path:
+    """The folder of a checkpoint's files, fetched from the hub if they are not there. Raises `ConfigError`."""
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(f"{name!r} is no hub id like org/name, so it cannot be fetched")
+    return _from_hub(name, _WEIGHT_PATTERNS, shows_progress=shows_progress)
+
+
+def _from_hub(name: str, patterns: list[str], *, shows_progress: bool = False) -> Path:
     """The cache folder's copy of a hub checkpoint, or the hub's own snapshot."""
     check_checkpoint_name(name)
     cached = cache_dir() / "models" / name.replace("/", "--")
@@ -166,7 +173,8 @@ def _from_hub(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # a log is no place for them
+    if not shows_progress:
+        disable_progress_bars()  # a log is no place for them
     logger.info("fetching %s from the hub (kept in HF_HOME, by default ~/.cache/huggingface)", name)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS))
