@@ -13,6 +13,7 @@ from torch import Tensor
 from cb_backend.kernels.expert_plan import ExpertPlan
 from cb_backend.kernels.fp8 import Fp8Rows
 from cb_backend.kernels.grouped_packed import PackedExperts
+from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.kernels.packed import PackedWeight
 from cb_backend.kernels.route import Routing
 from cb_backend.kernels.row_sampling import RowSampling
@@ -95,6 +96,12 @@ class ModelOps(Protocol):
         out: Tensor,
         bias: Tensor | None = None,
     ) -> Tensor: ...
+
+    # What adapters add to a product
+    def lora_shrink(self, x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor: ...
+    def lora_expand(
+        self, y: Tensor, shrunk: Tensor, b: Tensor, scales: Tensor, slices: tuple[int, ...], plan: AdapterPlan
+    ) -> None: ...
 
     def qkv_post(
         self,
@@ -185,6 +192,16 @@ class StepOps(Protocol):
     def prepare_rows(
         self, slots: Tensor, num_decode: int, state: SlotState, block_size: int, out: StepRows
     ) -> None: ...
+    def plan_adapters(
+        self,
+        slots: Tensor,
+        num_decode: int,
+        prompt_slots: Tensor,
+        query_start_loc: Tensor,
+        num_prefill: int,
+        adapter_of_slot: Tensor,
+        max_adapters: int,
+    ) -> AdapterPlan: ...
     def commit_tokens(
         self,
         slots: Tensor,

@@ -28,6 +28,7 @@ from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.row_sampling import neutral_rows
 from cb_backend.kernels.slot_state import NUM_JOINED_WORDS, SlotState
 from tests.kernels.expert_cases import EXPERT_LAUNCHES
+from tests.kernels.lora_cases import LORA_LAUNCHES
 from tests.kernels.product_launches import PRODUCT_LAUNCHES
 
 POINTERS = {
@@ -248,6 +249,7 @@ def _mask_stop_ids(module: Any, vocab_size: int) -> None:
 LAUNCHES = {
     **PRODUCT_LAUNCHES,
     **EXPERT_LAUNCHES,
+    **LORA_LAUNCHES,
     "decode_attention": _decode,
     "prefill_attention": _prefill,
     "rms_norm": _rms_norm,

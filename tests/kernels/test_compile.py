@@ -15,6 +15,7 @@ import pytest
 import cb_backend.kernels
 from tests.kernels.compiled import compile_all
 from tests.kernels.expert_cases import EXPERT_CASES
+from tests.kernels.lora_cases import LORA_CASES
 
 pytest.importorskip("triton")
 
@@ -135,6 +136,7 @@ CASES = {
     "one row, one tile": product("linear_silu_mul", "_one_row_kernel", 1, vector=1, block_n=2, block_k=2048,
                                  prefetch=256),
     **EXPERT_CASES,
+    **LORA_CASES,
 }  # fmt: skip
 
 # Exact arithmetic for comparisons, in which registers are spilled; it has to run, on any GPU.
@@ -251,7 +253,7 @@ def test_attention_uses_tensor_cores(name: str, compiled: dict[str, dict[str, An
 
 
 # Launched the plain way: after a step, or before its first dependent launch.
-PLAIN = ("top_logprobs", "apply_marks", "apply_token_bitmask", "join_slots", "apply_deltas")
+PLAIN = ("top_logprobs", "apply_marks", "apply_token_bitmask", "join_slots", "apply_deltas", "lora_plan")
 
 
 @pytest.mark.parametrize(
@@ -263,5 +265,14 @@ def test_a_dependent_launch_waits_before_it_touches_results(name: str, compiled:
     assert report["waits"]
     assert report["stores_before_wait"] == 0
     # weights; the plan, the slots' state, angles, slots
-    reads_early = ("one row", "rms_norm", "decode", "qkv_post", "linear_packed", "commit_tokens", "mask_stop_ids")
+    reads_early = (
+        "one row",
+        "rms_norm",
+        "decode",
+        "qkv_post",
+        "linear_packed",
+        "commit_tokens",
+        "mask_stop_ids",
+        "lora",
+    )
     assert (report["loads_before_wait"] > 0) == name.startswith((*reads_early, "route"))

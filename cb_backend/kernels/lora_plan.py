@@ -1,0 +1,206 @@
+"""The work list of one step's adapters: which tokens go through which, in items of a fixed number of rows.
+
+Made on the device from the slots, so that a captured graph serves any mix, and once a step: every layer uses it. The
+number of items is bounded by the shape alone. There are no atomics and no sort: a program an adapter counts all tokens
+and lists its own in their order, so the same slots give the same list. Knows slots, not what is computed from the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
+
+ITEM = 4  # int32 values an item: adapter, the first of its rows in the list, number of rows; one that fills it up
+_MOST_COMPARED = 4096  # pairs of a token and a prompt at once
+_MOST_TOLD_APART = 8192  # tokens: steps of more have the tiles of so many
+TWIN_TILE_ROWS = 16
+
+
+class AdapterPlan(NamedTuple):
+    """What lies past the items in use, and past the rows they name, is not to be looked at."""
+
+    rows: Tensor  # int32 [num_tokens]: the tokens that go through an adapter, adapter by adapter, each's in their order
+    items: Tensor  # int32 [bound, ITEM]
+    num_items: Tensor  # int32 [1]: those in use, the first ones
+    max_adapters: int
+    tile_rows: int  # an item has at most so many
+
+    @property
+    def bound(self) -> int:
+        """No mix needs more items."""
+        return self.items.shape[0]
+
+    def by_item(self) -> Iterator[tuple[int, slice]]:
+        """(adapter, its rows in the list), of the items in use. Waits for the device."""
+        for adapter, first, count, _ in self.items[: int(self.num_items)].tolist():
+            yield adapter, slice(first, first + count)
+
+
+def max_items(num_tokens: int, max_adapters: int, tile_rows: int) -> int:
+    """An item for every adapter that is used, and one more for every `tile_rows` tokens."""
+    return min(num_tokens, max_adapters) + num_tokens // tile_rows
+
+
+def new_plan(num_tokens: int, max_adapters: int, tile_rows: int, device: torch.device) -> AdapterPlan:
+    bound = max_items(num_tokens, max_adapters, tile_rows)
+    rows, items, num_items = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (num_tokens, (bound, ITEM), 1)
+    )
+    return AdapterPlan(rows, items, num_items, max_adapters, tile_rows)
+
+
+@jit()
+def _adapters_of(
+    token,
+    slots_ptr,
+    prompt_slots_ptr,
+    query_start_loc_ptr,
+    adapter_of_slot_ptr,
+    num_tokens,
+    num_decode,
+    num_prompts,
+    MAX_ADAPTERS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The tokens' adapters; MAX_ADAPTERS where a token has none, or is none."""
+    is_token = token < num_decode
+    slot = tl.load(slots_ptr + token, mask=is_token, other=0)
+    if BLOCK_P > 0:
+        prompt = tl.arange(0, BLOCK_P)
+        end = tl.load(query_start_loc_ptr + 1 + prompt, mask=prompt < num_prompts, other=0x7FFFFFFF)
+        own = tl.sum((end[None, :] <= (token - num_decode)[:, None]).to(tl.int32), axis=1)
+        is_prompt = (token >= num_decode) & (token < num_tokens) & (own < num_prompts)
+        slot = tl.where(is_prompt, tl.load(prompt_slots_ptr + own, mask=is_prompt, other=0), slot)
+        is_token = is_token | is_prompt
+    adapter = tl.load(adapter_of_slot_ptr + slot, mask=is_token, other=-1)
+    return tl.where((adapter >= 0) & (adapter < MAX_ADAPTERS), adapter, MAX_ADAPTERS)
+
+
+@jit("num_tokens", "num_decode", "num_prompts")
+def _plan_adapters_kernel(
+    slots_ptr,
+    prompt_slots_ptr,
+    query_start_loc_ptr,
+    adapter_of_slot_ptr,
+    rows_ptr,
+    items_ptr,
+    num_items_ptr,
+    num_tokens,
+    num_decode,
+    num_prompts,
+    MAX_ADAPTERS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ITEM: tl.constexpr,
+    BLOCK_A: tl.constexpr,  # more than MAX_ADAPTERS: the last is of tokens that have none
+    BLOCK_P: tl.constexpr,  # at least num_prompts; 0: there is none
+    CHUNK: tl.constexpr,
+):
+    """The items of one adapter a program."""
+    own, adapter, index = tl.program_id(0), tl.arange(0, BLOCK_A), tl.arange(0, CHUNK)
+    counts = tl.zeros([BLOCK_A], tl.int32)
+    for start in range(0, num_tokens, CHUNK):
+        ids = _adapters_of(
+            start + index, slots_ptr, prompt_slots_ptr, query_start_loc_ptr, adapter_of_slot_ptr,
+            num_tokens, num_decode, num_prompts, MAX_ADAPTERS, BLOCK_P,
+        )  # fmt: skip
+        counts += tl.histogram(ids, BLOCK_A).to(tl.int32)
+    counts = tl.where(adapter < MAX_ADAPTERS, counts, 0)
+    items_of = (counts + TILE_ROWS - 1) // TILE_ROWS
+    if own == 0:
+        tl.store(num_items_ptr, tl.sum(items_of, axis=0))
+    num_own = tl.sum(tl.where(adapter == own, counts, 0), axis=0)
+    if num_own == 0:
+        return
+    first_row = tl.sum(tl.where(adapter < own, counts, 0), axis=0)
+    item_ptr = items_ptr + tl.sum(tl.where(adapter < own, items_of, 0), axis=0) * ITEM
+    for done in range(0, num_own, TILE_ROWS):
+        tl.store(item_ptr, own)
+        tl.store(item_ptr + 1, first_row + done)
+        tl.store(item_ptr + 2, tl.minimum(num_own - done, TILE_ROWS))
+        tl.store(item_ptr + 3, 0)
+        item_ptr += ITEM
+    row_ptr = rows_ptr + first_row
+    for start in range(0, num_tokens, CHUNK):
+        ids = _adapters_of(
+            start + index, slots_ptr, prompt_slots_ptr, query_start_loc_ptr, adapter_of_slot_ptr,
+            num_tokens, num_decode, num_prompts, MAX_ADAPTERS, BLOCK_P,
+        )  # fmt: skip
+        is_own = (ids == own).to(tl.int32)
+        tl.store(row_ptr + tl.cumsum(is_own, axis=0) - 1, start + index, mask=is_own > 0)
+        row_ptr += tl.sum(is_own, axis=0)
+
+
+def plan_adapters(
+    slots: Tensor,
+    num_decode: int,
+    prompt_slots: Tensor,
+    query_start_loc: Tensor,
+    num_prefill: int,
+    adapter_of_slot: Tensor,
+    max_adapters: int,
+) -> AdapterPlan:
+    """`plan_adapters_torch` in one plain launch; rows of an item as the tuned table says for so many tokens."""
+    if needs_twin(slots):
+        return plan_adapters_torch(
+            slots, num_decode, prompt_slots, query_start_loc, num_prefill, adapter_of_slot, max_adapters
+        )
+    num_tokens, device = num_decode + num_prefill, slots.device
+    size = min(next_power_of_2(num_tokens), _MOST_TOLD_APART)
+    tile_rows = launch_parameters("lora_plan", device, m=size)["tile_rows"]
+    plan = new_plan(num_tokens, max_adapters, tile_rows, device)
+    num_prompts = prompt_slots.shape[0] if num_prefill else 0
+    block_p = next_power_of_2(num_prompts) if num_prompts else 0
+    chunk = max(min(next_power_of_2(num_tokens), _MOST_COMPARED // max(block_p, 16)), 16)
+    # NOTE: no dependent launch: what it reads was written by plain ones, and what reads it need not wait for it.
+    _plan_adapters_kernel[(max_adapters,)](
+        slots, prompt_slots, query_start_loc, adapter_of_slot, *plan[:3], num_tokens, num_decode, num_prompts,
+        MAX_ADAPTERS=max_adapters, TILE_ROWS=tile_rows, ITEM=ITEM, BLOCK_A=next_power_of_2(max_adapters + 1),
+        BLOCK_P=block_p, CHUNK=chunk, num_warps=8,
+    )  # fmt: skip
+    return plan
+
+
+def plan_adapters_torch(
+    slots: Tensor,
+    num_decode: int,
+    prompt_slots: Tensor,
+    query_start_loc: Tensor,
+    num_prefill: int,
+    adapter_of_slot: Tensor,
+    max_adapters: int,
+) -> AdapterPlan:
+    """Items of tokens of one adapter each, adapters in ascending order, an adapter's tokens in theirs.
+
+    A step's tokens are one of each of the first `num_decode` slots (int32 [at least num_decode]), then `num_prefill`
+    tokens of prompts: prompt i, of slot prompt_slots[i], has those from query_start_loc[i] to query_start_loc[i + 1]
+    (int32 [num_prompts], [num_prompts + 1]); what is past the last is padding. adapter_of_slot: int32 [num_slots]; what
+    is not in [0, max_adapters) is no adapter.
+    """
+    num_tokens = num_decode + num_prefill
+    token_slots = slots[:num_decode].long()
+    if num_prefill:
+        token = torch.arange(num_prefill, device=slots.device)
+        place = torch.searchsorted(query_start_loc[1:].long().contiguous(), token, right=True)
+        # Behind the last prompt there is a slot that does not exist.
+        token_slots = torch.cat((token_slots, torch.nn.functional.pad(prompt_slots.long(), (0, 1), value=-1)[place]))
+    adapters = torch.nn.functional.pad(adapter_of_slot, (0, 1), value=-1)[token_slots]
+    plan = new_plan(num_tokens, max_adapters, TWIN_TILE_ROWS, slots.device)
+    items: list[tuple[int, ...]] = []
+    first = 0
+    for adapter in sorted({*adapters.tolist()}):
+        if not 0 <= adapter < max_adapters:
+            continue
+        own = (adapters == adapter).nonzero().flatten()
+        plan.rows[first : first + len(own)] = own.int()
+        tiles = range(0, len(own), TWIN_TILE_ROWS)
+        items += [(adapter, first + done, min(len(own) - done, TWIN_TILE_ROWS), 0) for done in tiles]
+        first += len(own)
+    for index, item in enumerate(items):
+        plan.items[index] = torch.tensor(item, dtype=torch.int32, device=slots.device)
+    plan.num_items.fill_(len(items))
+    return plan

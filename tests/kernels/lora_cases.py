@@ -1,0 +1,69 @@
+"""What is compiled of the kernels of adapters: launches of an 8B's shapes, as `compiling` records them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cb_backend.kernels.launch import overriding
+from cb_backend.kernels.lora_plan import AdapterPlan, new_plan
+
+MAX_ADAPTERS = 4  # nothing is compiled for their number but the plan
+
+
+def _plan(tile_rows: int) -> AdapterPlan:
+    return new_plan(2, MAX_ADAPTERS, tile_rows, torch.device("cpu"))
+
+
+def _strided(*size: int) -> torch.Tensor:
+    """An adapter's weights among others of the slab."""
+    return torch.zeros(MAX_ADAPTERS, 2 * torch.Size(size).numel(), dtype=torch.bfloat16)[
+        :, : torch.Size(size).numel()
+    ].unflatten(1, size)
+
+
+def _lora(module: Any, op: str, tile_rows: int, rank: int, slices: tuple[int, ...], in_size: int) -> None:
+    plan, columns = _plan(tile_rows), len(slices) * rank
+    if op == "lora_shrink":
+        module.lora_shrink(torch.zeros(2, in_size).bfloat16(), _strided(columns, in_size), plan)
+    else:
+        y, scales = torch.zeros(2, sum(slices)).bfloat16(), torch.zeros(MAX_ADAPTERS, len(slices))
+        module.lora_expand(y, torch.zeros(8, 2, columns), _strided(sum(slices), rank), scales, slices, plan)
+
+
+def _lora_plan(module: Any, num_decode: int, num_prompts: int, max_adapters: int) -> None:
+    ints = torch.zeros(num_decode + num_prompts + 1, dtype=torch.int32)
+    num_prefill = 2048 * (num_prompts > 0)
+    with overriding("lora_plan", {"tile_rows": 16}):
+        module.plan_adapters(ints, num_decode, ints[:num_prompts], ints, num_prefill, ints, max_adapters)
+
+
+LORA_LAUNCHES = {"lora": _lora, "lora_plan": _lora_plan}
+
+
+def _case(op: str, tile_rows: int, rank: int, slices: tuple[int, ...], in_size: int = 4096) -> dict[str, Any]:
+    call = {"op": op, "tile_rows": tile_rows, "rank": rank, "slices": slices, "in_size": in_size}
+    return {"op": "lora", "kernel": f"_{op}_kernel", "arch": 90, "call": call}
+
+
+def _plan_case(**call: int) -> dict[str, Any]:
+    return {"op": "lora_plan", "kernel": "_plan_adapters_kernel", "arch": 90, "call": call}
+
+
+_QKV, _GATE_UP = (4096, 1024, 1024), (14336, 14336)
+LORA_CASES: dict[str, dict[str, Any]] = {
+    "lora_shrink": _case("lora_shrink", 16, 16, _QKV),
+    "lora_shrink, 64 rows": _case("lora_shrink", 64, 16, _QKV),
+    "lora_shrink, down": _case("lora_shrink", 16, 16, (4096,), 14336),
+    "lora_shrink, rank 64": _case("lora_shrink", 32, 64, _GATE_UP),
+    "lora_expand": _case("lora_expand", 16, 16, _QKV),
+    "lora_expand, 64 rows": _case("lora_expand", 64, 16, _GATE_UP),
+    "lora_expand, rank 64": _case("lora_expand", 16, 64, _GATE_UP),
+    "lora_expand, rank 128, 64 rows": _case("lora_expand", 64, 128, _GATE_UP),
+    "lora_expand, rank 512": _case("lora_expand", 32, 512, _GATE_UP),
+    "lora_shrink, rank 512": _case("lora_shrink", 32, 512, _GATE_UP),
+    "lora_plan": _plan_case(num_decode=256, num_prompts=0, max_adapters=8),
+    "lora_plan, prompts": _plan_case(num_decode=64, num_prompts=16, max_adapters=32),
+    "lora_plan, many prompts": _plan_case(num_decode=64, num_prompts=64, max_adapters=256),
+}  # fmt: skip

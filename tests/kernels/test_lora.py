@@ -1,0 +1,145 @@
+"""Shrink and expand against plain arithmetic and against their twins: any mix of rows and adapters, none among them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cb_backend.kernels.launch import overriding
+from cb_backend.kernels.lora import lora_expand, lora_expand_torch, lora_shrink, lora_shrink_torch
+from cb_backend.kernels.lora_plan import AdapterPlan, plan_adapters
+
+NOTHING = torch.zeros(0, dtype=torch.int32)
+SMALL = {"block_k": 32, "block_r": 16, "splits": 3, "num_warps": 4, "num_stages": 2}
+
+
+def plan_of(adapters: list[int], max_adapters: int, device: torch.device, tile_rows: int = 16) -> AdapterPlan:
+    """Of decode rows with these adapters."""
+    slots = torch.arange(len(adapters), dtype=torch.int32, device=device)
+    table = torch.tensor(adapters, dtype=torch.int32, device=device)
+    nothing = NOTHING.to(device)
+    with overriding("lora_plan", {"tile_rows": tile_rows}):
+        return plan_adapters(slots, len(adapters), nothing, nothing, 0, table, max_adapters)
+
+
+class Case:
+    """Weights of a few adapters for slices of one input, as parts of one slab; and inputs."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        in_size: int = 80,
+        slices: tuple[int, ...] = (48, 16, 16),
+        rank: int = 16,
+        max_adapters: int = 5,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(num_rows + in_size)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator).to(dtype).to(device or "cpu")
+
+        num_slices, out_size = len(slices), sum(slices)
+        slab = normal(max_adapters, num_slices * rank * in_size + out_size * rank + 24)  # not only these in it
+        a, b, _ = slab.split([num_slices * rank * in_size, out_size * rank, 24], dim=1)
+        self.a = a.unflatten(1, (num_slices * rank, in_size))
+        self.b = b.unflatten(1, (out_size, rank))
+        self.scales = torch.rand(max_adapters, num_slices, generator=generator).to(device or "cpu") + 0.5
+        self.slices, self.rank = slices, rank
+        self.x, self.y = normal(num_rows, in_size), normal(num_rows, out_size)
+
+    def expected(self, adapters: list[int]) -> Tensor:
+        """In float64, row by row."""
+        out = self.y.double().clone()
+        for row, adapter in enumerate(adapters):
+            if not 0 <= adapter < len(self.a):
+                continue
+            inner = self.a[adapter].double() @ self.x[row].double()
+            begin = 0
+            for index, size in enumerate(self.slices):
+                own = inner[index * self.rank : (index + 1) * self.rank]
+                added = self.b[adapter, begin : begin + size].double() @ own
+                out[row, begin : begin + size] += self.scales[adapter, index].double() * added
+                begin += size
+        return out
+
+    def run(self, plan: AdapterPlan, is_twin: bool = False) -> Tensor:
+        shrink, expand = (lora_shrink_torch, lora_expand_torch) if is_twin else (lora_shrink, lora_expand)
+        y = self.y.clone()
+        expand(y, shrink(self.x, self.a, plan), self.b, self.scales, self.slices, plan)
+        return y
+
+
+def mixes(num_rows: int) -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(num_rows)
+    return {
+        "mixed": torch.randint(-1, 5, (num_rows,), generator=generator).tolist(),
+        "none": [-1] * num_rows,
+        "one for all": [4] * num_rows,
+        "the last row alone": [-1] * (num_rows - 1) + [2],
+    }
+
+
+@pytest.mark.parametrize("mix", mixes(1))
+@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 31, 32, 33, 40])
+def test_rows_get_what_their_adapter_adds(num_rows: int, mix: str, device: torch.device) -> None:
+    adapters = mixes(num_rows)[mix]
+    case = Case(num_rows, device=device)
+    expected = case.expected(adapters)
+    with overriding("lora_shrink", SMALL), overriding("lora_expand", {"block_n": 32, "block_r": 16, "num_warps": 4}):
+        got = case.run(plan_of(adapters, 5, device))
+    for y in (got, case.run(plan_of(adapters, 5, device), is_twin=True)):
+        assert (y.double() - expected).abs().max() < 1e-4
+        without = [row for row, adapter in enumerate(adapters) if adapter < 0]
+        assert torch.equal(y[without], case.y[without]), "rows without an adapter are not touched"
+
+
+@pytest.mark.parametrize(("in_size", "slices", "rank"), [
+    (32, (40,), 16), (100, (8, 24), 32), (64, (130, 7, 3), 48), (257, (64, 64), 64), (16, (1,), 128),
+])  # fmt: skip
+@pytest.mark.parametrize("tile_rows", [16, 32, 64])
+def test_sizes_on_both_sides_of_tiles(
+    in_size: int, slices: tuple[int, ...], rank: int, tile_rows: int, device: torch.device
+) -> None:
+    adapters = mixes(37)["mixed"]
+    case = Case(37, in_size, slices, rank, device=device)
+    with overriding("lora_shrink", SMALL), overriding("lora_expand", {"block_n": 32, "block_r": 32, "num_warps": 4}):
+        got = case.run(plan_of(adapters, 5, device, tile_rows))
+    assert (got.double() - case.expected(adapters)).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("num_rows", [1, 19])
+def test_kernel_and_twin_round_in_the_same_places(num_rows: int, device: torch.device) -> None:
+    """With the parameters that are shipped."""
+    adapters = mixes(num_rows)["mixed"] if num_rows > 1 else [3]
+    case = Case(num_rows, 512, (256, 64, 64), dtype=torch.float16, device=device)
+    plan = plan_of(adapters, 5, device)
+    got, twin = case.run(plan).float(), case.run(plan, is_twin=True).float()
+    off = (got - twin).abs()
+    assert off.max() < 2**-8 * twin.abs().max()
+    assert (off > 0).float().mean() < 0.05  # where a sum in another order falls to the other side of a half
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
+    """Bit for bit, alone and among others, whatever the tile that holds it."""
+    adapters = [3, *mixes(39)["mixed"]]
+    case = Case(40, 200, dtype=torch.float16, device=device)
+    with overriding("lora_shrink", SMALL):
+        alone = Case(40, 200, dtype=torch.float16, device=device)
+        alone.x, alone.y = case.x[:1], case.y[:1]
+        first = alone.run(plan_of([3], 5, device))[0]
+        for tile_rows in (16, 32, 64):
+            assert torch.equal(case.run(plan_of(adapters, 5, device, tile_rows))[0], first)
+
+
+def test_strided_rows_and_twice_the_same(device: torch.device) -> None:
+    adapters = mixes(18)["mixed"]
+    case = Case(18, device=device)
+    wide = torch.randn(18, 100, device=device)
+    wide[:, :80] = case.x
+    case.x = wide[:, :80]
+    first, second = (case.run(plan_of(adapters, 5, device)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert (first.double() - case.expected(adapters)).abs().max() < 1e-4
