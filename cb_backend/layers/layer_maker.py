@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.layers.adapter_table import AdapterTable
 from cb_backend.layers.attention import Attention, AttentionParts, WholeNormAttention, halves_apart
 from cb_backend.layers.experts import Experts
 from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from cb_backend.layers.linear import Embedding, Linear, ScaledEmbedding
 from cb_backend.layers.lm_head import CappedHead, LMHead, OwnHead, TiedHead
+from cb_backend.layers.lora_linear import LoraLinear
 from cb_backend.layers.mlp import MLP, Block, GeluMLP
 from cb_backend.layers.moe import MoE, MoEParts
 from cb_backend.layers.norm import Junction, RMSNorm
@@ -32,11 +34,19 @@ class LayerMaker:
     device: torch.device
     group: Group
     format_of: ModuleFormats
+    adapters: AdapterTable | None = None  # what attention and MLPs make room in; None: there are no adapters
 
     def linear(self, projection: Projection) -> Linear:
         """In the format of its name. Raises `ConfigError` where its parts have different ones."""
         new_linear = self.format_of.of(projection).new_linear
         return new_linear(projection, self.ops, self.group, dtype=self.dtype, device=self.device)
+
+    def adapted(self, projection: Projection) -> Linear:
+        """`linear` of a projection that adapters may add to, where there are adapters."""
+        linear = self.linear(projection)
+        if self.adapters is None:
+            return linear
+        return LoraLinear(linear, self.adapters.add(projection, self.group.size))
 
     def embedding(
         self, name: str, vocab_size: int, hidden_size: int, *, scale: float = 1.0, is_scale_rounded: bool = False
@@ -104,7 +114,7 @@ class LayerMaker:
             for part, size in zip(("q_norm", "k_norm"), sizes, strict=True):
                 norms[part] = self.norm(f"{name}.{part}", spec.qk_norm, size)
         sinks = torch.empty(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
-        parts = AttentionParts(qkv_proj=self.linear(qkv_proj), o_proj=self.linear(o_proj), sinks=sinks, **norms)
+        parts = AttentionParts(qkv_proj=self.adapted(qkv_proj), o_proj=self.adapted(o_proj), sinks=sinks, **norms)
         kind = WholeNormAttention if spec.is_qk_norm_whole else Attention
         return kind(name, spec, layer, parts, self.ops)
 
@@ -128,7 +138,7 @@ class LayerMaker:
         down_proj = Projection(
             name=name, in_size=size, parts={"down_proj": hidden_size}, has_bias=has_bias, split=Split.COLUMNS
         )
-        products = self.linear(gate_up_proj), self.linear(down_proj)
+        products = self.adapted(gate_up_proj), self.adapted(down_proj)
         return GeluMLP(*products, self.ops) if spec.activation == "gelu_tanh" else MLP(*products)
 
     def moe(self, name: str, hidden_size: int, spec: MoESpec) -> MoE:

@@ -7,7 +7,7 @@ them, and when the last part of a fused projection has, the whole is packed for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -133,7 +133,12 @@ class PackedLinear(Linear):
 
     def _product(self, x: Tensor, piece: Piece) -> Tensor:
         bias = None if self.bias is None else self.bias[piece.rows]
-        return self.ops.linear_packed(_ordered(x, piece.order), piece.weight, bias)
+        x = _ordered(x, piece.order)
+        if not piece.weight.is_gated:
+            return self.ops.linear_packed(x, piece.weight, bias)
+        # Rows of gate and up lie in turn. The product of such a weight is for the few who cannot use it activated.
+        rows = self.ops.linear_packed(x, replace(piece.weight, is_gated=False))
+        return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 

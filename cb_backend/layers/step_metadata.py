@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cb_backend.kernels.lora_plan import AdapterPlan
+
 
 class LayerCache(NamedTuple):
     """Where a layer's keys and values are."""
@@ -40,4 +42,4 @@ class StepMetadata:
     prefill_query_start_loc: Tensor  # [num_prefill_rows + 1] int32, counted from the first prefill token
     prefill_seq_lens: Tensor  # [num_prefill_rows] int32 tokens of the row in the cache after this step
     max_query_len: int  # longest prefill row of this step; 0: there is none
-    adapters: None = None  # the step has none
+    adapters: AdapterPlan | None = None  # which tokens go through which; None: the step has no adapters

@@ -77,6 +77,7 @@ class DecoderForCausalLM:
         self.spec = spec
         self.ops = make.ops
         self.group = make.group
+        self.adapters = make.adapters
         self.ropes = Ropes(
             spec.ropes, spec.attention.rotary_dim, max_model_len, make.device, has_identity=spec.has_layers_without_rope
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.linear import Linear
+from cb_backend.layers.lora_linear import LoraLinear
 from cb_backend.layers.mlp import MLP, GeluMLP
 from cb_backend.layers.packed_linear import PackedLinear
 
@@ -32,6 +33,8 @@ def _kind(layer: DecoderLayer) -> object:
 
 
 def _product(linear: Linear) -> object:
+    if isinstance(linear, LoraLinear):
+        return (linear.site.slices, linear.site.a.shape, _product(linear.base))
     if type(linear) in (Linear, Fp8Linear):
         return (type(linear), linear.weight.shape, linear.weight.dtype, linear.bias is None)
     if type(linear) is not PackedLinear:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.layers.adapter_table import AdapterTable
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
@@ -73,6 +74,7 @@ def load_model(
     has_kv_scales: bool = False,
     quantization: str | None = None,
     max_model_len: int | None = None,
+    adapters: AdapterTable | None = None,
 ) -> DecoderForCausalLM:
     """Build the model and fill it from the folder's safetensors, or with random numbers (`load_format` dummy).
 
@@ -82,9 +84,10 @@ def load_model(
     (1.0 where it has none).
     `quantization` fp8: the layers' matrices are quantised while they are loaded, if they are not in the file.
     `max_model_len`: the longest context that will come; None: the longest the checkpoint is meant for.
+    `adapters`: in which the layers' projections make room; its slab is for the caller to make, afterwards.
     Raises `ConfigError` that names file and tensor.
     """
-    make = _maker(spec, ops, dtype, device, quantization)
+    make = replace(_maker(spec, ops, dtype, device, quantization), adapters=adapters)
     length = spec.max_context_len if max_model_len is None else max_model_len
     if load_format == "dummy":
         model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=length)
@@ -121,6 +124,17 @@ def outline_spec(spec: ModelSpec, dtype: torch.dtype, quantization: str | None =
     return DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=1)
 
 
+def outline_adapters(spec: ModelSpec, dtype: torch.dtype, max_rank: int) -> AdapterTable:
+    """Where adapters of the model have what, without memory: what their files are checked against.
+
+    Raises `ConfigError` as building the model does.
+    """
+    table = AdapterTable(max_adapters=1, max_rank=max_rank, dtype=dtype, device=torch.device("meta"))
+    make = replace(_maker(spec, resolve_ops("torch"), dtype, table.device, None), adapters=table)
+    DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=1)
+    return table
+
+
 def _maker(
     spec: ModelSpec, ops: ModelOps, dtype: torch.dtype, device: torch.device, quantization: str | None
 ) -> LayerMaker:
@@ -146,7 +160,7 @@ def _open_weights(
         # What is said of all linear layers need not be meant of the head.
         make = replace(make, format_of=make.format_of.with_plain(spec.names.head_module))
     # Wrong sizes in a config are named before memory of such sizes is asked for.
-    sizes = replace(make, device=torch.device("meta"))
+    sizes = replace(make, device=torch.device("meta"), adapters=None)
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
     ignored = [pattern for pattern in (spec.ignored, make.format_of.ignored) if pattern is not None]
     patterns = "|".join(f"(?:{each})" for each in ignored) or None

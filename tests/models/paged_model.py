@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.layers.adapter_table import AdapterTable
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.models.lora_checkpoint import read_adapter
 from cb_backend.models.registry import load_model, read_model_config
 
 CPU = torch.device("cpu")
@@ -36,14 +39,24 @@ class PagedModel:
         kv_dtype: torch.dtype | None = None,
         quantization: str | None = None,
         device: torch.device = CPU,
+        max_adapters: int = 0,
+        max_rank: int = 16,
     ) -> None:
         self.config = read_model_config(folder)
+        self.adapters: AdapterTable | None = None
+        if max_adapters:
+            self.adapters = AdapterTable(max_adapters=max_adapters, max_rank=max_rank, dtype=dtype, device=device)
         options: dict[str, Any] = {
             "has_kv_scales": kv_dtype is not None,
             "quantization": quantization,
             "max_model_len": max_len,
+            "adapters": self.adapters,
         }
-        self.model = load_model(folder, self.config, ops=resolve_ops(backend), dtype=dtype, device=device, **options)
+        self.ops = resolve_ops(backend)
+        self.model = load_model(folder, self.config, ops=self.ops, dtype=dtype, device=device, **options)
+        if self.adapters is not None:
+            self.adapters.allocate()
+        self.adapter_of_slot = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         self.device = device
         max_blocks = -(-max_len // block_size)
         num_blocks = num_slots * max_blocks + 1
@@ -84,6 +97,7 @@ class PagedModel:
                 prompt_lens.append(self.num_prompt_tokens[slot])
             token_ids += tokens
         counts = [len(tokens) for _, tokens in prefill]
+        starts = self._int32([sum(counts[:index]) for index in range(len(counts) + 1)])
         step = StepMetadata(
             ropes=self.model.ropes.rows(self._int32(positions), self._int32(prompt_lens)),
             slot_mapping=(self._int32(mapping),),
@@ -92,9 +106,10 @@ class PagedModel:
             decode_slots=self._int32([slot for slot, _ in decode]),
             decode_seq_lens=self._int32([self.num_tokens[slot] for slot, _ in decode]),
             prefill_slots=self._int32([slot for slot, _ in prefill]),
-            prefill_query_start_loc=self._int32([sum(counts[:index]) for index in range(len(counts) + 1)]),
+            prefill_query_start_loc=starts,
             prefill_seq_lens=self._int32([self.num_tokens[slot] for slot, _ in prefill]),
             max_query_len=max(counts, default=0),
+            adapters=self._adapter_plan([slot for slot, _ in decode], [slot for slot, _ in prefill], starts),
         )
         return self.model.compute_logits(self.model(self._int32(token_ids), step, self.storage.layers))
 
@@ -102,6 +117,19 @@ class PagedModel:
         """The prompt in chunks: logits [len(tokens), vocab]."""
         chunk = chunk or len(tokens)
         return torch.cat([self.step([], [(slot, tokens[at : at + chunk])]) for at in range(0, len(tokens), chunk)])
+
+    def load_adapter(self, slot: int, folder: Path) -> None:
+        assert self.adapters is not None, "the model was made without adapters"
+        self.adapters.load(slot, read_adapter(folder, self.config, self.adapters).data)
+
+    def _adapter_plan(self, decode_slots: list[int], prompt_slots: list[int], starts: Tensor) -> AdapterPlan | None:
+        """None where no row goes through one."""
+        if self.adapters is None or bool((self.adapter_of_slot[decode_slots + prompt_slots] < 0).all()):
+            return None
+        slots, prompts = self._int32(decode_slots), self._int32(prompt_slots)
+        return self.ops.plan_adapters(
+            slots, len(decode_slots), prompts, starts, int(starts[-1]), self.adapter_of_slot, self.adapters.max_adapters
+        )
 
     def _int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

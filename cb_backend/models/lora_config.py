@@ -1,0 +1,128 @@
+"""An adapter's `adapter_config.json`, as PEFT writes it: ranks and factors, and what of it cannot be served.
+
+Which modules an adapter has weights for is told by its tensors, not here: `target_modules` may be a list, a regular
+expression or a word.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cb_backend.contracts.errors import ConfigError
+from cb_backend.models.config_reader import ConfigReader
+from cb_backend.support.json_files import read_json_object
+
+CONFIG = "adapter_config.json"
+
+# Options that change what an adapter computes, beside those that are read.
+_MUST_BE_OFF = {
+    "use_dora": "train the adapter without DoRA, or merge it into the model",
+    "lora_bias": "train it without a bias of its own, or merge it into the model",
+    "modules_to_save": "it holds whole modules; merge it into the model",
+    "trainable_token_indices": "it changes the embedding; merge it into the model",
+    "target_parameters": "it changes experts; merge it into the model",
+    "layer_replication": "it changes the number of layers; merge it into the model",
+    "use_qalora": "merge it into the model",
+    "use_bdlora": "merge it into the model",
+    "fan_in_fan_out": "it is made for weights that lie the other way round",
+    "alora_invocation_tokens": "it is meant for some tokens of a prompt only",
+    "arrow_config": "name one adapter and not a router among several",
+    "kasa_config": "merge it into the model",
+    "monteclora_config": "merge it into the model",
+    "lora_ga_config": "it changes the model's own weights; convert it to a plain adapter when saving",
+    "megatron_config": "save it as a plain adapter",
+}
+# Ways to begin that take something out of the model's own weights.
+_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"}
+# What says where adapters were put, how they were trained, or nothing.
+_OF_NO_MATTER = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "enable_lora", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "megatron_core", "merge_weights", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type", "velora_config",
+}  # fmt: skip
+
+
+class LoraConfig(NamedTuple):
+    """What is computed: y = W x + scale * B (A x), scale and rank a module's own."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilised: bool
+    rank_pattern: dict[str, int]  # by regular expressions of the ends of modules' names
+    alpha_pattern: dict[str, float]
+
+    def rank_of(self, module: str) -> int:
+        """module: its full name in the model that the adapter was trained on."""
+        return _matching(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        rank = self.rank_of(module)
+        alpha = _matching(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+def _matching(pattern: dict[str, Any], module: str, default: Any) -> Any:
+    """The value of the first key that is the end of the module's name, from a dot on."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Raises `ConfigError` that names the key and the value for a file that is missing, broken, or cannot be served."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{CONFIG} is missing in the adapter's folder; name a folder that PEFT's save_pretrained made"
+        )
+    reader = ConfigReader(read_json_object(path), CONFIG)
+    for fault in _faults(reader):
+        raise ConfigError(fault)
+    return LoraConfig(
+        rank=reader.positive("r", 8),
+        alpha=reader.get("lora_alpha", float, 8.0),
+        is_rank_stabilised=reader.get("use_rslora", bool, False),
+        rank_pattern={key: reader.section("rank_pattern").positive(key) for key in _keys(reader, "rank_pattern")},
+        alpha_pattern={key: reader.section("alpha_pattern").get(key, float) for key in _keys(reader, "alpha_pattern")},
+    )
+
+
+def _faults(reader: ConfigReader) -> Iterator[str]:
+    values = reader.values
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        yield f"{CONFIG}: peft_type is {kind!r}; supported is 'LORA'"
+    if values.get("bias", "none") != "none":
+        yield f"{CONFIG}: bias is {values['bias']!r}; supported is 'none': merge the adapter into the model"
+    for key, remedy in _MUST_BE_OFF.items():
+        if values.get(key):
+            yield f"{CONFIG}: {key} is {_shown(values[key])}, which is not supported; {remedy}"
+    start = str(values.get("init_lora_weights", True)).lower()
+    if start.startswith(_CHANGES_THE_MODEL):
+        yield (
+            f"{CONFIG}: init_lora_weights is {start!r}, which changes the model's own weights; convert it to a plain "
+            "adapter when saving (path_initial_model_for_weight_conversion)"
+        )
+    for key in values.keys() - _MUST_BE_OFF.keys() - _READ - _OF_NO_MATTER:
+        if values[key]:
+            yield f"{CONFIG}: {key} is {_shown(values[key])}, which is not known here; save it as a plain adapter"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _keys(reader: ConfigReader, pattern: str) -> list[str]:
+    """Those of a pattern, which are regular expressions."""
+    keys = [*reader.get(pattern, dict, {})]
+    for key in keys:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise ConfigError(f"{CONFIG}: {pattern} has the key {key!r}, no regular expression: {error}") from None
+    return keys
