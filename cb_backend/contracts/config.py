@@ -23,6 +23,7 @@ DTYPES = {
 }
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 MAX_RUN_AHEAD = 4
+MAX_LORA_RANK = 512
 
 QUANTIZATIONS = ("fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4")
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -37,12 +38,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _AT_LEAST_ONE = (
     "max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_size", "max_queue_tokens", "stream_interval",
     "max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "queue_timeout_ms", "timeout_ms",
+    "max_loras", "max_cpu_loras",
 )  # fmt: skip
 _BETWEEN = {
     "data_parallel_size": (1, 64),
     "admission_reserve": (-10, 10),
     "reserved_priority": (-MAX_PRIORITY, MAX_PRIORITY - 1),  # the last class has nobody to be kept from
     "run_ahead": (0, MAX_RUN_AHEAD),
+    "max_lora_rank": (1, MAX_LORA_RANK),
 }
 
 
@@ -94,6 +97,11 @@ class EngineConfig:
     # gpt-oss in the same memory. New, and not the default until it has been tried for longer.
     disable_hybrid_kv_cache_manager: bool = True
     swap_space: float = 0.0  # GiB of host memory for the blocks of preempted requests; 0: they are computed again
+    # Adapters
+    enable_lora: bool = False  # requests may name an adapter of multi_lora.json, which then stands beside model.json
+    max_lora_rank: int = 16  # greatest rank of an adapter; what every place in a batch takes memory for
+    max_loras: int | None = None  # adapters in one batch; None: as many as multi_lora.json names, at most 8
+    max_cpu_loras: int | None = None  # adapters kept in host memory, at least max_loras; None: 4 times max_loras
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs
     run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU, else MAX_RUN_AHEAD
@@ -135,6 +143,11 @@ class EngineConfig:
             f"max_itl_ms is {self.max_itl_ms}; it must be above 0, and it needs enable_chunked_prefill",
         )
         _require(
+            self.max_cpu_loras is None or self.max_cpu_loras >= (self.max_loras or 1),
+            f"max_cpu_loras is {self.max_cpu_loras}, below max_loras ({self.max_loras}); a batch's adapters come from"
+            " host memory, so raise it",
+        )
+        _require(
             0 <= self.swap_space < 1 << 20, f"swap_space is {self.swap_space}; it must be GiB of memory, 0 or more"
         )
         _require(
@@ -162,7 +175,8 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "enable_lora": (False,),
+    "lora_dtype": ("auto",),
+    "fully_sharded_loras": (False,),
     "tokenizer_mode": ("auto",),
     "distributed_executor_backend": (None, "mp", "uni"),
     "scheduling_policy": ("fcfs", "priority"),

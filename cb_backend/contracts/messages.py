@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.packed_logprobs import Packed
 from cb_backend.contracts.queue_room import QueueRoom, RefusedRequests
 from cb_backend.contracts.scheduling import SchedulingParams
@@ -30,6 +31,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True):
     prompt_token_ids: bytes  # int32
     params: TokenRules
     scheduling: SchedulingParams = SchedulingParams()
+    adapter: AdapterSource | None = None
 
 
 class CancelRequests(msgspec.Struct, tag=True, frozen=True):

@@ -43,6 +43,7 @@ class RequestParams(SamplingRules, frozen=True, kw_only=True, omit_defaults=True
     spaces_between_special_tokens: bool = True  # False: no space between added tokens that follow each other
     truncate_prompt_tokens: int | None = None  # keep only so many tokens at the prompt's end; -1 = as many as fit
     bad_words: tuple[str, ...] = ()  # must not come out
+    lora_name: str = ""  # of an adapter; empty: the model as it is
 
     @property
     def most_tokens(self) -> int:

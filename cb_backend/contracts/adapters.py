@@ -1,0 +1,19 @@
+"""What is said of adapters (LoRA) between rooms: which one a request wants, and which of their contents is meant."""
+
+from __future__ import annotations
+
+import msgspec
+
+NO_ADAPTER = -1  # in place of a device slot: the model as it is
+
+AdapterKey = bytes  # blake2b-128 of packed weights and scales: equal keys are equal contents, whatever their names
+
+
+class AdapterSource(msgspec.Struct, frozen=True):
+    """An adapter's files as they stood when they were looked at. They come from the model's own folder, never from a
+    client."""
+
+    name: str  # as requests give it
+    path: str  # folder
+    mtime_ns: int  # of the newer of its files; 0: they are not there
+    size: int  # bytes of both
