@@ -128,6 +128,20 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Buckets  # tokens in a step
 
 
+class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an engine that takes adapters. Counts are since its start."""
+
+    max_loras: int  # places on the device
+    running: tuple[str, ...] = ()  # names of the adapters of running requests, each once
+    waiting: tuple[str, ...] = ()  # of requests that wait, in the queue or for the files
+    num_resident: int = 0  # places that hold an adapter
+    num_kept: int = 0  # adapters in host memory
+    num_loads: int = 0  # copies from host memory to a place
+    num_reads: int = 0  # adapters read from files, those included that were refused
+    num_refused: int = 0
+    read_seconds: float = 0.0  # reading, checking and packing them
+
+
 class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """State of the engine at one moment, sent to every front end about twice a second and whenever it falls idle."""
 
@@ -155,6 +169,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_compiled_grammars: int = 0  # of structured output; each text once
     num_refused_grammars: int = 0
     grammar_seconds: float = 0.0  # compiling them, refused ones included
+    adapters: AdapterStats | None = None
 
 
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
