@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey
 from cb_backend.contracts.token_rules import TokenRules
 
 NO_TOKEN = -1  # in token_ids: this row has no new token (a prefill chunk that is not the last, a row that failed)
-NO_ADAPTER = -1
 
 # ---- what a step is to do ----------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class JoinedRow:
     params: TokenRules
     stop_token_ids: tuple[int, ...]  # cannot be sampled while fewer than params.min_tokens tokens are out; then an end
     max_total_tokens: int  # prompt and output: the token that reaches it is the last
-    adapter: int = NO_ADAPTER  # slot of the adapter that the request's rows go through
+    adapter: int = NO_ADAPTER  # device slot of the adapter that the request's rows go through
 
 
 class Copies(msgspec.Struct, frozen=True):
@@ -84,6 +84,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     # [n, 3] of (slot, index in its block table, block_id): blocks of slots that have joined before, one a slot.
     new_blocks: NDArray[np.int32] = NO_BLOCKS
     copies: Copies = NO_COPIES
+    # (device slot, what it holds from this step on), to copy from host memory before anything of the step.
+    adapter_loads: tuple[tuple[int, AdapterKey], ...] = ()
     num_drafts: int = 0
 
     @property
