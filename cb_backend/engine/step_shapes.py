@@ -25,6 +25,11 @@ _PROMPTS_OF_PREFILL = {32: 4, 128: 4, 256: 8, 512: 8, 1024: 16, 2048: 16}
 _PROMPTS_IN_BETWEEN = {384: 8, 640: 16, 768: 16, 1280: 16, 1536: 16, 1792: 16}
 _BESIDE = (0, 8, 32, 64, 128, 256, 512)
 _BESIDE_IN_BETWEEN = (0, 64, 128, 256, 512)
+# The same of steps with rows that go through adapters.
+_ADAPTER_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+_ADAPTER_PREFILL = (128, 512, 1024, 2048)
+_ADAPTER_BESIDE = (0, 64, 256)
+_ADAPTER_FULL = (8, 64, 256)
 _MOST_PREFILL = max(_PROMPTS_OF_PREFILL)
 _LEAST_PROMPTS = max(_PROMPTS_OF_PREFILL.values())  # room of every full step
 _TOKENS_OF_PROMPT = 128  # and of larger ones: as many prompts as are this long
@@ -126,6 +131,27 @@ def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShap
         *(StepShape(size) for size in decode_sizes(most_rows)),
         *(StepShape(*size, num_prompts) for size, num_prompts in prompts.items()),
     ]
+
+
+def adapter_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+    """Shapes to capture of steps with rows that go through adapters: coarser, so that the start does not take twice as
+    long. Full steps have room for some tokens more than the budget, so that each fits one of few shapes.
+    """
+    most_rows = min(max_num_seqs, max_num_batched_tokens)
+    sizes = [*(size for size in _ADAPTER_DECODE if size < most_rows), most_rows]
+    beside = [*(size for size in _ADAPTER_BESIDE if size < most_rows), most_rows]
+    shapes = [StepShape(size, has_adapters=True) for size in sizes]
+    for num_prefill in _ADAPTER_PREFILL:
+        if num_prefill < max_num_batched_tokens:
+            num_prompts = _PROMPTS_OF_PREFILL[num_prefill]
+            shapes += [StepShape(size, num_prefill, num_prompts, has_adapters=True) for size in beside]
+    full_steps = FullSteps(max_num_seqs, max_num_batched_tokens)
+    if full_steps.decode_sizes:
+        full = [*(size for size in _ADAPTER_FULL if size < most_rows), most_rows]
+        for least, size in zip((0, *full[:-1]), full, strict=True):
+            num_prefill = max_num_batched_tokens - least
+            shapes.append(StepShape(size, num_prefill, full_steps.num_prompts, has_adapters=True))
+    return shapes
 
 
 class FullSteps:

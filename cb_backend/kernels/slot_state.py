@@ -27,6 +27,7 @@ class SlotState(NamedTuple):
     num_prompt_tokens: Tensor  # int32
     min_positions: Tensor  # int32 first position at which a stop id may be sampled
     max_total_tokens: Tensor  # int32 the token that makes so many is the last
+    adapter: Tensor  # int32 slot of the adapter that its rows go through, -1 = none
     sampling: RowSampling
     block_tables: Tensor  # int32 [num_groups * num_slots, max_blocks] one table a slot, group of layers by group
     stop_ids: Tensor  # int32 [num_slots, K], -1 = none
@@ -47,7 +48,7 @@ class SlotState(NamedTuple):
         return *(getattr(self, name) for name in _OWN_VALUES), *self.sampling
 
 
-_OWN_VALUES = ("last_token", "num_tokens", "num_prompt_tokens", "min_positions", "max_total_tokens")
+_OWN_VALUES = ("last_token", "num_tokens", "num_prompt_tokens", "min_positions", "max_total_tokens", "adapter")
 _WORDS_A_VALUE = 2
 # How requests join: their slot and one value for each column, two words of 32 bits apart; stop ids follow.
 JOINED_VALUES = np.dtype(

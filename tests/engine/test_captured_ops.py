@@ -74,13 +74,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield fake
 
 
-def captured_ops(folder: Path, shape: StepShape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def captured_ops(folder: Path, shape: StepShape, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
     """The ops of one captured step."""
     recorder = Recorder()
     monkeypatch.setattr(runner_factory, "resolve_ops", recorder.ops)
     settings = {
         "block_size": 4, "max_model_len": 64, "max_num_batched_tokens": 512, "max_num_seqs": 4,
-        "num_gpu_blocks_override": 40, "attention_backend": "torch", "device": "cuda",
+        "num_gpu_blocks_override": 40, "attention_backend": "torch", "device": "cuda", **changes,
     }  # fmt: skip
     runner = create_engine(config(str(folder), **settings)).runner
     assert isinstance(runner, SlotRunner)
@@ -96,6 +96,29 @@ def test_x1_a_captured_step_launches_what_it_always_has(
     shape: StepShape, gqa_folder: Path, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert captured_ops(gqa_folder, shape, monkeypatch) == RECORDED[shape]
+
+
+@pytest.mark.parametrize("shape", RECORDED, ids=["decode", "mixed"])
+def test_x1_steps_without_adapters_launch_the_same_where_adapters_are_enabled(
+    shape: StepShape, gqa_folder: Path, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert captured_ops(gqa_folder, shape, monkeypatch, enable_lora=True, max_lora_rank=8) == RECORDED[shape]
+
+
+def test_steps_with_adapters_launch_eight_more_in_a_layer_and_plan_once(
+    gqa_folder: Path, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = StepShape(4, has_adapters=True)
+    names = [
+        call.partition(" ")[0]
+        for call in captured_ops(gqa_folder, shape, monkeypatch, enable_lora=True, max_lora_rank=8)
+    ]
+    of_layers = ["lora_shrink", "lora_expand"] * 4 * 2
+    assert [name for name in names if "lora" in name or "adapters" in name] == ["plan_adapters", *of_layers]
+    fused = {"add_norm_linear", "linear_silu_mul"}  # what would hide where adapters add
+    assert not fused.intersection(names)
+    base = [call.partition(" ")[0] for call in RECORDED[StepShape(4)]]
+    assert sum(name not in fused for name in names) == len(names) == len(base) + 1 + len(of_layers) + 2 + 1
 
 
 def test_x1_the_host_brings_a_steady_decode_step_nothing_but_slots_and_deltas() -> None:

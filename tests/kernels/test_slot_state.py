@@ -36,6 +36,7 @@ def _state(rng: np.random.Generator, device: torch.device) -> slot_state.SlotSta
         sampling=RowSampling(of_type[row.dtype]() for row in ROW_PARAMETERS.values()),
         min_positions=ints(0, 9),
         max_total_tokens=ints(100, 200),
+        adapter=ints(-1, 4),
         stop_ids=ints(-1, VOCAB, 6),
     )
     state.num_tokens[PADDING] = 0
@@ -108,7 +109,7 @@ def test_joining_writes_the_slot_and_no_other(suffix: str, device: torch.device)
     state, before = (_state(np.random.default_rng(1), device) for _ in range(2))
     params = TokenRules(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 + 12345, min_tokens=3)
     rows = [
-        JoinedRow(2, 0, np.array([4, 5, 6], np.int32), 2, (1,), params, (9, 11), 18),
+        JoinedRow(2, 0, np.array([4, 5, 6], np.int32), 2, (1,), params, (9, 11), 18, adapter=3),
         JoinedRow(5, 1, np.array([8], np.int32), 1, (2,), TokenRules(temperature=0.0, seed=7), (), 17),
     ]
     stop_ids = torch.zeros(NUM_SLOTS, MAX_STOP_IDS_PER_SLOT, dtype=torch.int32, device=device)
@@ -116,6 +117,7 @@ def test_joining_writes_the_slot_and_no_other(suffix: str, device: torch.device)
     getattr(slot_state, "join_slots" + suffix)(torch.from_numpy(joined_slots(rows)).to(device), state)
     assert [state.last_token[2], state.num_tokens[2], state.num_prompt_tokens[2]] == [6, 3, 2]
     assert [state.min_positions[2], state.max_total_tokens[2], state.max_total_tokens[5]] == [5, 18, 17]
+    assert [int(state.adapter[2]), int(state.adapter[5])] == [3, -1]
     assert [round(float(values[2]), 6) for values in state.sampling[:4]] == [0.7, 5, 0.9, 0.1]
     assert np.int64(int(state.sampling.seed[2])).astype(np.uint64) == 2**63 + 12345
     assert state.stop_ids[2, :3].tolist() == [9, 11, -1]

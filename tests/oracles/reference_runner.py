@@ -28,6 +28,8 @@ from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, LogitsRules, st
 from cb_backend.engine.runner.logprobs import LogprobsOfStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.row_masks import RowMasks
+from cb_backend.engine.runner.step_adapters import StepAdapters
+from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.kernels.row_sampling import ROW_PARAMETERS, RowSampling
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.kv_cache.swap import BlockSwapper
@@ -97,6 +99,7 @@ class ReferenceRunner:
         self.ops = ops
         self.storage = storage
         self.swapper: BlockSwapper | None = None
+        self.adapters = None if model.adapters is None else StepAdapters(model.adapters, model.spec, ops)
         self.device = storage.data.device
         self.batch = HostBatch(num_slots, max_model_len, storage.layout.block_size)
         self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
@@ -113,6 +116,8 @@ class ReferenceRunner:
     def execute(self, plan: StepPlan, masks: MaskSource) -> CompletedStep:
         if self.swapper is not None:
             self.swapper.apply(plan)
+        if self.adapters is not None:
+            self.adapters.load(plan)
         self.batch.apply(plan)
         self.rules.join(plan.joined)
         self.masks.join(plan.joined)
@@ -159,8 +164,19 @@ class ReferenceRunner:
             prefill_query_start_loc=self._to_device(query_start_loc),
             prefill_seq_lens=self._to_device(seq_lens[prefill]),
             max_query_len=int(counts[prefill].max(initial=0)),
+            adapters=self._plan_adapters(plan, query_start_loc),
         )
         return self._to_device(batch.token_ids[slots, positions]), metadata
+
+    def _plan_adapters(self, plan: StepPlan, query_start_loc: NDArray[np.int32]) -> AdapterPlan | None:
+        if self.adapters is None or not self.batch.has_adapters(plan.slots):
+            return None
+        slots, num_decode = self._to_device(plan.slots), plan.num_decode_rows
+        of_slots = self._to_device(self.batch.adapters)
+        return self.ops.plan_adapters(
+            slots, num_decode, slots[num_decode:], self._to_device(query_start_loc), int(query_start_loc[-1]), of_slots,
+            self.adapters.table.max_adapters,
+        )  # fmt: skip
 
     def _sample(
         self, plan: StepPlan, rows: NDArray[np.intp], hidden: Tensor, masks: MaskSource

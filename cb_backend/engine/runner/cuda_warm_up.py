@@ -8,19 +8,21 @@ captured last, on the real cache.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 
 import numpy as np
 import torch
 
+from cb_backend.contracts.adapters import NO_ADAPTER
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.step import JoinedRow, NoMasks, StepPlan, Want
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.start_account import StartAccount
-from cb_backend.engine.step_shapes import StepShape, step_shapes
+from cb_backend.engine.step_shapes import StepShape, adapter_shapes, step_shapes
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.layout import KVLayout
 from cb_backend.kv_cache.storage import KVCacheStorage, size_kv_cache
@@ -55,7 +57,7 @@ def create_cuda_runner(
     torch.cuda.reset_peak_memory_stats()
     small = KVCacheStorage(layout, 2, kv_dtype, device)
     runner = SlotRunner(model, ops, small, config.max_num_seqs, max_model_len)
-    _compile_kernels(runner, min(config.max_num_seqs, config.max_num_batched_tokens))
+    _compile_kernels(runner, config.max_num_seqs, config.max_num_batched_tokens)
     account.ends("kernels", "steps' state")
     try:
         warm_up(runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, model.spec.vocab_size)
@@ -84,11 +86,15 @@ def create_cuda_runner(
 
 
 @torch.inference_mode()
-def _compile_kernels(runner: SlotRunner, max_num_seqs: int) -> None:
+def _compile_kernels(runner: SlotRunner, max_num_seqs: int, max_num_batched_tokens: int) -> None:
     """Compile what steps of every size launch, several processes at once. The warm-up then finds it compiled."""
     start = time.perf_counter()
-    sizes = {1 << bits for bits in range(max_num_seqs.bit_length())} | {max_num_seqs}
+    most_rows = min(max_num_seqs, max_num_batched_tokens)
+    sizes = {1 << bits for bits in range(most_rows.bit_length())} | {most_rows}
     shapes = [*(StepShape(size) for size in sorted(sizes)), StepShape(0, 16, 1), StepShape(0, 256, 1)]
+    if runner.adapters is not None:  # the plan's tiles are chosen by the number of tokens
+        prompts = [StepShape(0, size, 1) for size in (512, 1024, 2048) if size <= max_num_batched_tokens]
+        shapes += [shape._replace(has_adapters=True) for shape in (*shapes, *prompts)]
 
     def launch_all() -> None:
         for shape in shapes:
@@ -116,11 +122,13 @@ def warm_up(
         ([1] * num_rows, params),
         ([1] * num_rows, special),  # rules work on float32 logits, for which kernels are compiled apart
     ]
-    for lengths, params in kinds:
+    # With adapters what is fused without them is not, which takes memory.
+    adapters = (NO_ADAPTER,) if runner.adapters is None else (NO_ADAPTER, 0)
+    for (lengths, params), adapter in itertools.product(kinds, adapters):
         counts = np.asarray(lengths, np.int32)
         tokens = np.arange(int(counts.max()), dtype=np.int32) % vocab_size
         joined = tuple(
-            JoinedRow(slot, slot, tokens[:count], count, (), params, (), max_total_tokens=count + 1)
+            JoinedRow(slot, slot, tokens[:count], count, (), params, (), count + 1, adapter)
             for slot, count in enumerate(lengths)
         )
         is_decode = lengths[0] == 1
@@ -141,8 +149,11 @@ def warm_up(
 
 def _shapes_to_capture(runner: SlotRunner, config: EngineConfig) -> list[StepShape]:
     """All shapes; of the large ones none where the device takes much longer for such a step than the host."""
-    shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+    sizes = config.max_num_seqs, config.max_num_batched_tokens
+    shapes = step_shapes(*sizes)
     large = [shape for shape in shapes if shape.is_large]
+    if runner.adapters is not None:
+        shapes += adapter_shapes(*sizes)
     if not large or _is_launch_bound(runner, max(large, key=lambda shape: shape.num_prefill)):
         return shapes
     return [shape for shape in shapes if not shape.is_large]

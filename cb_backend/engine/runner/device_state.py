@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cb_backend.contracts.adapters import NO_ADAPTER
 from cb_backend.contracts.step import JoinedRow, StepPlan
 from cb_backend.contracts.token_rules import MAX_STOP_TOKEN_IDS
 from cb_backend.engine.runner.input_batch import is_sampled_apart, min_position
@@ -40,6 +41,7 @@ def new_slot_state(num_slots: int, max_blocks: int, device: torch.device, num_gr
         num_prompt_tokens=zeros(),
         min_positions=zeros(),
         max_total_tokens=torch.full((rows,), 2**31 - 1, dtype=torch.int32, device=device),
+        adapter=torch.full((rows,), NO_ADAPTER, dtype=torch.int32, device=device),
         sampling=neutral_rows(rows, device),
         block_tables=torch.zeros(num_groups * rows, max_blocks, dtype=torch.int32, device=device),
         stop_ids=torch.full((rows, MAX_STOP_IDS_PER_SLOT), -1, dtype=torch.int32, device=device),
@@ -59,6 +61,7 @@ def joined_slots(rows: Sequence[JoinedRow]) -> NDArray[np.int32]:
             row.num_prompt_tokens,
             0 if is_sampled_apart(params) else min_position(row),
             row.max_total_tokens,
+            row.adapter,
             *[parameter.read(params) for parameter in ROW_PARAMETERS.values()],
         )
         stop_ids = row.stop_token_ids[:MAX_STOP_IDS_PER_SLOT]

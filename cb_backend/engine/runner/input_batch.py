@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER
 from cb_backend.contracts.step import JoinedRow, StepPlan
 from cb_backend.contracts.token_rules import TokenRules
 
@@ -36,6 +37,7 @@ class InputBatch:
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.block_tables = np.zeros((num_slots, self.max_rows * num_groups), np.int32)  # row after row
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
+        self.adapters = np.full(num_slots, NO_ADAPTER, np.int32)  # slots of theirs
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens to report; -1 = none, 0 = the sampled
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int32)  # the same for tokens of the prompt
 
@@ -53,10 +55,15 @@ class InputBatch:
         self.token_ids[slot, : len(row.token_ids)] = row.token_ids
         self.block_tables[slot, : len(row.block_ids)] = row.block_ids
         self.num_prompt_tokens[slot] = row.num_prompt_tokens
+        self.adapters[slot] = row.adapter
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         # With the first output token, all of the prompt's were told: one that is computed again after it tells none.
         is_prompt_told = params.prompt_logprobs is None or len(row.token_ids) > row.num_prompt_tokens
         self.num_prompt_logprobs[slot] = -1 if is_prompt_told else params.prompt_logprobs
+
+    def has_adapters(self, slots: NDArray[np.int32]) -> bool:
+        """Whether a row of these slots goes through an adapter."""
+        return bool((self.adapters[slots] != NO_ADAPTER).any())
 
     def slot_mapping(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
         """Where each token's key and value go: block_id * block_size + offset. [num_tokens] each.

@@ -18,6 +18,7 @@ from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
 from cb_backend.engine.runner.load_progress import LoadProgress
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.start_account import StartAccount
+from cb_backend.engine.runner.step_adapters import allocate_adapters, new_adapter_table
 from cb_backend.kernels.fp8 import MIN_CAPABILITY, fp8_needs, fp8_needs_of, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
 from cb_backend.kv_cache.layout import kept_windows, layout_of
@@ -138,6 +139,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     wants_defaults = config.generation_config == "auto"
     sampling_defaults = read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {}
     ops = resolve_ops(resolve_attention_backend(config.attention_backend, device))
+    adapters = new_adapter_table(config, dtype, device)
     account.ends("checkpoint")
     progress = LoadProgress(config.model, device, log)
     model = load_model(
@@ -153,8 +155,12 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         has_kv_scales=kv_dtype != dtype,
         quantization=quantization,
         max_model_len=max_model_len,
+        adapters=adapters,
     )
     account.weights(model)
+    if adapters is not None:
+        allocate_adapters(adapters, log)
+        account.ends("adapters", "adapters", None if device.type == "cuda" else adapters.nbytes)
     windows = () if config.disable_hybrid_kv_cache_manager else kept_windows(spec.windows, max_model_len)
     layout = layout_of(spec, config.block_size, kv_dtype.itemsize, windows)
     if device.type == "cuda":

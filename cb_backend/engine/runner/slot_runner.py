@@ -29,6 +29,7 @@ from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.row_masks import MaskedRows, RowMasks
+from cb_backend.engine.runner.step_adapters import StepAdapters
 from cb_backend.engine.runner.step_buffers import StepBuffers, fill, make_buffers, padding, split
 from cb_backend.engine.runner.step_graphs import StepGraphs
 from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, StepShape
@@ -56,6 +57,7 @@ class SlotRunner:
         self.ops = ops
         self.storage = storage
         self.swapper: BlockSwapper | None = None
+        self.adapters = None if model.adapters is None else StepAdapters(model.adapters, model.spec, ops)
         self.device = storage.data.device
         self.block_size = storage.layout.block_size
         self.padding_slot = num_slots
@@ -92,6 +94,8 @@ class SlotRunner:
     def execute(self, plan: StepPlan, masks: MaskSource) -> PendingStep:
         if self.swapper is not None:
             self.swapper.apply(plan)
+        if self.adapters is not None:
+            self.adapters.load(plan)
         self.batch.apply(plan)
         if plan.joined:
             self.rules.join(plan.joined)
@@ -106,10 +110,11 @@ class SlotRunner:
         num_prompts = plan.num_rows - num_decode
         num_prefill = plan.total_tokens - num_decode if num_prompts else 0
         chunks = asking_chunks(plan, self.batch) if num_prompts else []
-        found = None if chunks else self.graphs.find(num_decode, num_prefill, num_prompts)
+        has_adapters = self.adapters is not None and self.batch.has_adapters(plan.slots)
+        found = None if chunks else self.graphs.find(num_decode, num_prefill, num_prompts, has_adapters)
         of_prompts = logits = None
         if found is None:
-            shape = StepShape(num_decode, num_prefill, num_prompts, num_groups=self.num_groups)
+            shape = StepShape(num_decode, num_prefill, num_prompts, 0, has_adapters, self.num_groups)
             buffers = self._eager_buffers(shape, plan, deltas)
             hidden = self._compute_hidden(buffers)
             if chunks:
@@ -196,6 +201,9 @@ class SlotRunner:
         shape, rows, segments = buffers.shape, buffers.rows, buffers.segments
         state, ops, slots = self.state, self.ops, buffers.slots
         ops.apply_deltas(state.block_tables, buffers.deltas)
+        adapters = None
+        if shape.has_adapters and self.adapters is not None:
+            adapters = self.adapters.plan_step(buffers, state.adapter)
         ops.prepare_rows(slots, shape.num_decode, state, self.block_size, rows)
         nothing = slots[:0]
         step = StepMetadata(
@@ -209,6 +217,7 @@ class SlotRunner:
             prefill_query_start_loc=segments.get("query_start_loc", nothing),
             prefill_seq_lens=segments.get("prompt_seq_lens", nothing),
             max_query_len=shape.num_prefill,
+            adapters=adapters,
         )
         return self.model(rows.token_ids, step, self.storage.layers)
 

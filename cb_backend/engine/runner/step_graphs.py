@@ -29,9 +29,8 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._graphs: dict[StepShape, tuple[Replayable, StepBuffers]] = {}
-        # (num_tokens, shape), ascending.
-        self._decode_shapes: list[tuple[int, StepShape]] = []
-        self._mixed_shapes: list[tuple[int, StepShape]] = []
+        # (num_tokens, shape), ascending, by (whether there are prompts, whether rows may go through adapters).
+        self._shapes: dict[tuple[bool, bool], list[tuple[int, StepShape]]] = {}
 
     def capture(
         self,
@@ -62,15 +61,21 @@ class StepGraphs:
     def add(self, shape: StepShape, graph: Replayable, buffers: StepBuffers) -> None:
         """Register what replays `shape` on `buffers`."""
         self._graphs[shape] = (graph, buffers)
-        insort(self._mixed_shapes if shape.num_prefill else self._decode_shapes, (shape.num_tokens, shape))
+        family = bool(shape.num_prefill), shape.has_adapters
+        insort(self._shapes.setdefault(family, []), (shape.num_tokens, shape))
 
     @property
     def shapes(self) -> list[StepShape]:
         return [buffers.shape for _, buffers in self._graphs.values()]
 
-    def find(self, num_decode: int, num_prefill: int, num_prompts: int) -> tuple[Replayable, StepBuffers] | None:
-        """The graph with the fewest tokens of those that hold a step and are worth it; None if there is none."""
-        shapes = self._mixed_shapes if num_prefill else self._decode_shapes
+    def find(
+        self, num_decode: int, num_prefill: int, num_prompts: int, has_adapters: bool = False
+    ) -> tuple[Replayable, StepBuffers] | None:
+        """The graph with the fewest tokens of those that hold a step and are worth it; None if there is none.
+
+        A step without adapters never runs in a graph of steps with them, nor the other way round.
+        """
+        shapes = self._shapes.get((num_prefill > 0, has_adapters), [])
         num_tokens = num_decode + num_prefill
         for _, shape in shapes[bisect_left(shapes, (num_tokens,)) :]:
             is_held = (
@@ -82,5 +87,4 @@ class StepGraphs:
 
     def clear(self) -> None:
         self._graphs.clear()
-        self._decode_shapes.clear()
-        self._mixed_shapes.clear()
+        self._shapes.clear()

@@ -1,0 +1,93 @@
+"""Adapters on the GPU: the kernels in captured steps, beside the CPU's twins and beside PEFT's merged model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cb_backend.contracts.token_rules import TokenRules
+from tests.engine.adapted import adapted_engine
+from tests.engine.drive import run
+from tests.models.adapters import load_merged, modules_of, write_adapter
+from tests.models.paged_model import PagedModel
+from tests.models.tiny_checkpoints import random_tokens, write_checkpoint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GREEDY = TokenRules(max_tokens=40, temperature=0.0, ignore_eos=True, seed=0)
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Path, list[Path]]:
+    folder = write_checkpoint("llama-gqa", tmp_path / "model")
+    options: list[dict[str, Any]] = [{"r": 1}, {"r": 5, "lora_alpha": 10}, {"r": 8, "use_rslora": True}]
+    return folder, [
+        write_adapter(folder, tmp_path / str(seed), seed=seed, target_modules=modules_of("llama-gqa"), **given)
+        for seed, given in enumerate(options)
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-bias", "phi3", "glm4", "gemma2", "qwen3"])
+def test_kernels_compute_what_the_merged_model_does(name: str, tmp_path: Path) -> None:
+    """In float32, in which nothing is rounded away."""
+    folder = write_checkpoint(name, tmp_path / "model")
+    adapter = write_adapter(folder, tmp_path / "adapter", r=5, lora_alpha=10, target_modules=modules_of(name))
+    model = PagedModel(folder, backend="triton", device=CUDA, max_adapters=2, max_rank=8)
+    model.load_adapter(1, adapter)
+    model.adapter_of_slot[2] = 1
+    prompts = [random_tokens(length, length) for length in (70, 33)]
+    for slot, tokens in zip((0, 2), prompts, strict=True):
+        model.start(slot, len(tokens))
+    logits = model.step([], [(0, prompts[0]), (2, prompts[1])]).split([len(tokens) for tokens in prompts])
+    for ours, tokens, own in zip(logits, prompts, (None, adapter), strict=True):
+        assert (ours.cpu() - merged(folder, own, tokens)).abs().max() < 1e-3
+
+
+@torch.inference_mode()
+def merged(folder: Path, adapter: Path | None, tokens: list[int]) -> Tensor:
+    found: Tensor = load_merged(folder, adapter)(torch.tensor([tokens])).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_captured_steps_follow_the_adapters_in_their_slots(
+    settings: dict[str, Any], made: tuple[Path, list[Path]]
+) -> None:
+    """Other mixes, other contents of the slots, and none: answers of the CPU's twins, in float32."""
+    folder, adapters = made
+    prompts = [random_tokens(5 + 9 * index, index) for index in range(7)]
+    usual = {"max_num_batched_tokens": 512, "max_model_len": 128, "max_loras": 2, "kv_cache_memory_bytes": 1 << 24}
+    engines = [
+        adapted_engine(folder, adapters[:2], {}, **usual, **more)
+        for more in ({"device": "cuda", "attention_backend": "triton", **settings}, {"device": "cpu"})
+    ]
+    for loaded, slots in (((0, 1), (0, 1, -1)), ((2, 0), (1, 0)), ((2, 0), (-1,)), ((1, 2), (0, 0, 1))):
+        answers = []
+        for engine, given in engines:
+            given.reload([adapters[index] for index in loaded])
+            given.slot_of = {index: slots[index % len(slots)] for index in range(len(prompts))}
+            answers.append(run(engine, prompts, GREEDY).token_ids)
+        assert answers[0] == answers[1]
+
+
+def test_bfloat16_alone_and_among_others_is_the_same(made: tuple[Path, list[Path]]) -> None:
+    """A row's answer does not depend on which adapters are beside it, as far as the rest of the step does not."""
+    folder, adapters = made
+    prompts = [random_tokens(20, index) for index in range(8)]
+    answers = []
+    for slot_of in (
+        {index: index % 3 for index in range(8)},
+        {index: 0 if index % 3 == 0 else 2 for index in range(8)},
+    ):
+        engine, _ = adapted_engine(
+            folder, adapters, slot_of, device="cuda", dtype="bfloat16", max_num_batched_tokens=512, max_model_len=128,
+            max_num_seqs=8,
+        )  # fmt: skip
+        answers.append(run(engine, prompts, GREEDY).token_ids)
+    for index in (0, 3, 6):
+        assert answers[0][index] == answers[1][index]
