@@ -2,6 +2,7 @@
 
     python kernels/bench_step.py [--models llama-3.2-1b] [--rows 1,64,256] [--context 640] [--ragged]
     python kernels/bench_step.py --rows 1 --profile      # and what the step's kernels take
+    python kernels/bench_step.py --adapters 1,8,32,128   # and with rows spread over so many adapters of rank 16
     python kernels/bench_step.py --rows 1,256 --check    # dependent launches against plain ones: times, and every bit
 
 Weights are random, every row has the same context or (`--ragged`) one of 1/8 to 15/8 of it. The floor is that of
@@ -32,6 +33,7 @@ from cb_backend.kernels import launch
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage
+from cb_backend.layers.adapter_table import AdapterTable
 from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.layer_spec import MoESpec
@@ -46,18 +48,31 @@ from cb_backend.study.roofline import decode_seconds
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
+ADAPTER_RANK = 16
 REPLAYS = 15
 ROOM = 128  # tokens a row may grow by
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 
 
-def make_model(name: str) -> DecoderForCausalLM:
+def make_model(name: str, max_adapters: int = 0) -> DecoderForCausalLM:
+    """max_adapters: with so many of random weights; 0: without the room for any."""
     spec = spec_of(name)
-    formats = spec.formats or module_formats(None)
-    make = LayerMaker(ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=NoGroup(), format_of=formats)
+    adapters = None
+    if max_adapters:
+        adapters = AdapterTable(max_adapters=max_adapters, max_rank=ADAPTER_RANK, dtype=DTYPE, device=DEVICE)
+    make = LayerMaker(
+        ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=NoGroup(),
+        format_of=spec.formats or module_formats(None), adapters=adapters,
+    )  # fmt: skip
     model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=MAX_MODEL_LEN)
     fill_dummy(model.placements(), 0)
+    if adapters is not None:
+        adapters.allocate()
+        for site in adapters.sites:
+            site.a.normal_(std=0.02)
+            site.b.normal_(std=0.02)
+            site.scales.fill_(1.0)
     return model
 
 
@@ -85,15 +100,19 @@ def seat(runner: SlotRunner, lengths: list[int]) -> None:
 
 
 @torch.inference_mode()
-def capture(runner: SlotRunner, num_rows: int) -> tuple[torch.cuda.CUDAGraph, StepBuffers]:
-    buffers = new_step(runner, num_rows)
+def capture(runner: SlotRunner, num_rows: int, num_adapters: int = 0) -> tuple[torch.cuda.CUDAGraph, StepBuffers]:
+    """num_adapters: that the rows go through, in turn; 0: a step without any."""
+    buffers = new_step(runner, num_rows, num_adapters)
     compile_ahead(lambda: runner.run_step(buffers))
     return record(runner, buffers), buffers
 
 
-def new_step(runner: SlotRunner, num_rows: int) -> StepBuffers:
+def new_step(runner: SlotRunner, num_rows: int, num_adapters: int = 0) -> StepBuffers:
     """Buffers of a step of the first slots."""
-    buffers = runner.new_buffers(StepShape(num_rows))
+    buffers = runner.new_buffers(StepShape(num_rows, has_adapters=num_adapters > 0))
+    if num_adapters:
+        rows = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+        runner.state.adapter[:num_rows] = rows % num_adapters
     buffers.slots.copy_(torch.arange(num_rows, dtype=torch.int32, device=DEVICE))
     return buffers
 
@@ -156,14 +175,14 @@ def use_dependent_launches(is_on: bool) -> None:
 
 
 @torch.inference_mode()
-def check(runner: SlotRunner, lengths: list[int]) -> str:
+def check(runner: SlotRunner, lengths: list[int], num_adapters: int = 0) -> str:
     """Three steps with and without dependent launches, from the same state: times, and whether all bits agree."""
     before = runner.storage.data.clone()
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     seconds = []
     for is_on in (False, True):
         use_dependent_launches(is_on)
-        graph, buffers = capture(runner, len(lengths))
+        graph, buffers = capture(runner, len(lengths), num_adapters)
         runner.storage.data.copy_(before)
         seat(runner, lengths)
         tokens = []
@@ -194,12 +213,27 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
         )
 
 
+def tell_adapters(runner: SlotRunner, lengths: list[int], counts: list[int], base: float) -> None:
+    """Steps of the same rows spread over so many adapters, beside `base` seconds without any."""
+    for count in counts:
+        if count > len(lengths):
+            continue
+        graph, _ = capture(runner, len(lengths), count)
+        seat(runner, lengths)
+        seconds = time_step(graph)
+        print(f"{'':14} adapters {count:4} {1e3 * seconds:8.3f} ms, {seconds / base - 1:+.1%}", flush=True)
+        del graph
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS), help=f"and {', '.join(OTHERS)}")
     parser.add_argument("--rows", default="1,64,256")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--ragged", action="store_true", help="contexts of 1/8 to 15/8 of --context")
+    parser.add_argument(
+        "--adapters", default="", help=f"numbers of adapters of rank {ADAPTER_RANK} that rows go through"
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
@@ -212,7 +246,8 @@ def main() -> int:
         print("no memory left on the GPU to measure its limits", file=sys.stderr)
         return 2
     for name in arguments.models.split(","):
-        model = make_model(name)
+        counts = [int(count) for count in arguments.adapters.split(",") if count]
+        model = make_model(name, max(counts, default=0))
         for num_rows in map(int, arguments.rows.split(",")):
             lengths = [arguments.context] * num_rows
             if arguments.ragged:
@@ -223,7 +258,9 @@ def main() -> int:
             kind = "ragged" if arguments.ragged else "equal"
             start = f"{name:14} rows {num_rows:4} context {arguments.context} {kind}"
             if arguments.check:
-                print(start, check(runner, lengths), flush=True)
+                for count in (0, *(count for count in counts if count <= num_rows)):
+                    beside = f" adapters {count}" if count else ""
+                    print(f"{start}{beside}", check(runner, lengths, count), flush=True)
             else:
                 graph, _ = capture(runner, num_rows)
                 seat(runner, lengths)
@@ -235,6 +272,7 @@ def main() -> int:
                 if arguments.profile:
                     profile(graph)
                 del graph
+                tell_adapters(runner, lengths, counts, seconds)
             runner.close()
             del runner
             torch.cuda.empty_cache()

@@ -21,6 +21,8 @@ from roofline import HAS_QK_NORM, MODELS, Work
 
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
 from cb_backend.kernels.fp8 import FP8
+from cb_backend.kernels.lora import lora_expand, lora_expand_torch, lora_shrink, lora_shrink_torch
+from cb_backend.kernels.lora_plan import plan_adapters
 from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
 from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
@@ -72,6 +74,7 @@ def cases_of(op: str, models: list[str], is_quick: bool) -> Iterator[Case]:
         "prefill_attention": _prefill_cases,
         "prefill_attention_fp8": _prefill_cases,
         "sample": _sample_cases,
+        "lora": _lora_cases,
     }[op]
     for model in models:
         yield from make(op, model, is_quick)
@@ -80,7 +83,7 @@ def cases_of(op: str, models: list[str], is_quick: bool) -> Iterator[Case]:
 # With _fp8: over an fp8 cache.
 OPS = (
     "rms_norm", "silu_mul", "qkv_post", "decode_attention", "decode_attention_fp8", "prefill_attention",
-    "prefill_attention_fp8", "sample",
+    "prefill_attention_fp8", "sample", "lora",
 )  # fmt: skip
 VALUE_SCALE = 0.25  # of an fp8 cache; another than 1 shows in the comparison with the twin
 
@@ -235,3 +238,51 @@ def _make_sample(model: str, num_rows: int, kind: str) -> Launch:
         sampling.top_p.fill_(0.9)
     arguments = (3 * _randn(num_rows, MODELS[model].vocab_size), sampling, seeds + 1000, is_filtered)
     return Launch(lambda plans: sample(*arguments), lambda: sample_torch(*arguments), list)
+
+
+LORA_RANK = 16
+
+
+def _lora_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
+    """Shrink and expand together, as a projection launches them; the plan is the step's and not in it."""
+    shape = MODELS[model]
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    projections = {
+        "qkv": (shape.hidden_size, (q_size, kv_size, kv_size)),
+        "o": (q_size, (shape.hidden_size,)),
+        "gate_up": (shape.hidden_size, (shape.intermediate_size, shape.intermediate_size)),
+        "down": (shape.intermediate_size, (shape.hidden_size,)),
+    }
+    mixes = ((1, 1), (8, 8), (32, 32), (128, 128), (256, 8), (2048, 8))
+    for name, (in_size, slices) in projections.items():
+        for rows, active in ((1, 1), (32, 32), (2048, 8)) if is_quick else mixes:
+            yield Case(
+                op=op, model=model, label=f"{name} rows {rows} adapters {active}", variant=f"{name} {rows}",
+                work=roofline.lora(in_size, slices, rows, active, LORA_RANK),
+                make=lambda i=in_size, s=slices, r=rows, a=active: _make_lora(i, s, r, a),
+            )  # fmt: skip
+
+
+def _make_lora(in_size: int, slices: tuple[int, ...], num_rows: int, active: int) -> Launch:
+    """Row i goes through adapter i % active."""
+    a, b = (
+        _randn(active, size, inner) for size, inner in ((len(slices) * LORA_RANK, in_size), (sum(slices), LORA_RANK))
+    )
+    x, y, scales = (
+        _randn(num_rows, in_size),
+        _randn(num_rows, sum(slices)),
+        torch.ones(active, len(slices), device=DEVICE),
+    )
+    slots = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    nobody = slots[:0]
+    plan = plan_adapters(slots, num_rows, nobody, nobody, 0, slots % active, active)
+    ys = [y, y.clone()]
+    ops = {True: (lora_shrink, lora_expand), False: (lora_shrink_torch, lora_expand_torch)}
+
+    def launch(is_kernel: bool) -> Tensor:
+        shrink, expand = ops[is_kernel]
+        target = ys[is_kernel]
+        expand(target, shrink(x, a, plan), b, scales, slices, plan)
+        return target
+
+    return Launch(lambda plans: launch(True), lambda: launch(False), lambda out: [out])

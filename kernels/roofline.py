@@ -84,6 +84,15 @@ def sample(shape: ModelShape, num_rows: int) -> Work:
     return Work(ELEMENT * num_rows * shape.vocab_size)
 
 
+def lora(in_size: int, slices: tuple[int, ...], num_rows: int, active: int, rank: int) -> Work:
+    """A and B of every adapter in use once; the rows in, and what they are added to in and out."""
+    weights = active * rank * (len(slices) * in_size + sum(slices))
+    return Work(
+        ELEMENT * (weights + num_rows * (in_size + 2 * sum(slices))),
+        2.0 * num_rows * rank * (len(slices) * in_size + sum(slices)),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode floors in ms a step and tokens a second.")
     parser.add_argument("--bandwidth", type=float, default=3.0e12, help="bytes/s of a device copy, read and written")

@@ -19,7 +19,7 @@ SMALL = ModelShape(
 )
 OPS = (
     "rms_norm", "silu_mul", "qkv_post", "decode_attention", "decode_attention_fp8", "prefill_attention",
-    "prefill_attention_fp8", "sample",
+    "prefill_attention_fp8", "sample", "lora",
 )  # fmt: skip
 
 
