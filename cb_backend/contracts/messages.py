@@ -78,6 +78,7 @@ class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"  # auto: as dtype
     quantization: str | None = None  # of the weights: fp8 | None
     num_host_blocks: int = 0  # for blocks of preempted requests
+    num_adapter_slots: int = 0  # adapters that one batch can have; 0: none is taken
     kv_windows: tuple[int, ...] = (0,)  # newest tokens that each group of layers keeps, the largest first; 0: all
     sampling_defaults: dict[str, float] = {}  # of the checkpoint, for what requests leave out; names as in requests
 

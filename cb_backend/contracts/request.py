@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey, AdapterSource
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
@@ -98,6 +99,9 @@ class Request:
     num_charged_tokens: float = 0.0  # counted as served to its tenant at its first start
     arrival_time: float = 0.0  # seconds, as the engine's owner counts them
     queue_key: QueueKey = (0, 0.0, 0)  # place in the queue; set at the arrival
+    adapter_source: AdapterSource | None = None  # which one is wanted; None: the model as it is
+    adapter: AdapterKey = b""  # its contents, once they have been read
+    adapter_slot: int = NO_ADAPTER  # where it is on the device while the request runs
     guide: object | None = None  # `engine.grammar.guide.Guide` of structured output; passed on, not looked into
 
     @property

@@ -145,7 +145,9 @@ class EngineProcess:
             return
         try:
             token_ids = token_ids_from_bytes(message.prompt_token_ids)
-            request = self.engine.make_request(message.request_id, token_ids, message.params, message.scheduling)
+            request = self.engine.make_request(
+                message.request_id, token_ids, message.params, message.scheduling, message.adapter
+            )
             self.engine.add_request(request)
         except CbError as error:
             self.link.send(identity, RequestFailed(message.request_id, int(error.code), str(error)))

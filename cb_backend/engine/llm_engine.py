@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.contracts.errors import CbError, ConfigError, InvalidRequestError
 from cb_backend.contracts.messages import EngineStats, ModelInfo
@@ -26,11 +27,12 @@ from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import EngineOutput, Pending, Runner, StepPlan, StepResult
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.adapters import adapter_wait, new_adapter_store
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
 from cb_backend.engine.grammar.grammar_wait import grammar_wait
 from cb_backend.engine.grammar.guide import Guide
 from cb_backend.engine.grammar.guided_rows import FedStep, GuidedRows
-from cb_backend.engine.held_requests import HeldRequests
+from cb_backend.engine.held_requests import Condition, HeldRequests
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
@@ -85,9 +87,10 @@ class LLMEngine:
         by_itself = MAX_RUN_AHEAD if info.device == "cuda" else 0  # on a CPU there is nothing to wait for
         self.run_ahead = by_itself if config.run_ahead is None else config.run_ahead
         kv = make_manager(config, info, self.run_ahead)
-        self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks, policy)
+        self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks, policy, info.num_adapter_slots)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)
         self.grammars = GrammarCompiler(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+        self.adapters = new_adapter_store(config, info, runner)
         self._held = HeldRequests()
         self._guided = GuidedRows()
         self._clock = clock
@@ -99,11 +102,12 @@ class LLMEngine:
         prompt_token_ids: NDArray[np.int32],
         params: TokenRules,
         scheduling: SchedulingParams | None = None,
+        adapter: AdapterSource | None = None,
     ) -> Request:
         """Check a request against the model and complete it with what the model knows.
 
-        Raises `InvalidRequestError` for ids outside the vocabulary or values out of range. The prompt's length is the
-        scheduler's to check.
+        Raises `InvalidRequestError` for ids outside the vocabulary, values out of range, an adapter where there are
+        none. The prompt's length is the scheduler's to check.
         """
         reach("engine.make_request")
         highest, lowest = int(prompt_token_ids.max(initial=0)), int(prompt_token_ids.min(initial=0))
@@ -116,6 +120,8 @@ class LLMEngine:
         scheduling.check()
         # A grammar says itself where the output ends; with ignore_eos not before it must.
         eos = () if params.ignore_eos and params.structured_output is None else self.info.eos_token_ids
+        if adapter is not None and self.adapters is None:
+            raise InvalidRequestError("LoRA feature is not enabled.")
         num_prompt_tokens = len(prompt_token_ids)
         return Request(
             request_id=request_id,
@@ -126,19 +132,24 @@ class LLMEngine:
             max_total_tokens=num_prompt_tokens + params.max_tokens,  # the scheduler lowers it to what fits
             cache_salt=_salt_bytes(scheduling.cache_salt) + self.runner.cache_key(num_prompt_tokens),
             scheduling=scheduling,
+            adapter_source=adapter,
         )
 
     def add_request(self, request: Request) -> None:
         """Queue a request. `InvalidRequestError` if it can never run, `UnavailableError` if the queue is full.
 
-        A request whose grammar is not compiled yet waits for it without a slot; see `release_held`.
+        One whose adapter or grammar is not ready yet waits for it without a slot; see `release_held`.
         """
         now = self._clock()
         self.scheduler.set_time(now)
-        wait = grammar_wait(self.grammars, request, now)
-        self.scheduler.add_request(request, is_held=wait is not None)
-        if wait is not None:
-            self._held.hold(request.request_id, [wait])
+        waits: list[Condition] = []
+        if self.adapters is not None:
+            waits += adapter_wait(self.adapters, request, now)
+        if (grammar := grammar_wait(self.grammars, request, now)) is not None:
+            waits.append(grammar)
+        self.scheduler.add_request(request, is_held=bool(waits))
+        if waits:
+            self._held.hold(request.request_id, waits)
 
     def release_held(self) -> list[tuple[int, CbError]]:
         """Let requests start that have what they waited for; returns those that ended because it will not come."""
@@ -150,6 +161,8 @@ class LLMEngine:
                 self.scheduler.release(request_id)
             elif self.cancel(request_id):
                 refused.append((request_id, error))
+        if self.adapters is not None:
+            self.adapters.tidy(self.scheduler.adapters_in_use, self._clock())
         return refused
 
     @property
@@ -245,17 +258,20 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(
-            self.scheduler.stats(),
+            stats := self.scheduler.stats(),
             steps=self.log.stats(),
             num_compiled_grammars=self.grammars.num_compiled,
             num_refused_grammars=self.grammars.num_refused,
             grammar_seconds=self.grammars.seconds,
+            adapters=None if self.adapters is None else self.adapters.add_to(stats.adapters),
         )
 
     def close(self) -> None:
         self._launched.clear()
         self._guided.close()
         self.grammars.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self.runner.close()
 
 

@@ -15,6 +15,7 @@ POINTS = (
     "scheduler.add_request",
     "scheduler.cancel",
     "scheduler.expire",
+    "adapters.read",
     # a plan is made
     "scheduler.schedule",
     "preemption.preempt",
@@ -23,6 +24,7 @@ POINTS = (
     "swap.put_out",
     "swap.bring_in",
     "slots.join",
+    "adapter_slots.take",
     "plan.launch",
     # a step is run and its result taken in
     "engine.execute",

@@ -13,7 +13,16 @@ from tests.simulation.nth_failure import rich_scenario
 from tests.simulation.scenario import Fault
 from tests.simulation.world import World
 
-GAUGES = {"num_running", "num_waiting", "num_swapped", "num_free_blocks", "num_free_host_blocks", "steps", "engine_pid"}
+GAUGES = {
+    "adapters",
+    "num_running",
+    "num_waiting",
+    "num_swapped",
+    "num_free_blocks",
+    "num_free_host_blocks",
+    "steps",
+    "engine_pid",
+}
 
 
 def counts(stats: EngineStats) -> dict[str, int]:

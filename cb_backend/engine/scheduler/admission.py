@@ -1,11 +1,12 @@
 """From the queue into a slot: who starts in this step, and who must wait.
 
-The head of the queue starts first, with four exceptions inside the first `LOOKAHEAD` requests (and none against what
+The head of the queue starts first, with five exceptions inside the first `LOOKAHEAD` requests (and none against what
 `order` allows). The one that finds most of its tokens in the prefix cache goes first, before they are evicted. While a
-giant prompt is computed, or where one at the head does not fit into memory, short prompts may pass it. And a request
-whose prefix another one is computing at this moment waits for it instead of computing it again; meanwhile anyone may
-pass. What is reserved for a high class is given to it past everybody else. Whoever is chosen starts only if the policy
-agrees, and leaves as many blocks free as it wants. This module does not know how a step's budget is divided.
+giant prompt is computed, or where one at the head does not fit into memory, short prompts may pass it. A request whose
+prefix another one is computing at this moment waits for it instead of computing it again, and one whose adapter finds
+no slot waits for one; meanwhile anyone may pass. What is reserved for a high class is given to it past everybody else.
+Whoever is chosen starts only if the policy agrees, and leaves as many blocks free as it wants. This module does not
+know how a step's budget is divided.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ class Admission:
         self._kv = parts.kv
         self._queue = parts.queue
         self._swap = parts.swap
+        self._adapters = parts.adapters
         self._results = results
         self._preemption = preemption
         self._add_chunk = add_chunk
@@ -163,7 +165,8 @@ class Admission:
         if self._is_prefix_coming(head):
             return
         num_blocks = self._kv.num_missing_blocks(head, _num_tokens_to_hold(head))
-        self._preemption.yield_to(head, num_blocks + self._policy.num_reserved_blocks(head))
+        num_blocks += self._policy.num_reserved_blocks(head)
+        self._preemption.yield_to(head, num_blocks, self._lacks_adapter(head))
 
     def admit(self, plan: PlanBuilder, giant_left: int = 0) -> bool:
         """Start one waiting request if slots, memory, budget and policy allow. False: nobody else can start now.
@@ -175,7 +178,7 @@ class Admission:
             return False
         longest = longest_of_all = giant_left // SHORT_FACTOR if giant_left else _ANY_LENGTH
         self._is_memory_short = False
-        is_prefix_coming = False
+        must_wait = False  # somebody, for something that comes without any further decision
         first = queue.first(self._lookahead)
         best = self._longest_hit(first)
         if best is not None and len(best.token_ids) <= longest and self._start(best, plan):
@@ -183,15 +186,15 @@ class Admission:
                 other.num_overtaken += 1
             return True
         passed: list[Request] = []
-        for request in queue.candidates(self._lookahead):
+        for request in self._candidates():
             if passed and not queue.may_pass(request, passed):
                 passed.append(request)  # it waits all the same: whoever starts after it passes it
                 continue
             if passed and queue.has_share_apart(request, passed[0]):
                 longest = longest_of_all  # it takes nothing that those before it could have
             num_tokens = len(request.token_ids)
-            if num_tokens <= longest and self._is_prefix_coming(request):
-                is_prefix_coming = True
+            if num_tokens <= longest and (self._lacks_adapter(request) or self._is_prefix_coming(request)):
+                must_wait = True
             elif num_tokens <= longest:
                 if self._start(request, plan):
                     for other in passed:
@@ -199,10 +202,20 @@ class Admission:
                     return True
                 longest = min(longest, num_tokens // SHORT_FACTOR)
             passed.append(request)
-        if self._is_memory_short and not giant_left and not is_prefix_coming:
+        if self._is_memory_short and not giant_left and not must_wait:
             self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
             self._blocked_version = self._table.version
         return False
+
+    def _candidates(self) -> list[Request]:
+        """The first of the queue. Where one of them lacks an adapter, also the first of each adapter that can start,
+        however far behind: many requests of one adapter must not keep all others waiting.
+        """
+        candidates = self._queue.candidates(self._lookahead)
+        if self._adapters.num_slots and self._lookahead > 1 and any(map(self._lacks_adapter, candidates)):
+            more = self._queue.first_of_adapters(self._adapters.has_room)
+            return [*candidates, *(request for request in more if request not in candidates)]
+        return candidates
 
     def _longest_hit(self, first: list[Request]) -> Request | None:
         """The one with the most cached blocks, if it may pass those before it (of its tenant) and it is worth it."""
@@ -216,7 +229,7 @@ class Admission:
         return request if passed and is_worth_it and is_same_turn and self._queue.may_pass(request, passed) else None
 
     def _start(self, request: Request, plan: PlanBuilder) -> bool:
-        if not self._policy.may_admit(request):
+        if not self._policy.may_admit(request) or self._lacks_adapter(request):
             return False
         computed_blocks, num_computed = self._kv.get_computed_blocks(request)
         if not self._is_chunking and plan.num_rows and len(request.token_ids) - num_computed > plan.budget:
@@ -235,10 +248,18 @@ class Admission:
         else:
             self._swap.forget(request)
         self._kv.announce(request)
+        if request.adapter:
+            request.adapter_slot, must_load = self._adapters.take(request.adapter)
+            if must_load:
+                plan.adapter_loads.append((request.adapter_slot, request.adapter))
         self._results.join(request, num_computed)
         plan.add_joined(request)
         self._add_chunk(plan, request.slot)
         return True
+
+    def _lacks_adapter(self, request: Request) -> bool:
+        """Whether all slots of adapters are in use, and by others than the request's own."""
+        return bool(request.adapter) and not self._adapters.has_room(request.adapter)
 
     def _is_prefix_coming(self, request: Request) -> bool:
         """Whether to wait for a prefix that is being computed; not if the request has been passed or preempted."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import UnavailableError
 from cb_backend.contracts.queue_room import MUCH_ROOM, TOLD_BELOW, QueueRoom
@@ -29,6 +31,12 @@ _LONGEST_HINT_S = 60
 
 def _key(request: Request) -> QueueKey:
     return request.queue_key
+
+
+def _take_out(lines: dict[Any, list[Request]], name: object, request: Request) -> None:
+    del lines[name][bisect_left(lines[name], request.queue_key, key=_key)]
+    if not lines[name]:
+        del lines[name]
 
 
 class RequestQueue:
@@ -44,6 +52,7 @@ class RequestQueue:
         # Greatest `priority` value of those for whom a share of slots and blocks is reserved; None: nobody.
         self.reserved_priority = config.reserved_priority if config.reserved_share and is_fair else None
         self._flows: dict[Flow, list[Request]] = {}  # by priority and tenant, each sorted
+        self._by_adapter: dict[AdapterKey, list[Request]] | None = {} if config.enable_lora else None  # each sorted
         self._by_id: dict[int, Request] = {}  # held ones too
         self._held: set[int] = set()  # ids of requests that have arrived, but cannot start yet
         self._first: list[Request] = []  # the last answer of `first`, good for these versions of queue and counters
@@ -121,11 +130,9 @@ class RequestQueue:
         if request_id in self._held:
             self._held.remove(request_id)
         else:
-            name = self._flow(request)
-            flow = self._flows[name]
-            del flow[bisect_left(flow, request.queue_key, key=_key)]
-            if not flow:
-                del self._flows[name]
+            _take_out(self._flows, self._flow(request), request)
+            if self._by_adapter is not None:
+                _take_out(self._by_adapter, request.adapter, request)
         self.num_tokens -= len(request.token_ids)
         self._version += 1
         return request
@@ -139,6 +146,8 @@ class RequestQueue:
 
     def _line_up(self, request: Request) -> None:
         insort(self._flows.setdefault(self._flow(request), []), request, key=_key)
+        if self._by_adapter is not None:
+            insort(self._by_adapter.setdefault(request.adapter, []), request, key=_key)
         self._version += 1
 
     def _flow(self, request: Request) -> Flow:
@@ -171,6 +180,11 @@ class RequestQueue:
             if own and (first := min(own, key=_key)) not in candidates:
                 return [*candidates, first]
         return candidates
+
+    def first_of_adapters(self, can_start: Callable[[AdapterKey], bool]) -> list[Request]:
+        """The first of each adapter that can start, and of none, by their places."""
+        lines = (self._by_adapter or {}).items()
+        return sorted((line[0] for key, line in lines if not key or can_start(key)), key=_key)
 
     def has_share_apart(self, request: Request, other: Request) -> bool:
         """Whether `request` has a share that `other` has no part in: it takes nothing that `other` could have."""
@@ -229,6 +243,8 @@ class RequestQueue:
             assert flow, "an empty line"
             assert flow == sorted(flow, key=_key), "a line is out of order"
             assert all(self._flow(request) == name for request in flow), "the wrong line"
+        for key, line in (self._by_adapter or {}).items():
+            assert line == sorted((request for request in lined_up if request.adapter == key), key=_key), "adapters"
         ids = [*(request.request_id for request in lined_up), *self._held]
         assert sorted(ids) == sorted(self._by_id), "a request waits twice, or nowhere"
         assert self.num_tokens == sum(len(request.token_ids) for request in self._by_id.values()), "queued tokens"

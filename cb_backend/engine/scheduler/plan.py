@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
 from cb_backend.engine.scheduler.slots import Rows, SlotTable
@@ -106,6 +107,7 @@ class PlanBuilder:
     new_blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # [n, 3], see StepPlan
     swap_out: tuple[tuple[int, int], ...] = ()  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    adapter_loads: list[tuple[int, AdapterKey]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -156,6 +158,7 @@ class PlanBuilder:
                 params=request.params,
                 stop_token_ids=request.stop_token_ids,
                 max_total_tokens=request.max_total_tokens,
+                adapter=request.adapter_slot,
             )
         )
 
@@ -185,9 +188,8 @@ def launch(step_id: int, plan: PlanBuilder, table: SlotTable) -> tuple[StepPlan,
         rows = table.rows(slots.astype(np.intp))
     table.num_computed_tokens[rows.slots] = after
     num_decode_rows = plan.num_decode_rows
-    output = StepPlan(
-        step_id, slots, first, num_tokens, wants, num_decode_rows, tuple(plan.joined), plan.new_blocks, plan.copies
-    )
+    changes = tuple(plan.joined), plan.new_blocks, plan.copies, tuple(plan.adapter_loads)
+    output = StepPlan(step_id, slots, first, num_tokens, wants, num_decode_rows, *changes)
     return output, LaunchedStep(step_id, table.version, rows, after, num_decode_rows, filled, may_end)
 
 
@@ -209,6 +211,7 @@ class _Deferred(NamedTuple):
     step_id: int
     give_back: Callable[[], None]
     block_ids: list[int]  # that become free by it
+    adapter_slot: int  # of which a reference ends by it; NO_ADAPTER: none does
 
 
 class InFlightSteps:
@@ -230,6 +233,11 @@ class InFlightSteps:
     def deferred_blocks(self) -> list[list[int]]:
         return [deferred.block_ids for deferred in self._deferred]
 
+    @property
+    def deferred_adapters(self) -> list[int]:
+        """Slots of adapters, once for each reference that is yet to be given back."""
+        return [deferred.adapter_slot for deferred in self._deferred if deferred.adapter_slot != NO_ADAPTER]
+
     def launch(self, step: LaunchedStep) -> None:
         self._steps.append(step)
 
@@ -246,16 +254,21 @@ class InFlightSteps:
         return self._steps[0].step_id if self._steps else None
 
     def free_when_safe(
-        self, slot: int, epoch: int, give_back: Callable[[], None], block_ids: Sequence[int] = ()
+        self,
+        slot: int,
+        epoch: int,
+        give_back: Callable[[], None],
+        block_ids: Sequence[int] = (),
+        adapter_slot: int = NO_ADAPTER,
     ) -> None:
         """Give back what the request that had `slot` in `epoch` has held: now, or after the last launched step with it.
 
-        `block_ids`: the blocks among it, which are counted as coming.
+        `block_ids`: the blocks among it, which are counted as coming. `adapter_slot`: the adapter's.
         """
         for step in reversed(self._steps):
             (rows,) = (step.rows.slots == slot).nonzero()
             if len(rows) and step.rows.epochs[rows[0]] == epoch:
-                self._deferred.append(_Deferred(step.step_id, give_back, list(block_ids)))
+                self._deferred.append(_Deferred(step.step_id, give_back, list(block_ids), adapter_slot))
                 return
         give_back()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER
 from cb_backend.contracts.request import Request, RequestStatus
 from cb_backend.engine.scheduler.parts import Parts
 from cb_backend.engine.scheduler.plan import DecodeBatch
@@ -36,6 +37,7 @@ class Preemption:
         self._queue = parts.queue
         self._counters = parts.counters
         self._swap = parts.swap
+        self._adapters = parts.adapters
         self._waiting: list[tuple[int, int]] = []  # (slot, epoch) of those without a block, in the order of their turn
 
     def make_room(self, growing: NDArray[np.intp], batch: DecodeBatch) -> NDArray[np.intp]:
@@ -67,27 +69,28 @@ class Preemption:
         batch.drop([*dropped, *(slot for slot, _ in self._waiting)])
         return np.array([slot for slot, _ in in_turn[:num_free]], np.intp)
 
-    def yield_to(self, head: Request, num_blocks: int) -> None:
+    def yield_to(self, head: Request, num_blocks: int, lacks_adapter: bool = False) -> None:
         """Preempt running requests of higher `priority` values until the first of the queue has a slot and blocks.
+
+        Where its adapter finds no slot, first all of another adapter, of the one with the fewest requests.
 
         Nobody is preempted for nothing: not if it would not suffice, not if requests about to end leave enough.
         A request with a higher value that has waited longer than `priority_aging_s` allows is no victim.
         """
         ending, others = self._ending_and_others()
-        need_slot = not self._table.num_free_slots and not ending
-        if not need_slot and num_blocks <= self._num_free_or_coming(ending):
+        victims = self._users_of_one_adapter(head, others) if lacks_adapter else []
+        if lacks_adapter and not victims:
             return
-        victims: list[int] = []
+        is_enough = bool(self._table.num_free_slots or ending or victims)
+        is_enough = is_enough and num_blocks <= self._num_free_or_coming([*ending, *victims])
         for slot in reversed(others):
-            request = self._table.request_at(slot)
-            is_lower = request.scheduling.priority > head.scheduling.priority and request.queue_key > head.queue_key
-            if not is_lower or is_protected(request):
-                continue
-            victims.append(slot)
-            if num_blocks <= self._num_free_or_coming([*ending, *victims]):
-                for victim in victims:
-                    self._preempt(victim)
-                return
+            if is_enough:
+                break
+            if slot not in victims and self._is_less_urgent(slot, head):
+                victims.append(slot)
+                is_enough = num_blocks <= self._num_free_or_coming([*ending, *victims])
+        for victim in victims if is_enough else ():
+            self._preempt(victim)
 
     def start_over(self, request_id: int) -> None:
         """Have a running request computed again: nobody knows what its blocks hold. Nothing if it is not running.
@@ -98,6 +101,23 @@ class Preemption:
         if request is not None:
             self._results.leave(request.slot, RequestStatus.PREEMPTED)
             self._queue.put_back(request)
+
+    def _users_of_one_adapter(self, head: Request, slots: list[int]) -> list[int]:
+        """All running requests of the adapter that gives way: nobody, if there is none or a slot is coming anyway."""
+        users: dict[int, list[int]] = {}
+        for slot in slots:
+            users.setdefault(self._table.request_at(slot).adapter_slot, []).append(slot)
+        users.pop(NO_ADAPTER, None)
+        if len(users) < self._adapters.num_slots:
+            return []
+        may_go = [each for each in users.values() if all(self._is_less_urgent(slot, head) for slot in each)]
+        return min(reversed(may_go), key=len, default=[])[::-1]  # of equals the one that began last
+
+    def _is_less_urgent(self, slot: int, head: Request) -> bool:
+        """Whether the request that runs there may be preempted for this one."""
+        request = self._table.request_at(slot)
+        is_lower = request.scheduling.priority > head.scheduling.priority and request.queue_key > head.queue_key
+        return is_lower and not is_protected(request)
 
     def _preempt(self, slot: int) -> None:
         reach("preemption.preempt")

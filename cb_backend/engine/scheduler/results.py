@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER
 from cb_backend.contracts.request import FinishReason, Request, RequestStatus
 from cb_backend.contracts.step import NO_TOKEN, ROW_OK, Attachment, EngineOutput, Failure, StepResult
 from cb_backend.engine.scheduler.parts import Parts
@@ -32,6 +33,7 @@ class StepResults:
         self._table = parts.table
         self._kv = parts.kv
         self._in_flight = parts.in_flight
+        self._adapters = parts.adapters
         self._counters = parts.counters
         self._share = parts.share
         self._lengths = parts.lengths
@@ -56,7 +58,7 @@ class StepResults:
         self._share.end(request, num_tokens, has_started)
 
     def leave(self, slot: int, status: RequestStatus) -> Request:
-        """Take a request out of the batch; its blocks are freed once no launched step touches them."""
+        """Take a request out of the batch; what it holds is given back once no launched step touches it."""
         reach("results.leave")
         epoch = int(self._table.epoch[slot])
         request = self._table.leave(slot)
@@ -65,6 +67,10 @@ class StepResults:
             request.guide = None  # whoever still remembers the request
         block_ids = self._kv.detach(request)
         self._in_flight.free_when_safe(slot, epoch, partial(self._kv.free_blocks, block_ids), block_ids)
+        if request.adapter_slot != NO_ADAPTER:
+            give_back = partial(self._adapters.give_back, request.adapter_slot)
+            self._in_flight.free_when_safe(slot, epoch, give_back, adapter_slot=request.adapter_slot)
+            request.adapter_slot = NO_ADAPTER
         if status.is_finished:
             self.settle(request, has_started=True)
         return request

@@ -11,12 +11,14 @@ what time it is it is told (`set_time`): without that, time stands still, and no
 
 from __future__ import annotations
 
+from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.messages import EngineStats
 from cb_backend.contracts.queue_room import MUCH_ROOM, QueueRoom
 from cb_backend.contracts.request import Request, RequestStatus, check_prompt_length
 from cb_backend.contracts.step import EngineOutput, StepPlan, StepResult
+from cb_backend.engine.scheduler.adapter_slots import AdapterSlots
 from cb_backend.engine.scheduler.admission import Admission, ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.fair_share import FairShare
 from cb_backend.engine.scheduler.order import Deadlines, RequestQueue
@@ -43,6 +45,7 @@ class Scheduler:
         max_model_len: int,
         num_host_blocks: int = 0,
         policy: PolicyKind = ContinuousAdmission,
+        num_adapter_slots: int = 0,
     ) -> None:
         """`policy`: who may start, where another than in-flight batching is to be studied."""
         self._budget = config.max_num_batched_tokens
@@ -65,6 +68,7 @@ class Scheduler:
             share=share,
             # Where the config leaves the depth to the engine, the engine keeps to its own.
             in_flight=InFlightSteps(1 + (MAX_RUN_AHEAD if config.run_ahead is None else config.run_ahead)),
+            adapters=AdapterSlots(num_adapter_slots),
         )
         self._kv, self._table, self._queue, self._swap = kv, parts.table, parts.queue, parts.swap
         self._in_flight, self._counters = parts.in_flight, parts.counters
@@ -228,6 +232,8 @@ class Scheduler:
             plan.take_promised(self._kv, self._table)
         self._step_id += 1
         plan.swap_out = self._swap.launch(self._step_id)
+        if plan.adapter_loads:
+            self._parts.adapters.launched(self._step_id, [slot for slot, _ in plan.adapter_loads])
         output, step = launch(self._step_id, plan, self._table)
         self._in_flight.launch(step)
         self._pace.launched(output, self._now)
@@ -238,13 +244,18 @@ class Scheduler:
         result = self._results.complete(output)
         self._pace.completed(output.step_id, self._now)
         self._swap.came_back(output.step_id)
+        self._parts.adapters.came_back(output.step_id)
         return result
 
     def fail_step(self, step_id: int) -> EngineOutput:
         """A launched step raised: every request in it ends with ERROR, and nothing it computed or copied is reused."""
         for request_id in self._swap.distrust(step_id):
             self._preemption.start_over(request_id)
-        return self._results.fail(step_id)
+        lost = self._parts.adapters.distrust(step_id)
+        output = self._results.fail(step_id)
+        for request_id in self._table.users_of_adapters(lost) if lost else ():
+            self._preemption.start_over(request_id)
+        return output
 
     def _plan_decode_rows(self, plan: PlanBuilder) -> bool:
         """Plan one token for every request past its prefill. False if blocks were short, so nobody may be admitted."""
@@ -279,6 +290,10 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         return self._parts.stats(self._step_id)
+
+    def adapters_in_use(self) -> set[AdapterKey]:
+        """All that plans may ask for from now on, if nobody arrives."""
+        return self._parts.adapters_in_use()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless blocks, slots and queue add up. For tests and idle moments; O(everything)."""

@@ -15,6 +15,7 @@ do, and whether it is about to end, is a question for `num_sure_tokens`. Progres
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -139,6 +140,10 @@ class SlotTable:
         found = [self.requests[slot] for slot in slots.tolist()]
         assert None not in found
         return cast("list[Request]", found)
+
+    def users_of_adapters(self, adapter_slots: Sequence[int]) -> list[int]:
+        """Ids of the running requests whose adapters are in these slots."""
+        return [request_id for request_id, request in self.by_id.items() if request.adapter_slot in adapter_slots]
 
     def num_sure_tokens(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """The fewest tokens that can be computed once the launched steps are back: [num_slots asked]."""

@@ -1,0 +1,226 @@
+"""Adapters in host memory: read by threads beside the engine's loop, kept for those who ask again.
+
+An adapter is known by its contents: two names for the same files share everything, and a name whose files have changed
+shares nothing with what it was. Files are told apart by path, time and size, as front ends saw them, so that nothing is
+read twice. What cannot be served is an error of the request that named it, and of nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, cast
+
+import msgspec
+
+from cb_backend.contracts.adapters import AdapterKey, AdapterSource
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import CbError, InvalidRequestError, UnavailableError
+from cb_backend.contracts.messages import AdapterStats, ModelInfo
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.step import Runner
+from cb_backend.engine.held_requests import Condition
+from cb_backend.support.fault_points import reach
+
+NUM_THREADS = 2
+READ_TIMEOUT_S = 30.0  # of a request that waits
+REFUSAL_LASTS_S = 5.0  # files that were refused are not read again for so long, however many ask
+CPU_FACTOR = 4  # so many times the device's slots are kept where max_cpu_loras is not given
+MAX_KNOWN = 4096  # files whose contents are known
+
+logger = logging.getLogger("cb_backend.engine")
+
+
+class PackedAdapter(Protocol):
+    """An adapter as a runner's `read` gives it, ready to be copied to the device."""
+
+    @property
+    def key(self) -> AdapterKey: ...
+
+
+class AdapterReader(Protocol):
+    """A runner's part: what it reads it can load."""
+
+    packed_of: Callable[[AdapterKey], PackedAdapter] | None
+
+    def read(self, path: str) -> PackedAdapter: ...
+
+
+class AdaptedRunner(Runner, Protocol):
+    """A runner whose `ModelInfo.num_adapter_slots` is above 0."""
+
+    adapters: AdapterReader
+
+
+class AdapterStore:
+    """Owned by the engine's loop; only reading is done by threads."""
+
+    def __init__(self, reader: AdapterReader, most_kept: int) -> None:
+        """`most_kept` adapters stay in memory, and those beyond it that requests need."""
+        self.num_reads = 0  # this and the following count since the start
+        self.num_refused = 0
+        self.read_seconds = 0.0
+        self._read = reader.read
+        self._most_kept = most_kept
+        self._kept: OrderedDict[AdapterKey, PackedAdapter] = OrderedDict()  # least recently used first
+        self._known: OrderedDict[AdapterSource, AdapterKey] = OrderedDict()
+        self._reading: dict[AdapterSource, Future[PackedAdapter]] = {}
+        self._refused: dict[AdapterSource, tuple[float, CbError]] = {}  # until when, and why
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # guards the counts
+        reader.packed_of = self.packed_of
+
+    def packed_of(self, key: AdapterKey) -> PackedAdapter:
+        """One that is kept. Those of requests that are waiting or running are."""
+        return self._kept[key]
+
+    def find(self, source: AdapterSource, now: float) -> AdapterKey | None:
+        """The adapter in these files; None while they are read. Raises a `CbError` for what cannot be served."""
+        key = self._known.get(source)
+        if key is not None and key in self._kept:
+            self._kept.move_to_end(key)
+            return key
+        until, refusal = self._refused.get(source, (now, None))
+        if refusal is not None and now < until:
+            raise refusal
+        self._refused.pop(source, None)
+        future = self._reading.get(source)
+        if future is None:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter")
+            future = self._reading[source] = self._pool.submit(self._read_files, source)
+        if not future.done():
+            return None
+        del self._reading[source]
+        try:
+            packed = future.result()
+        except CbError as error:
+            self._refused = {other: told for other, told in self._refused.items() if now < told[0]}
+            self._refused[source] = now + REFUSAL_LASTS_S, error
+            raise
+        return self._keep(source, packed)
+
+    def tidy(self, in_use: Callable[[], Container[AdapterKey]], now: float) -> None:
+        """Forget the least recently used, down to the number that is kept; those in use stay.
+
+        To be called when whoever waits has asked for what he waits for: what has been read for nobody is kept, or is
+        forgotten, like all else.
+        """
+        for source in [source for source, future in self._reading.items() if future.done()]:
+            with contextlib.suppress(CbError):
+                self.find(source, now)
+        num_too_many = len(self._kept) - self._most_kept
+        if num_too_many > 0:
+            used = in_use()
+            for key in [key for key in self._kept if key not in used][:num_too_many]:
+                del self._kept[key]
+
+    def add_to(self, stats: AdapterStats | None) -> AdapterStats | None:
+        """What is told of adapters, completed by what is known here."""
+        if stats is None:
+            return None
+        return msgspec.structs.replace(
+            stats,
+            num_kept=len(self._kept),
+            num_reads=self.num_reads,
+            num_refused=self.num_refused,
+            read_seconds=self.read_seconds,
+        )
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._kept.clear()
+
+    def _keep(self, source: AdapterSource, packed: PackedAdapter) -> AdapterKey:
+        self._kept.setdefault(packed.key, packed)
+        self._kept.move_to_end(packed.key)
+        self._known[source] = packed.key
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return packed.key
+
+    # ---- on the threads --------------------------------------------------------------------------------------------
+
+    def _read_files(self, source: AdapterSource) -> PackedAdapter:
+        begin = time.perf_counter()
+        is_refused = True
+        try:
+            reach("adapters.read")
+            packed = self._read(source.path)
+            is_refused = False
+            return packed
+        except CbError as error:
+            raise InvalidRequestError(f"adapter {source.name!r} cannot be served: {error}") from error
+        except MemoryError:
+            raise UnavailableError(f"adapter {source.name!r}: the host has no memory for it; try again later") from None
+        except Exception as error:
+            logger.exception("adapter %s in %s could not be read", source.name, source.path)
+            raise InvalidRequestError(
+                f"adapter {source.name!r} could not be read: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            with self._lock:
+                self.num_reads += 1
+                self.num_refused += is_refused
+                self.read_seconds += time.perf_counter() - begin
+
+
+class AdapterWait:
+    """A condition of a held request: met once its adapter is in host memory. `found` is told which one it is."""
+
+    def __init__(
+        self, store: AdapterStore, source: AdapterSource, found: Callable[[AdapterKey], None], since: float
+    ) -> None:
+        self._store = store
+        self._source = source
+        self._found = found
+        self._since = since
+
+    def __call__(self, now: float) -> CbError | bool:
+        try:
+            key = self._store.find(self._source, now)
+        except CbError as refusal:
+            return refusal
+        if key is not None:
+            self._found(key)
+            return True
+        if now - self._since > READ_TIMEOUT_S:
+            return UnavailableError(
+                f"adapter {self._source.name!r} was not read from {self._source.path} within {READ_TIMEOUT_S:.0f} s; "
+                "look at the disk that it is on, and try again"
+            )
+        return False
+
+
+def adapter_wait(store: AdapterStore, request: Request, now: float) -> list[Condition]:
+    """Give the request the adapter that it wants, if it is known already, or say what it must wait for.
+
+    Raises a `CbError` for one that is known not to be servable.
+    """
+    source = request.adapter_source
+    if source is None:
+        return []
+
+    def found(key: AdapterKey) -> None:
+        request.adapter = key
+        request.cache_salt += b"lora" + key  # what is cached is of these weights
+
+    wait = AdapterWait(store, source, found, now)
+    met = wait(now)
+    if isinstance(met, CbError):
+        raise met
+    return [] if met else [wait]
+
+
+def new_adapter_store(config: EngineConfig, info: ModelInfo, runner: Runner) -> AdapterStore | None:
+    """None where no adapters are taken."""
+    if not info.num_adapter_slots:
+        return None
+    most_kept = max(config.max_cpu_loras or CPU_FACTOR * info.num_adapter_slots, info.num_adapter_slots)
+    return AdapterStore(cast(AdaptedRunner, runner).adapters, most_kept)
