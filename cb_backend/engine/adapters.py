@@ -25,7 +25,6 @@ from cb_backend.contracts.messages import AdapterStats, ModelInfo
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import Runner
 from cb_backend.engine.held_requests import Condition
-from cb_backend.support.fault_points import reach
 
 NUM_THREADS = 2
 READ_TIMEOUT_S = 30.0  # of a request that waits
@@ -151,7 +150,6 @@ class AdapterStore:
         begin = time.perf_counter()
         is_refused = True
         try:
-            reach("adapters.read")
             packed = self._read(source.path)
             is_refused = False
             return packed

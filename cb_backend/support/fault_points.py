@@ -15,7 +15,6 @@ POINTS = (
     "scheduler.add_request",
     "scheduler.cancel",
     "scheduler.expire",
-    "adapters.read",
     # a plan is made
     "scheduler.schedule",
     "preemption.preempt",
@@ -24,7 +23,6 @@ POINTS = (
     "swap.put_out",
     "swap.bring_in",
     "slots.join",
-    "adapter_slots.take",
     "plan.launch",
     # a step is run and its result taken in
     "engine.execute",

@@ -48,13 +48,15 @@ class FakeEngine:
         num_host_blocks: int = 0,
         policy: PolicyKind = ContinuousAdmission,
         windows: tuple[int, ...] = (0,),
+        num_adapter_slots: int = 0,
         **arguments: Any,
     ) -> None:
         # Nothing is kept for what is expected, so that a situation of scarcity is what the test makes it.
         usual = {"model": "fake", "block_size": 4, "run_ahead": run_ahead, "admission_reserve": -10.0}
+        usual["enable_lora"] = num_adapter_slots > 0
         config = EngineConfig(**{**usual, **arguments})
         self.kv = make_manager(config, info_of(config, num_blocks, max_model_len, windows), run_ahead)
-        self.scheduler = Scheduler(config, self.kv, max_model_len, num_host_blocks, policy)
+        self.scheduler = Scheduler(config, self.kv, max_model_len, num_host_blocks, policy, num_adapter_slots)
         self.runner = ScriptedRunner(config.block_size, script, run_ahead > 0, windows)
         self.run_ahead = run_ahead
         self.max_model_len = max_model_len
@@ -71,6 +73,7 @@ class FakeEngine:
         stop_ids: tuple[int, ...] = (),
         scheduling: SchedulingParams | None = None,
         is_held: bool = False,
+        adapter: bytes = b"",
         **params: Any,
     ) -> Request:
         """Queue a request; an integer prompt is that many tokens of its own."""
@@ -79,6 +82,7 @@ class FakeEngine:
         total = min(len(tokens) + sampling.max_tokens, self.max_model_len)
         request = Request(request_id, np.array(tokens, np.int32), len(tokens), sampling, stop_ids, total)
         request.scheduling = scheduling or SchedulingParams()
+        request.adapter = adapter
         self.scheduler.add_request(request, is_held)
         self.tokens[request_id] = []
         return request

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cb_backend.contracts.adapters import AdapterKey
-from cb_backend.support.fault_points import reach
 
 _EMPTY: AdapterKey = b""
 
@@ -45,7 +44,6 @@ class AdapterSlots:
 
     def take(self, key: AdapterKey) -> tuple[int, bool]:
         """A reference: the slot, and whether the plan must load it. Ask `has_room` before."""
-        reach("adapter_slots.take")
         slot = self._slot_of.get(key)
         must_load = slot is None
         if slot is None:

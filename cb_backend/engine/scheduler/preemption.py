@@ -95,11 +95,12 @@ class Preemption:
     def start_over(self, request_id: int) -> None:
         """Have a running request computed again: nobody knows what its blocks hold. Nothing if it is not running.
 
-        None of its preemptions is used up by that: nobody has asked for its blocks.
+        That uses up its first preemption at most: nobody has asked for its blocks.
         """
         request = self._table.by_id.get(request_id)
         if request is not None:
             self._results.leave(request.slot, RequestStatus.PREEMPTED)
+            request.num_preemptions = max(request.num_preemptions, 1)  # its tenant has been charged for its start
             self._queue.put_back(request)
 
     def _users_of_one_adapter(self, head: Request, slots: list[int]) -> list[int]:

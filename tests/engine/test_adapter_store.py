@@ -1,0 +1,274 @@
+"""Adapters on their way from files to host memory: pytest tests/engine/test_adapter_store.py"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from cb_backend.contracts.adapters import AdapterSource
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import CbError, ConfigError, InvalidRequestError, UnavailableError
+from cb_backend.contracts.messages import AdapterStats, ModelInfo
+from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.adapters import READ_TIMEOUT_S, REFUSAL_LASTS_S, AdapterStore, AdapterWait
+from cb_backend.engine.llm_engine import LLMEngine
+from tests.fakes.engine import info_of
+from tests.fakes.runners import HashModel, HashRunner
+from tests.waiting import eventually
+
+
+@dataclass
+class Packed:
+    key: bytes
+
+
+@dataclass
+class Reader:
+    """Gives each folder the key that its content says; `gate` holds reading up."""
+
+    content: dict[str, bytes] = field(default_factory=dict)
+    read_paths: list[str] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    packed_of: Callable[[bytes], Packed] | None = None
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def read(self, path: str) -> Packed:
+        self.gate.wait()
+        self.read_paths.append(path)
+        if path not in self.content:
+            raise ConfigError(f"{path}/adapter_config.json does not exist")
+        if self.content[path] == b"broken":
+            raise ValueError("not what was foreseen")
+        return Packed(self.content[path])
+
+
+def source(name: str, mtime_ns: int = 1) -> AdapterSource:
+    return AdapterSource(name, f"/adapters/{name}", mtime_ns, 100)
+
+
+def found(store: AdapterStore, wanted: AdapterSource, now: float = 0.0) -> bytes:
+    """The key, waited for."""
+    keys: list[bytes] = []
+
+    def is_there() -> bool:
+        key = store.find(wanted, now)
+        keys.extend([] if key is None else [key])
+        return key is not None
+
+    eventually(is_there, "the adapter")
+    return keys[0]
+
+
+def refusal(store: AdapterStore, wanted: AdapterSource, now: float = 0.0) -> CbError:
+    with pytest.raises(CbError) as caught:
+        found(store, wanted, now)
+    return caught.value
+
+
+def test_files_are_read_once_and_kept() -> None:
+    reader = Reader({"/adapters/doll": b"d"})
+    store = AdapterStore(reader, 2)
+    assert found(store, source("doll")) == b"d"
+    assert store.find(source("doll"), 1.0) == b"d"
+    assert reader.read_paths == ["/adapters/doll"]
+    assert reader.packed_of is not None
+    assert reader.packed_of(b"d").key == b"d"
+    store.close()
+
+
+def test_changed_files_are_read_anew_and_the_same_content_is_kept_once() -> None:
+    reader = Reader({"/adapters/doll": b"d", "/adapters/sheep": b"d"})
+    store = AdapterStore(reader, 2)
+    assert found(store, source("doll")) == found(store, source("sheep")) == b"d"
+    reader.content["/adapters/doll"] = b"new"
+    assert found(store, source("doll", mtime_ns=2)) == b"new"
+    assert store.packed_of(b"d").key == b"d", "who still runs with it finds it"
+    store.close()
+
+
+def test_what_cannot_be_served_is_named_with_its_reason_and_not_read_again_at_once() -> None:
+    reader = Reader()
+    store = AdapterStore(reader, 2)
+    for _ in range(3):
+        error = refusal(store, source("doll"))
+        assert isinstance(error, InvalidRequestError)
+        assert str(error) == "adapter 'doll' cannot be served: /adapters/doll/adapter_config.json does not exist"
+    assert len(reader.read_paths) == 1
+    reader.content["/adapters/doll"] = b"d"
+    assert found(store, source("doll"), now=REFUSAL_LASTS_S + 1) == b"d", "it may be mended without a newer time"
+    store.close()
+
+
+def test_mended_files_are_read_at_once() -> None:
+    reader = Reader()
+    store = AdapterStore(reader, 2)
+    refusal(store, source("doll"))
+    reader.content["/adapters/doll"] = b"d"
+    assert found(store, source("doll", mtime_ns=2)) == b"d"
+    store.close()
+
+
+def test_an_unforeseen_error_of_reading_is_the_requests_alone() -> None:
+    reader = Reader({"/adapters/doll": b"broken", "/adapters/sheep": b"s"})
+    store = AdapterStore(reader, 2)
+    assert "adapter 'doll' could not be read: ValueError: not what was foreseen" in str(refusal(store, source("doll")))
+    assert found(store, source("sheep")) == b"s"
+    stats = store.add_to(AdapterStats(max_loras=2))
+    assert stats is not None
+    assert (stats.num_reads, stats.num_refused, stats.num_kept) == (2, 1, 1)
+    store.close()
+
+
+def test_the_least_recently_used_are_forgotten_but_not_those_in_use() -> None:
+    reader = Reader({f"/adapters/{name}": name.encode() for name in "abcd"})
+    store = AdapterStore(reader, 2)
+    for name in "abcd":
+        found(store, source(name))
+    store.find(source("b"), 0.0)
+    store.tidy(lambda: {b"a"}, 0.0)
+    assert store.packed_of(b"a")
+    assert store.packed_of(b"b"), "asked for last"
+    for gone in (b"c", b"d"):
+        with pytest.raises(KeyError):
+            store.packed_of(gone)
+    store.tidy(set, 0.0)
+    stats = store.add_to(AdapterStats(max_loras=2))
+    assert stats is not None
+    assert stats.num_kept == 2
+    store.close()
+
+
+def test_what_was_read_for_somebody_who_left_is_forgotten_in_its_turn() -> None:
+    reader = Reader({"/adapters/a": b"a", "/adapters/b": b"b"})
+    store = AdapterStore(reader, 1)
+    reader.gate.clear()
+    assert store.find(source("a"), 0.0) is None
+    reader.gate.set()
+
+    def is_kept() -> bool:
+        store.tidy(set, 0.0)
+        stats = store.add_to(AdapterStats(max_loras=1))
+        return stats is not None and stats.num_kept == 1
+
+    eventually(is_kept, "what nobody asked for again")
+    found(store, source("b"))
+    store.tidy(set, 0.0)
+    with pytest.raises(KeyError):
+        store.packed_of(b"a")
+    store.close()
+
+
+def test_who_waits_too_long_is_told_where() -> None:
+    reader = Reader({"/adapters/a": b"a"})
+    reader.gate.clear()
+    store = AdapterStore(reader, 1)
+    keys: list[bytes] = []
+    wait = AdapterWait(store, source("a"), keys.append, 10.0)
+    assert wait(10.0) is False
+    assert wait(10.0 + READ_TIMEOUT_S) is False
+    late = wait(10.1 + READ_TIMEOUT_S)
+    assert isinstance(late, UnavailableError)
+    assert "/adapters/a" in str(late)
+    assert "30 s" in str(late)
+    assert keys == []
+    reader.gate.set()
+    store.close()
+
+
+# ---- in an engine ------------------------------------------------------------------------------------------------
+
+
+class AdaptedHashRunner(HashRunner):
+    adapters: Reader
+
+
+def engine_of(reader: Reader, num_adapter_slots: int = 2) -> LLMEngine:
+    config = EngineConfig(model="fake", block_size=4, enable_lora=True, max_num_seqs=8)
+    info: ModelInfo = info_of(config, 64, 256, (0,))
+    runner = AdaptedHashRunner(HashModel(1000), 65, 4)
+    runner.adapters = reader
+    changed = {name: getattr(info, name) for name in info.__struct_fields__}
+    return LLMEngine(config, runner, ModelInfo(**{**changed, "num_adapter_slots": num_adapter_slots}))
+
+
+def add(engine: LLMEngine, request_id: int, wanted: AdapterSource | None, prompt: int = 9) -> None:
+    tokens = np.arange(1, 1 + prompt, dtype=np.int32)
+    engine.add_request(engine.make_request(request_id, tokens, TokenRules(max_tokens=4), adapter=wanted))
+
+
+def run(engine: LLMEngine) -> dict[int, int]:
+    """Prompt tokens found in the prefix cache, by request."""
+    cached: dict[int, int] = {}
+    while engine.has_unfinished():
+        assert engine.release_held() == []
+        output = engine.step()
+        cached.update(output.num_cached_tokens if output is not None else {})
+    return cached
+
+
+def test_a_request_waits_for_its_adapter_without_a_slot_while_others_run() -> None:
+    reader = Reader({"/adapters/doll": b"d" * 16})
+    reader.gate.clear()
+    engine = engine_of(reader)
+    add(engine, 1, source("doll"))
+    add(engine, 2, None)
+    while engine.scheduler.num_waiting + engine.scheduler.num_running > 1:
+        engine.release_held()
+        engine.step()
+    assert engine.is_holding
+    stats = engine.stats().adapters
+    assert stats is not None
+    assert stats.waiting == ("doll",)
+    reader.gate.set()
+    assert 1 in run(engine)
+    assert not engine.is_holding
+    engine.close()
+
+
+def test_cached_prefixes_are_shared_by_content_alone() -> None:
+    """Neither by the name (its files may have changed) nor with the model as it is."""
+    reader = Reader({"/adapters/doll": b"d" * 16, "/adapters/twin": b"d" * 16, "/adapters/other": b"o" * 16})
+    engine = engine_of(reader)
+    for number, (wanted, num_cached) in enumerate(
+        [
+            (None, 0),
+            (source("doll"), 0),
+            (source("other"), 0),
+            (source("twin"), 8),
+            (source("doll"), 8),
+            (None, 8),
+        ]
+    ):
+        add(engine, number, wanted)
+        assert run(engine) == {number: num_cached}, number
+    reader.content["/adapters/doll"] = b"n" * 16
+    add(engine, 10, source("doll", mtime_ns=2))
+    assert run(engine) == {10: 0}, "the same name, other weights"
+    engine.close()
+
+
+def test_an_engine_without_adapters_says_so() -> None:
+    engine = engine_of(Reader(), num_adapter_slots=0)
+    with pytest.raises(InvalidRequestError, match=r"^LoRA feature is not enabled\.$"):
+        add(engine, 1, source("doll"))
+    assert engine.stats().adapters is None
+    engine.close()
+
+
+def test_a_request_that_is_cancelled_while_its_adapter_is_read_leaves_nothing() -> None:
+    reader = Reader({"/adapters/doll": b"d" * 16})
+    reader.gate.clear()
+    engine = engine_of(reader)
+    add(engine, 1, source("doll"))
+    assert engine.cancel(1)
+    assert not engine.is_holding
+    assert not engine.has_unfinished()
+    reader.gate.set()
+    engine.scheduler.check_integrity()
+    engine.close()
