@@ -187,6 +187,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         kv_cache_dtype=config.kv_cache_dtype,
         quantization=quantization,
         num_host_blocks=num_host_blocks,
+        num_adapter_slots=0 if adapters is None else adapters.max_adapters,
         kv_windows=layout.windows,
         sampling_defaults=sampling_defaults,
     )
