@@ -23,6 +23,9 @@ _SCHEDULING = tuple(
         "block_waits",
     )
 )
+_DIR = "tests/scheduler"
+_COUNTERS = f"{_DIR}/test_counters.py"
+_GROUPS = tuple(f"tests/kv_cache/test_{name}.py" for name in ("grouped_manager", "promises", "block_needs"))
 _REUSE = "tests/scheduler/test_prefix_cache_use.py"
 _POINTS = "tests/scheduler/test_fault_points.py"
 _POOL = tuple(f"tests/kv_cache/test_{name}.py" for name in ("block_pool", "kv_manager", "coming_prefixes"))
@@ -62,6 +65,17 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "preemption": (f"{_SCHEDULER}.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
+    "plan": (f"{_SCHEDULER}.plan", (f"{_DIR}/test_scheduler.py", *_WORLDS, *_SCHEDULING, *_GROUPS)),
+    "results": (f"{_SCHEDULER}.results", (f"{_DIR}/test_scheduler.py", _COUNTERS, *_WORLDS, *_SCHEDULING)),
+    "slots": (f"{_SCHEDULER}.slots", (f"{_DIR}/test_scheduler.py", _COUNTERS, *_WORLDS, *_SCHEDULING)),
+    "pace": (
+        f"{_SCHEDULER}.pace",
+        (
+            *(f"{_DIR}/test_{name}.py" for name in ("non_negative", "prompt_share", "full_steps", "hybrid_prefill")),
+            *_WORLDS,
+        ),
+    ),
+    "stats": (f"{_SCHEDULER}.stats", (_COUNTERS, *_WORLDS, *_SCHEDULING)),
     "swap_space": ("cb_backend.kv_cache.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
     "layout": ("cb_backend.kv_cache.layout", ("tests/kv_cache/test_layout.py",)),
@@ -69,6 +83,10 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         "cb_backend.kv_cache.manager",
         (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/scheduler/test_prompt_share.py"),
     ),
+    "grouped_manager": ("cb_backend.kv_cache.grouped_manager", (*_GROUPS, *_WORLDS)),
+    "group_prefix": ("cb_backend.kv_cache.group_prefix", (*_GROUPS, *_WORLDS)),
+    "promises": ("cb_backend.kv_cache.promises", (*_GROUPS, *_WORLDS)),
+    "block_needs": ("cb_backend.kv_cache.block_needs", (*_GROUPS, *_WORLDS)),
     "stop_strings": ("cb_backend.front_end.text.stop_strings", _TEXT),
     "output_text": ("cb_backend.front_end.text.output_text", _TEXT),
     "detokenizer": ("cb_backend.front_end.text.detokenizer", _TEXT),
