@@ -137,8 +137,11 @@ class PlanBuilder:
             computed = int(table.num_computed_tokens[slot])
             if slot not in chunks and computed < table.num_prefill_tokens[slot]:
                 continue  # its prompt has no part in this plan
-            if slot not in chunks:  # it has room for its whole length: that it fills blocks is not noted
-                kv.give_back(request, int(table.num_known_tokens[slot]) - 1)
+            num_known = int(table.num_known_tokens[slot])
+            # It has room for its whole length: that it fills blocks is not noted. Until its first token is known its
+            # last chunk may be on its way, which reads what is before it.
+            if slot not in chunks and num_known > table.num_prefill_tokens[slot]:
+                kv.give_back(request, num_known - 1)
             rows = kv.take_rows(request, chunks.get(slot, computed + 1))
             if rows and slot in joined:
                 self.joined[joined[slot]] = replace(self.joined[joined[slot]], block_ids=tuple(request.block_table))
