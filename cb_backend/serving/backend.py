@@ -29,6 +29,7 @@ from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.prompt import prompt_token_ids
+from cb_backend.front_end.text.tokenized import tokenize_prompt
 from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.wire.token_choice import check_token_choice
@@ -37,6 +38,7 @@ from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import Answer, LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
 from cb_backend.serving.model_parameters import check_parameter_names, sender_threads, slow_reader_timeout_s
+from cb_backend.serving.prompt_answer import send_prompt
 from cb_backend.serving.responder import Responder
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
 from cb_backend.serving.text_answer import TextAnswer
@@ -157,6 +159,9 @@ class TritonPythonModel:
         if live.is_ended:  # cancelled while it waited here
             return
         generate = self.parse(inputs, parameters, self._info.vocab_size)
+        if generate.tokenize is not None:
+            send_prompt(live, tokenize_prompt(generate, self._tokenizer, self._chat, self._info.max_model_len))
+            return
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
         params = generate.params
         rules = params.token_rules(bad_word_ids(params.bad_words, self._tokenizer))

@@ -108,6 +108,7 @@ class LiveRequest:
         self.scheduled_at = 0.0  # when its first step was launched; 0.0: not known
         self._inter_token_seconds = inter_token_seconds
         self.is_first_response_out = False  # the sender thread's own
+        self.is_measured = True  # an answer is generated, so its times and tokens count
         self.request_id = request_id  # of the first answer
         # None after the final flag. NOTE: requests and answers refer to each other, so they stay until Python collects
         # garbage, and a sender that outlives the line to the server crashes this process: its memory is shared.

@@ -23,6 +23,7 @@ INPUTS: tuple[tuple[str, str, list[int], bool], ...] = (
     ("return_num_output_tokens", "TYPE_BOOL", [1], True),
     ("return_stop_reason", "TYPE_BOOL", [1], True),
     ("return_output_ids", "TYPE_BOOL", [1], True),
+    ("tokenize", "TYPE_STRING", [1], True),
 )
 OUTPUTS: tuple[tuple[str, str, list[int]], ...] = (
     ("text_output", "TYPE_STRING", [-1]),
@@ -34,6 +35,7 @@ OUTPUTS: tuple[tuple[str, str, list[int]], ...] = (
     ("stop_reason", "TYPE_STRING", [-1]),
     ("output_ids", "TYPE_INT32", [-1]),
     ("prompt_logprobs", "TYPE_STRING", [1]),
+    ("tokenized", "TYPE_STRING", [1]),
 )
 
 

@@ -139,13 +139,15 @@ class Responder:
             response = self._data_response(live, counts)
             if not live.is_first_response_out:  # its time is taken before it is sent: no client may have it earlier
                 live.is_first_response_out = True
-                latencies.note_first_response(live)
+                if live.is_measured:
+                    latencies.note_first_response(live)
             if not is_final:
                 live.response_sender.send(response, flags=0)
             else:  # counted before it is sent, so that the client finds it in the metrics
-                counts[_OUTCOME[live.answers[0].answer.finish_reason]] += 1
-                counts["input_tokens"] += live.num_input_tokens
-                latencies.note_end(live)
+                if live.is_measured:
+                    counts[_OUTCOME[live.answers[0].answer.finish_reason]] += 1
+                    counts["input_tokens"] += live.num_input_tokens
+                    latencies.note_end(live)
                 self._send_final(live, response)
 
     def _is_enough(self, live: LiveRequest) -> bool:

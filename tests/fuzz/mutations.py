@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 WORDS = ["the", "quick", "fox", "東京", "Grüße", "🙂", "def add(a, b):", "\x00", "\u202e", "<|endoftext|>", "\n", "é"]
 FLAGS = ["stream", "exclude_input_in_output", "return_finish_reason", "return_logprobs", "return_cumulative_logprob"]
 FLAGS += ["return_num_input_tokens", "return_num_output_tokens", "return_stop_reason", "return_output_ids"]
-OTHER_INPUTS = ["image", "embedding_request", "TEXT_INPUT", "text_input\x00", "priority", "", "x" * 300, "__class__"]
+OTHER_INPUTS = ["tokenize", "image", "embedding_request", "TEXT_INPUT", "text_input\x00", "priority", "", "x" * 300]
+OTHER_INPUTS += ["__class__"]
 
 # Values that somebody once sent somewhere. No text in it looks like what an error must not show.
 HOSTILE: list[Any] = [

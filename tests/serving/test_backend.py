@@ -117,6 +117,21 @@ def test_request_parameters_that_are_no_text(model: Any) -> None:
     assert "not valid UTF-8" in message
 
 
+def test_h16_a_prompts_tokens_need_no_engine_and_are_in_no_figure(model: Any) -> None:
+    before = model._responder.counts()
+    sender = ask(model, "xa</s>", stream=False, tokenize='{"return_token_strs": true}').sender.wait()
+    assert [sender.text, len(sender.responses), sender.final_count] == ["xa</s>", 1, 1]
+    told = json.loads(sender.responses[0].tensors["tokenized"][0])
+    assert told["tokens"] == [120, 97, 259]
+    assert told["token_strs"] == ["x", "a", "</s>"]
+    grown = {name: count - before[name] for name, count in model._responder.counts().items() if count != before[name]}
+    assert grown == {"responses": 1}
+    assert num_in_engine(model) == 0
+    code, message = ask(model, "xa", tokenize="no JSON").sender.wait().error or (None, "")
+    assert code == TritonError.INVALID_ARG
+    assert "input 'tokenize' must be a JSON object of options" in message
+
+
 def test_one_bad_request_among_seven_good_ones(model: Any) -> None:
     good = [InferenceRequest({"text_input": chr(97 + i), "sampling_parameters": '{"max_tokens": 2}'}) for i in range(7)]
     bad = InferenceRequest({"text_input": "a", "sampling_parameters": "{max_tokens: 2"})

@@ -18,6 +18,7 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
         "text_input": ("TYPE_STRING", [1]),
         "input_ids": ("TYPE_INT32", [-1]),  # ours
         "messages": ("TYPE_STRING", [1]),  # ours
+        "tokenize": ("TYPE_STRING", [1]),  # ours
         "sampling_parameters": ("TYPE_STRING", [1]),
         **{name: ("TYPE_BOOL", [1]) for name in flags},
     }
@@ -32,6 +33,7 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
         "stop_reason": ("TYPE_STRING", [-1]),  # ours
         "output_ids": ("TYPE_INT32", [-1]),  # ours
         "prompt_logprobs": ("TYPE_STRING", [1]),  # ours
+        "tokenized": ("TYPE_STRING", [1]),  # ours
     }
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert config["max_batch_size"] == 0

@@ -9,7 +9,7 @@ from cb_backend.front_end.text.tokenizer import Tokenizer
 from cb_backend.front_end.wire.protocol import GenerateRequest
 
 # Text that is to be truncated may be this many times longer than the model's length before it is refused unread.
-_MAX_TRUNCATION = 16
+MAX_TRUNCATION = 16
 
 
 def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, chat: Chat, max_model_len: int) -> list[int]:
@@ -26,7 +26,7 @@ def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, chat: Chat
         if not token_ids:
             raise InvalidRequestError("the chat template made an empty prompt of the messages; send some text")
     else:
-        token_ids = tokenizer.encode(generate.text, max_model_len, 1 if limit is None else _MAX_TRUNCATION)
+        token_ids = tokenizer.encode(generate.text, max_model_len, 1 if limit is None else MAX_TRUNCATION)
     if limit is not None:
         token_ids = _truncated(token_ids, max_model_len - 1 if limit == -1 else limit, tokenizer.bos_token_id)
     check_prompt_length(len(token_ids), max_model_len)

@@ -36,6 +36,7 @@ class Tokenizer:
     control_tokens: dict[str, int]  # text -> id of tokens that no text may spell: special ones, and tags
     vocab_size: int  # highest token id + 1; the model's may be larger (padding)
     max_token_bytes: int  # bytes of the longest token
+    adds_bos: bool  # in front of a text
     pieces: TokenPieces  # what each id adds to a text
 
     def __init__(self, folder: Path | str) -> None:
@@ -56,7 +57,7 @@ class Tokenizer:
         self.max_token_bytes = max((len(token.encode()) for token in vocab), default=1)
         self.control_tokens = _control_tokens(self._backend)
         self._characters: BackendTokenizer | None = None
-        self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
+        self.adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
         self._has_normalizer = self._backend.normalizer is not None
         self.pieces = TokenPieces(self._backend)
         self._all_pieces: TokenPieces | None = None
@@ -77,7 +78,7 @@ class Tokenizer:
             self._check_size(text, max_model_len, times)
         ids = _encode(self._backend, text, adds_special=True)
         bos = self.bos_token_id
-        if self._adds_bos and ids[1:2] == [bos]:
+        if self.adds_bos and ids[1:2] == [bos]:
             return ids[1:]
         if ids:
             return ids
@@ -111,6 +112,11 @@ class Tokenizer:
         """
         known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
         return str(self._backend.decode(known, skip_special_tokens=True))
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, with special tokens as they are written."""
+        known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
+        return str(self._backend.decode(known, skip_special_tokens=False))
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special ones as they are written; broken characters become U+FFFD."""

@@ -22,7 +22,7 @@ from cb_backend.front_end.wire.sampling_json import check_json_size, load_parame
 # Clients of vllm_backend compare with this text.
 STREAM_WITH_INPUT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 
-_STRING_INPUTS = ("text_input", "messages", "sampling_parameters")
+_STRING_INPUTS = ("text_input", "messages", "sampling_parameters", "tokenize")
 _PROMPT_INPUTS = ("text_input", "input_ids", "messages")
 _FLAG_INPUTS = (
     "stream",
@@ -58,6 +58,7 @@ class GenerateRequest:
     return_output_ids: bool = False
     input_ids: list[int] | None = None  # the prompt as token ids, within the vocabulary
     messages: str | None = None  # the prompt as chat messages in JSON, not looked into
+    tokenize: str | None = None  # JSON options: nothing is generated, the answer is the prompt itself
     num_logprobs: int | None = None  # as the client gave `logprobs`; None: the output `logprobs` is "null"
 
 
@@ -91,6 +92,7 @@ def make_request(
     text_bytes = _read_bytes(inputs, "text_input")
     input_ids = _read_ids(inputs, "input_ids", vocab_size)
     messages = _read_bytes(inputs, "messages")
+    tokenize = _read_bytes(inputs, "tokenize")
     _check_one_prompt(inputs)
     flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
@@ -118,6 +120,7 @@ def make_request(
         return_output_ids=bool(flags["return_output_ids"]),
         input_ids=input_ids,
         messages=None if messages is None else _decode_utf8("messages", messages),
+        tokenize=None if tokenize is None else _decode_utf8("tokenize", tokenize),
         num_logprobs=params.logprobs,
     )
 
