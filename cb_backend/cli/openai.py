@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.server.gateway_process import DEFAULT_PORT
-from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES
+from cb_backend.cli.server.gateway_process import DEFAULT_PORT, add_reading_options
 from cb_backend.gateway.settings import DEFAULT_BODY_MIB, ENVIRONMENT_VARIABLE, Settings, read_names
 
 PARENT_EVERY_S = 0.5
@@ -32,15 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beside-server", action="store_true", help=argparse.SUPPRESS
     )  # of `serve`, which speaks for it
-    names = "; MODEL=NAME for one model. May be given several times"
-    parser.add_argument(
-        "--tool-parser", action="append", default=[], metavar="NAME",
-        help=f"how calls of tools are written: {', '.join(TOOL_NAMES)} (default: auto){names}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--reasoning-parser", action="append", default=[], metavar="NAME",
-        help=f"how reasoning is written: {', '.join(REASONING_NAMES)} (default: think){names}",
-    )  # fmt: skip
+    add_reading_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from cb_backend.cli.paths import CliError, checkout_path
 from cb_backend.cli.server.addresses import numeric_host
 from cb_backend.cli.server.backend_folder import our_backends
 from cb_backend.cli.server.engine_options import add_engine_options, engine_options, flag_of
-from cb_backend.cli.server.gateway_process import DEFAULT_PORT, gateway_beside
+from cb_backend.cli.server.gateway_process import DEFAULT_PORT, add_reading_options, gateway_beside, reading_words
 from cb_backend.cli.server.known_faults import Configuration, known_faults, own_python_models
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import (
@@ -37,6 +37,7 @@ from cb_backend.cli.server.server_log import is_worth_showing
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
 from cb_backend.cli.server.start_up import PartlyLoadedError, wait_ready_aloud
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.gateway.settings import read_names
 from cb_backend.models.checkpoint import check_checkpoint_name
 
 SAID_ONCE = ("failed to load", "Failed to create instance", "error: creating server")  # in our own words at the end
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the OpenAI gateway beside the server (default: {DEFAULT_PORT} if it is free)",
     )
     parser.add_argument("--no-openai", action="store_true", help="start no OpenAI gateway")
+    add_reading_options(parser.add_argument_group("OpenAI gateway"))
     parser.add_argument(
         "--exit-timeout-secs", type=int, default=30, help="how long running requests may go on at the end"
     )
@@ -83,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
             f"{flag_of(next(iter(engine_arguments)))} changes the checkout's llm model; with --model-repository, set "
             f"{next(iter(engine_arguments))!r} in the model.json of the model that is meant"
         )
+    read_names("--tool-parser", args.tool_parser)  # a wrong name is told before anything starts
+    read_names("--reasoning-parser", args.reasoning_parser)
     if args.exit_timeout_secs < 0:
         raise CliError(f"--exit-timeout-secs is {args.exit_timeout_secs}; it must be 0 or more")
     with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:
@@ -146,7 +150,9 @@ def _serve(args: argparse.Namespace, repository: Path, folder: Path) -> int:
 
 def _start_gateway(args: argparse.Namespace, server: ServerProcess, beside: contextlib.ExitStack) -> str | None:
     """Its address; None where the default port is somebody else's."""
-    address = beside.enter_context(gateway_beside(server.options.host, args.openai_port, server.grpc_address))
+    address = beside.enter_context(
+        gateway_beside(server.options.host, args.openai_port, server.grpc_address, reading_words(args))
+    )
     if address is None:
         _say(f"no OpenAI gateway: port {DEFAULT_PORT} is in use; --openai-port names another")
     return address

@@ -1,17 +1,14 @@
-"""The gateway as an ASGI application. Endpoints: chat completions, completions, models, health."""
+"""The gateway as an ASGI application: its endpoints, what they share, and who may ask."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -25,13 +22,24 @@ from cb_backend.gateway.bodies import read_body
 from cb_backend.gateway.calls import replies
 from cb_backend.gateway.errors import ApiError
 from cb_backend.gateway.http import ClientGone, EventStream, read_all, until_gone
+from cb_backend.gateway.page import show_page
+from cb_backend.gateway.readings import Readings
 from cb_backend.gateway.requests import Generation, read_chat, read_completion
+from cb_backend.gateway.responses import (
+    Answering,
+    JsonEndpoint,
+    encode,
+    error_response,
+    header,
+    json_response,
+    request_id_of,
+)
 from cb_backend.gateway.settings import ENVIRONMENT_VARIABLE, ApiKeys, Settings
+from cb_backend.gateway.tokens import detokenize, tokenize
 from cb_backend.gateway.triton import Reply, Triton
 
-_OPEN_PATHS = ("/health", "/ping")  # those who ask have no key
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_encode = msgspec.json.encode
+# Those who ask have no key: probes, and a browser before its page has asked for one.
+_OPEN_PATHS = ("/health", "/ping", "/")
 
 logger = logging.getLogger("cb_backend.gateway")
 
@@ -50,6 +58,9 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/completions", Generate(gateway, is_chat=False), methods=["POST"]),
         Route("/v1/models", gateway.list_models),
         Route("/v1/models/{name:path}", gateway.show_model),
+        Route("/tokenize", gateway.endpoint(tokenize, "tok"), methods=["POST"]),
+        Route("/detokenize", gateway.endpoint(detokenize, "detok"), methods=["POST"]),
+        Route("/", show_page),
         Route("/health", gateway.health),
         Route("/ping", gateway.health),
     ]
@@ -74,15 +85,20 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.triton = Triton(settings.url)
+        self.readings = Readings(settings, self.triton)
         self.keys: ApiKeys | None = settings.api_keys()
         self._started_at = int(time.time())
 
+    def endpoint(self, answering: Answering, prefix: str) -> JsonEndpoint:
+        """`prefix`: of the ids of requests that have none."""
+        return JsonEndpoint(answering, lambda: self.triton, self.settings.max_body_bytes, prefix)
+
     async def list_models(self, request: Request) -> Response:
         models = await self.triton.models()
-        return _json({"object": "list", "data": [self._shown(name) for name in sorted(models)]})
+        return json_response({"object": "list", "data": [self._shown(name) for name in sorted(models)]})
 
     async def show_model(self, request: Request) -> Response:
-        return _json(self._shown((await self.triton.model(request.path_params["name"])).name))
+        return json_response(self._shown((await self.triton.model(request.path_params["name"])).name))
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if await self.triton.is_ready() else 503)
@@ -99,20 +115,20 @@ class Generate:
         self._is_chat = is_chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = _request_id(scope, "chatcmpl" if self._is_chat else "cmpl")
+        request_id = request_id_of(scope, "chatcmpl" if self._is_chat else "cmpl")
         try:
             data = await read_all(receive, self._gateway.settings.max_body_bytes)
             await until_gone(receive, self._answer(data, request_id, send, scope))
         except ClientGone:
             pass
         except ApiError as error:
-            await _error_response(error, request_id)(scope, receive, send)
+            await error_response(error, request_id)(scope, receive, send)
 
     async def _answer(self, data: bytes, request_id: str, send: Send, scope: Scope) -> None:
         body = read_body(data)
         model = await self._gateway.triton.model(body.need("model", str))
         if self._is_chat:
-            generation = read_chat(body, model, self._gateway.settings.reading(model.name))
+            generation = read_chat(body, model, await self._gateway.readings.of(model, body))
         else:
             generation = read_completion(body, model)
         head = {"id": request_id, "object": generation.object, "created": int(time.time()), "model": model.name}
@@ -120,7 +136,7 @@ class Generate:
             await self._stream(generation, {**head, "object": generation.chunk_object}, send)
         else:
             whole = await self._collect(generation, head)
-            await _json(whole, headers={"x-request-id": request_id})(scope, _nothing, send)
+            await json_response(whole, headers={"x-request-id": request_id})(scope, _nothing, send)
 
     async def _collect(self, generation: Generation, head: dict[str, Any]) -> dict[str, Any]:
         usage = Usage()
@@ -142,14 +158,14 @@ class Generate:
                 for number, reply in batch:
                     chunks += _push(generation, number, reply, usage)
                 if chunks:
-                    await events.push([_encode({**head, "choices": [chunk]}) for chunk in chunks])
+                    await events.push([encode({**head, "choices": [chunk]}) for chunk in chunks])
         except ApiError as error:
             if not events.has_begun:
                 raise
-            await events.push([_encode(error.body())])
+            await events.push([encode(error.body())])
         else:
             if generation.wants_usage:
-                await events.push([_encode({**head, "choices": [], "usage": usage.shown()})])
+                await events.push([encode({**head, "choices": [], "usage": usage.shown()})])
         await events.end()
 
 
@@ -175,9 +191,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if self._keys is not None and scope["path"] not in _OPEN_PATHS and not self._keys.are_right(_header(scope)):
+        if self._keys is not None and scope["path"] not in _OPEN_PATHS and not self._keys.are_right(header(scope)):
             error = ApiError(401, "this gateway needs an API key: 'Authorization: Bearer KEY'", code="invalid_api_key")
-            return await _error_response(error)(scope, receive, send)
+            return await error_response(error)(scope, receive, send)
         has_begun = False
 
         async def watched(message: Any) -> None:
@@ -191,41 +207,22 @@ class Guard:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not has_begun:
                 error = ApiError(500, "the gateway could not answer this request; its log says why")
-                await _error_response(error)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
         return None
-
-
-def _header(scope: Scope, name: bytes = b"authorization") -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _request_id(scope: Scope, prefix: str) -> str:
-    """The client's own, where it is one that a log can hold; else a new one."""
-    own = _header(scope, b"x-request-id").decode("latin-1")
-    return own if _REQUEST_ID.fullmatch(own) else f"{prefix}-{uuid.uuid4().hex}"
 
 
 async def _nothing() -> Any:
     return {"type": "http.disconnect"}
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_encode(value), status, headers, media_type="application/json")
-
-
-def _error_response(error: ApiError, request_id: str | None = None) -> Response:
-    own = {} if request_id is None else {"x-request-id": request_id}
-    return _json(error.body(), error.status, {**error.headers(), **own})
-
-
 async def _show_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
-    return _error_response(ApiError(404, f"there is no {request.url.path} here; try /v1/chat/completions"))
+    return error_response(ApiError(404, f"there is no {request.url.path} here; try /v1/chat/completions"))
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    return _error_response(ApiError(405, f"{request.method} is not possible for {request.url.path}"))
+    return error_response(ApiError(405, f"{request.method} is not possible for {request.url.path}"))

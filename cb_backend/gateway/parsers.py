@@ -17,7 +17,7 @@ TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
     "mistral": MistralParser,
 }
 TOOL_NAMES = ("auto", *TOOL_PARSERS, "gpt-oss", "none")
-REASONING_NAMES = ("think", "think-open", "gpt-oss", "none")
+REASONING_NAMES = ("auto", "think", "think-open", "gpt-oss", "none")
 _NEED_CONTROL_TOKENS = ("mistral", "gpt-oss")
 
 
@@ -26,7 +26,7 @@ class Reading:
     """How the answers of one model are read. See `TOOL_NAMES` and `REASONING_NAMES`."""
 
     tools: str = "auto"
-    reasoning: str = "think"
+    reasoning: str = "auto"  # where nobody knows better: "think"
 
     def needs_control_tokens(self, choice: ToolChoice) -> bool:
         """Whether the model must leave its control tokens in the text."""

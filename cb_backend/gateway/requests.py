@@ -42,7 +42,7 @@ def read_chat(body: Body, model: Model, reading: Reading) -> Generation:
         raise bad_request(f"the model {model.name!r} has no input 'messages'; use /v1/completions", "model")
     generation = _begin(body, "chat.completion")
     choice = take_tools(body)
-    prompt = Prompt("messages", _messages(body, choice))
+    prompt = Prompt("messages", messages_input(body, choice))
     body.refuse("modalities", "answers are text", (["text"],))
     body.refuse("audio", "answers are text")
     body.refuse("prediction", "there are no drafts from clients", ())
@@ -105,7 +105,7 @@ def _add(generation: Generation, prompts: list[Prompt], sampling: dict[str, Any]
     ]
 
 
-def _messages(body: Body, choice: ToolChoice) -> str:
+def messages_input(body: Body, choice: ToolChoice) -> str:
     """The input `messages`: the conversation, and what the chat template is to know beside it."""
     messages = body.need("messages", list)
     values: dict[str, Any] = dict(body.take("chat_template_kwargs", dict) or {})

@@ -37,7 +37,7 @@ class Settings:
     def reading(self, model: str) -> Reading:
         """How this model's answers are read."""
         tools = self.tool_parsers.get(model) or self.tool_parsers.get("") or "auto"
-        reasoning = self.reasoning_parsers.get(model) or self.reasoning_parsers.get("") or "think"
+        reasoning = self.reasoning_parsers.get(model) or self.reasoning_parsers.get("") or "auto"
         return Reading(tools, reasoning)
 
     def api_keys(self) -> ApiKeys | None:

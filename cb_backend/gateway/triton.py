@@ -44,6 +44,11 @@ class Model:
     def takes_chat(self) -> bool:
         return "messages" in self.inputs
 
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether it says what a prompt is to it instead of answering."""
+        return "tokenize" in self.inputs and "tokenized" in self.outputs
+
 
 @dataclass(slots=True)
 class Reply:
@@ -54,6 +59,7 @@ class Reply:
     logprobs: list[str] = field(default_factory=list)  # JSON
     num_input_tokens: int | None = None
     num_output_tokens: list[int] = field(default_factory=list)
+    tokenized: str = ""  # JSON about the prompt
     is_final: bool = False
 
 
@@ -130,6 +136,17 @@ class Triton:
         finally:
             call.cancel()
 
+    async def ask(self, model: str, inputs: Mapping[str, Any], request_id: str) -> Reply:
+        """A request's one response. Raises `ApiError`."""
+        stream = self.stream(model, inputs, request_id)
+        try:
+            found = [reply async for reply in stream if reply.texts or not reply.is_final]
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+        if len(found) != 1:
+            raise ApiError(502, f"the model {model!r} gave {len(found)} responses instead of one")
+        return found[0]
+
     async def close(self) -> None:
         if self._channel is not None:
             await self._channel.close()
@@ -200,6 +217,8 @@ def read_reply(response: Any) -> Reply:
             reply.texts = _texts(data)
         elif tensor.name == "finish_reason":
             reply.finish_reasons = _texts(data)
+        elif tensor.name == "tokenized":
+            reply.tokenized = _texts(data)[0]
         elif tensor.name == "logprobs":
             reply.logprobs = _texts(data)
         elif tensor.name == "num_output_tokens":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from cb_backend.cli.main import main
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.server.gateway_process import gateway_beside
+from cb_backend.cli.server.gateway_process import add_reading_options, gateway_beside, reading_words
 from cb_backend.cli.server.server_process import free_ports
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
 from tests.waiting import WAIT_S, eventually
@@ -71,6 +72,19 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error() -> None:
             pass
 
 
+def test_serve_hands_on_how_answers_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's name of the option as well; a wrong value is told before a server starts."""
+    parser = argparse.ArgumentParser()
+    add_reading_options(parser)
+    given = ["--tool-call-parser", "llm=mistral", "--reasoning-parser", "none", "--tool-parser", "hermes"]
+    words = reading_words(parser.parse_args(given))
+    assert words == ["--tool-parser", "llm=mistral", "--tool-parser", "hermes", "--reasoning-parser", "none"]
+    assert reading_words(parser.parse_args(words)) == words
+    assert reading_words(parser.parse_args([])) == []
+    assert main(["serve", "--reasoning-parser", "deepseek_r1"]) == 1
+    assert "'deepseek_r1' is none of auto, think" in capsys.readouterr().err
+
+
 def test_a_default_port_that_is_taken_leaves_the_gateway_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -84,7 +98,7 @@ def test_a_gateway_ends_with_the_process_that_started_it() -> None:
     (port,) = free_ports(1)
     starter = (
         "import time\n"
-        "from cb_backend.cli.server.gateway_process import gateway_beside\n"
+        "from cb_backend.cli.server.gateway_process import add_reading_options, gateway_beside, reading_words\n"
         f"with gateway_beside('127.0.0.1', {port}, '127.0.0.1:9') as address:\n"
         "    print(address, flush=True)\n"
         "    time.sleep(600)\n"

@@ -101,7 +101,7 @@ def test_names_of_parsers() -> None:
     assert Settings.from_json(settings.to_json()) == settings
     assert settings.reading("llm").tools == "mistral"
     assert settings.reading("other").tools == "hermes"
-    assert settings.reading("other").reasoning == "think"
+    assert settings.reading("other").reasoning == "auto"
 
 
 def test_an_error_without_a_field() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.addresses import family_of, why_taken, with_port
+from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES
 from cb_backend.serving.server_arguments import reachable_host
 
 DEFAULT_PORT = 9000
@@ -18,12 +20,32 @@ START_S = 30.0
 END_S = 10.0  # of its own drain, after the server's
 
 
+def add_reading_options(parser: argparse._ActionsContainer) -> None:
+    """How answers are read, where the models' chat templates are not to say it. vLLM's names work too."""
+    names = "; MODEL=NAME for one model. May be given several times"
+    parser.add_argument(
+        "--tool-parser", "--tool-call-parser", action="append", default=[], metavar="NAME",
+        help=f"how calls of tools are written: {', '.join(TOOL_NAMES)} (default: auto, by the chat template){names}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reasoning-parser", action="append", default=[], metavar="NAME",
+        help=f"how reasoning is written: {', '.join(REASONING_NAMES)} (default: auto){names}",
+    )  # fmt: skip
+
+
+def reading_words(args: argparse.Namespace) -> list[str]:
+    """The options of `add_reading_options` as they were given, for another command line."""
+    tools = [word for name in args.tool_parser for word in ("--tool-parser", name)]
+    return tools + [word for name in args.reasoning_parser for word in ("--reasoning-parser", name)]
+
+
 @contextlib.contextmanager
-def gateway_beside(host: str, port: int | None, grpc_address: str) -> Iterator[str | None]:
+def gateway_beside(host: str, port: int | None, grpc_address: str, options: Sequence[str] = ()) -> Iterator[str | None]:
     """A gateway on `host`:`port` for the server at `grpc_address`; gives its address.
 
-    `port` None: the default one, and where somebody has that already no gateway is started: then it gives None. Raises
-    `CliError` where a port that was asked for is taken, or the gateway ends at once.
+    `options`: more words of its command line. `port` None: the default one, and where somebody has that already no
+    gateway is started: then it gives None. Raises `CliError` where a port that was asked for is taken, or the gateway
+    ends at once.
     """
     number = DEFAULT_PORT if port is None else port
     if why_taken(host, number) is not None:
@@ -34,7 +56,7 @@ def gateway_beside(host: str, port: int | None, grpc_address: str) -> Iterator[s
     # A group of its own: Ctrl-C of a terminal is for the server, which drains; the gateway ends after it.
     process = subprocess.Popen(
         [sys.executable, "-m", "cb_backend.cli.main", "openai", "--beside-server", "--url", grpc_address,
-         "--host", host, "--port", str(number)],
+         "--host", host, "--port", str(number), *options],
         start_new_session=True,
     )  # fmt: skip
     try:
