@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.request import FinishReason
 from cb_backend.contracts.step import NO_TOKEN, EngineOutput, Failure, PromptLogprobs, TokenLogprobs
@@ -59,8 +60,10 @@ def run(
     params: TokenRules | Sequence[TokenRules],
     arrivals: Sequence[int] | None = None,
     cancels: Mapping[int, int] | None = None,
+    adapters: Mapping[int, AdapterSource] | None = None,
 ) -> Run:
-    """Run to the end. `arrivals[i]`: the step before which prompt i is added; `cancels`: prompt -> step."""
+    """Run to the end. `arrivals[i]`: the step before which prompt i is added; `cancels`: prompt -> step; `adapters`: of
+    the prompts that want one."""
     all_params = [params] * len(prompts) if isinstance(params, TokenRules) else list(params)
     arrivals = arrivals or [0] * len(prompts)
     cancels = dict(cancels or {})
@@ -69,7 +72,8 @@ def run(
     while to_come or engine.has_unfinished():
         while to_come and (arrivals[to_come[0]] <= out.num_steps or not engine.has_unfinished()):
             index = to_come.pop(0)
-            engine.add_request(engine.make_request(index, np.asarray(prompts[index], np.int32), all_params[index]))
+            tokens, adapter = np.asarray(prompts[index], np.int32), (adapters or {}).get(index)
+            engine.add_request(engine.make_request(index, tokens, all_params[index], adapter=adapter))
         for index in [index for index, step in cancels.items() if step <= out.num_steps]:
             del cancels[index]
             if engine.cancel(index):

@@ -5,17 +5,18 @@ On a CUDA device that is none; what is computed is compared with an engine on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_graphs import StepGraphs
 from cb_backend.engine.step_shapes import FullSteps, StepShape, adapter_shapes, step_shapes
-from tests.engine.adapted import GivenAdapters, adapted_engine
+from tests.engine.adapted import adapted_engine, source_of
 from tests.engine.drive import Run, run
 from tests.engine.fake_cuda import FakeCuda, fake_device
 from tests.fakes.graphs import graphs_of
@@ -23,18 +24,19 @@ from tests.models.adapters import ALL_MODULES, write_adapter
 
 SETTINGS = {
     "max_model_len": 128, "max_num_batched_tokens": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 200,
-    "attention_backend": "torch", "max_loras": 2, "kv_cache_memory_bytes": None,
+    "attention_backend": "torch", "max_loras": 2, "enable_prefix_caching": False,
 }  # fmt: skip
 GREEDY = TokenRules(max_tokens=9, temperature=0.0, ignore_eos=True, seed=0)
 PROMPTS = [[(7 * index + place) % 90 + 3 for place in range(5 + index)] for index in range(6)]
-BASE = dict.fromkeys(range(6), -1)
-# What is loaded into the two slots, and who goes through which: graphs meet other mixes, other contents, and neither.
-ROUNDS: list[tuple[tuple[int, int], Mapping[int, int]]] = [
-    ((0, 1), {0: 0, 1: 1, 2: -1, 3: 0, 4: 1, 5: 1}),
-    ((0, 1), {0: 1, 1: -1, 2: 0, 3: 1, 4: 0, 5: 0}),
-    ((2, 0), {0: 1, 1: -1, 2: 0, 3: 1, 4: 0, 5: 0}),
-    ((2, 0), BASE),
-    ((1, 2), dict.fromkeys(range(6), 1)),
+# Which adapter each prompt wants, None: none. There are two slots: graphs meet other mixes, other contents, neither.
+BASE = (None,) * 6
+ROUNDS: list[tuple[int | None, ...]] = [
+    (0, 1, None, 0, 1, 1),
+    (1, None, 0, 1, 0, 0),
+    (2, None, 0, 2, 0, 0),
+    BASE,
+    (1, 1, 1, 1, 1, 1),
+    (2, 1, 0, None, 2, 0),
 ]
 
 
@@ -47,19 +49,19 @@ def adapters(gqa_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     ]
 
 
-def rounds(folder: Path, adapters: list[Path], **settings: Any) -> tuple[list[Run], GivenAdapters, list[list[int]]]:
-    """(what each round gave, the runner, replays of each graph in each round)."""
-    engine, given = adapted_engine(folder, adapters[:2], {}, **{**SETTINGS, **settings})
+def rounds(folder: Path, adapters: list[Path], **settings: Any) -> tuple[list[Run], LLMEngine, list[list[int]]]:
+    """(what each round gave, the engine, replays of each graph in each round)."""
+    engine = adapted_engine(folder, **{**SETTINGS, **settings})
+    runner = engine.runner
+    captured = runner.graphs._graphs.values() if isinstance(runner, SlotRunner) else ()
+    graphs: list[Any] = [graph for graph, _ in captured]
     runs, replays = [], []
-    captured = given.runner.graphs._graphs.values() if isinstance(given.runner, SlotRunner) else ()
-    graphs = [graph for graph, _ in captured]
-    for loaded, slot_of in ROUNDS:
+    for wanted in ROUNDS:
         before = [graph.num_replays for graph in graphs]
-        given.reload([adapters[index] for index in loaded])
-        given.slot_of = slot_of
-        runs.append(run(engine, PROMPTS, GREEDY))
+        sources = {index: source_of(adapters[each]) for index, each in enumerate(wanted) if each is not None}
+        runs.append(run(engine, PROMPTS, GREEDY, adapters=sources))
         replays.append([graph.num_replays - count for graph, count in zip(graphs, before, strict=True)])
-    return runs, given, replays
+    return runs, engine, replays
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +82,13 @@ def fake(expected: list[Run], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeC
 def test_replays_follow_the_adapters_that_are_there_then(
     gqa_folder: Path, adapters: list[Path], expected: list[Run], fake: FakeCuda
 ) -> None:
-    runs, given, replays = rounds(gqa_folder, adapters, device="cuda")
-    assert isinstance(given.runner, SlotRunner)
+    runs, engine, replays = rounds(gqa_folder, adapters, device="cuda")
+    assert isinstance(engine.runner, SlotRunner)
     assert [each.token_ids for each in runs] == [each.token_ids for each in expected]
-    is_of_adapters = [shape.has_adapters for shape in given.runner.graphs.shapes]
-    for (_, slot_of), counts in zip(ROUNDS, replays, strict=True):
+    is_of_adapters = [shape.has_adapters for shape in engine.runner.graphs.shapes]
+    for wanted, counts in zip(ROUNDS, replays, strict=True):
         used = {has for has, count in zip(is_of_adapters, counts, strict=True) if count}
-        if slot_of is BASE:
+        if wanted is BASE:
             assert used == {False}, "no graph of steps with adapters runs where no row has one"
         else:
             assert True in used
@@ -95,10 +97,11 @@ def test_replays_follow_the_adapters_that_are_there_then(
 
 def test_nothing_waits_for_adapters(gqa_folder: Path, adapters: list[Path], fake: FakeCuda) -> None:
     """Loads are copies in order with the steps."""
-    engine, given = adapted_engine(gqa_folder, adapters[:2], {0: 0, 1: 1}, **{**SETTINGS, "device": "cuda"})
-    given.reload([adapters[2], adapters[0]])
+    engine = adapted_engine(gqa_folder, **{**SETTINGS, "device": "cuda"})
     fake.waits.clear()
-    run(engine, PROMPTS, GREEDY)
+    for wanted in ROUNDS[:3]:
+        sources = {index: source_of(adapters[each]) for index, each in enumerate(wanted) if each is not None}
+        run(engine, PROMPTS, GREEDY, adapters=sources)
     assert (fake.waits, fake.mistakes) == ([], [])
 
 

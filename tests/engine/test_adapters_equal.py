@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from cb_backend.contracts.token_rules import TokenRules
-from tests.engine.adapted import adapted_engine
+from cb_backend.engine.llm_engine import LLMEngine
+from tests.engine.adapted import adapted_engine, source_of
 from tests.engine.drive import run
 from tests.models.adapters import load_merged, modules_of, write_adapter
 from tests.models.tiny_checkpoints import write_checkpoint
@@ -68,15 +69,15 @@ def prompts_for(count: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[in
     return [tuple(rng.integers(3, 97, lengths[index % len(lengths)]).tolist()) for index in range(count)]
 
 
-def check(name: str, made: Path, num_prompts: int = 24, slots: tuple[int, ...] = (-1, 0, 1, 2), **settings: Any) -> Any:
-    """Run prompts, slot after slot of `slots`, and compare. Returns the engine."""
+def check(name: str, made: Path, num_prompts: int = 24, **settings: Any) -> LLMEngine:
+    """Run prompts of the base model and of every adapter in turn, and compare. Returns the engine."""
     folder, adapters = model_and_adapters(name, made)
-    slot_of = {index: slots[(index + index // len(slots)) % len(slots)] for index in range(num_prompts)}
-    engine, _ = adapted_engine(folder, list(adapters), slot_of, **settings)
-    prompts = prompts_for(num_prompts)
-    got = run(engine, prompts, GREEDY, arrivals=[index // 3 for index in range(num_prompts)])
-    for index, prompt in enumerate(prompts):
-        adapter = None if slot_of[index] < 0 else adapters[slot_of[index]]
+    choices = (None, *adapters)
+    chosen = [choices[(index + index // len(choices)) % len(choices)] for index in range(num_prompts)]
+    engine, prompts = adapted_engine(folder, **settings), prompts_for(num_prompts)
+    sources = {index: source_of(adapter) for index, adapter in enumerate(chosen) if adapter is not None}
+    got = run(engine, prompts, GREEDY, arrivals=[index // 3 for index in range(num_prompts)], adapters=sources)
+    for index, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True)):
         assert got.token_ids[index] == greedy(folder, adapter, prompt, GREEDY.max_tokens), (
             f"prompt {index} of {adapter}"
         )
@@ -103,14 +104,18 @@ def test_requests_that_are_preempted_go_on_with_their_adapter(name: str, made: P
 
 
 def test_prefixes_that_are_cached(made: Path) -> None:
-    """All of one adapter: the same prompts again find their blocks, and go on from them as before."""
+    """The same prompts again find their blocks, those that went through the same adapter, and go on from them."""
     folder, adapters = model_and_adapters("llama-gqa", made)
-    engine, _ = adapted_engine(folder, list(adapters), dict.fromkeys(range(16), 2), enable_prefix_caching=True)
-    prompts = prompts_for(8) * 2
-    got = run(engine, prompts, GREEDY, arrivals=[0] * 8 + [60] * 8)
-    assert engine.stats().num_cached_prompt_tokens > 0
-    for index, prompt in enumerate(prompts):
-        assert got.token_ids[index] == greedy(folder, adapters[2], prompt, GREEDY.max_tokens)
+    engine, prompts = adapted_engine(folder), prompts_for(8, (17, 23, 40))
+    cached = []
+    for adapter in (adapters[2], adapters[2], None, adapters[0], adapters[2]):
+        before = engine.stats().num_cached_prompt_tokens
+        sources = {} if adapter is None else dict.fromkeys(range(8), source_of(adapter))
+        got = run(engine, prompts, GREEDY, adapters=sources)
+        cached.append(engine.stats().num_cached_prompt_tokens - before)
+        for index, prompt in enumerate(prompts):
+            assert got.token_ids[index] == greedy(folder, adapter, prompt, GREEDY.max_tokens)
+    assert [count > 0 for count in cached] == [False, True, False, False, True]
 
 
 def test_an_answer_of_500_tokens(made: Path) -> None:
@@ -118,20 +123,19 @@ def test_an_answer_of_500_tokens(made: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 1024}))
     adapter = write_adapter(folder, made / "long-0", seed=5, target_modules=modules_of("llama-gqa"), r=8, lora_alpha=8)
-    engine, _ = adapted_engine(folder, [adapter], {0: 0, 2: 0})
+    engine, prompts = adapted_engine(folder, num_gpu_blocks_override=600), prompts_for(3)
     params = TokenRules(max_tokens=500, temperature=0.0, ignore_eos=True, seed=0)
-    prompts = prompts_for(3)
-    got = run(engine, prompts, params)
+    got = run(engine, prompts, params, adapters=dict.fromkeys((0, 2), source_of(adapter)))
     for index, prompt in enumerate(prompts):
         assert got.token_ids[index] == greedy(folder, None if index == 1 else adapter, prompt, 500)
 
 
-def test_an_adapter_in_a_slot_that_another_had(made: Path) -> None:
-    """Only what comes after the load goes through it."""
-    folder, adapters = model_and_adapters("llama-gqa", made)
-    engine, given = adapted_engine(folder, [adapters[0]], dict.fromkeys(range(8), 0))
-    for adapter in (adapters[0], adapters[2], adapters[0]):
-        given.reload([adapter])
-        got = run(engine, prompts_for(8), GREEDY)
-        for index, prompt in enumerate(prompts_for(8)):
-            assert got.token_ids[index] == greedy(folder, adapter, prompt, GREEDY.max_tokens)
+@pytest.mark.parametrize("kind", ["slots", "reference"])
+@pytest.mark.parametrize("max_loras", [1, 2])
+def test_more_adapters_than_slots(max_loras: int, kind: str, made: Path) -> None:
+    """They take turns; rows of the base model need no slot."""
+    engine = check("llama-gqa", made, max_loras=max_loras, kind=kind)
+    stats = engine.stats().adapters
+    assert stats is not None
+    assert stats.num_resident == max_loras
+    assert stats.num_loads >= len(ADAPTERS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.contracts.token_rules import TokenRules
-from tests.engine.adapted import adapted_engine
+from tests.engine.adapted import adapted_engine, source_of
 from tests.engine.drive import run
 from tests.models.adapters import load_merged, modules_of, write_adapter
 from tests.models.paged_model import PagedModel
@@ -61,17 +61,15 @@ def test_captured_steps_follow_the_adapters_in_their_slots(
     """Other mixes, other contents of the slots, and none: answers of the CPU's twins, in float32."""
     folder, adapters = made
     prompts = [random_tokens(5 + 9 * index, index) for index in range(7)]
-    usual = {"max_num_batched_tokens": 512, "max_model_len": 128, "max_loras": 2, "kv_cache_memory_bytes": 1 << 24}
+    usual = {"max_num_batched_tokens": 512, "max_model_len": 128, "max_loras": 2}
     engines = [
-        adapted_engine(folder, adapters[:2], {}, **usual, **more)
+        adapted_engine(folder, **usual, **more)
         for more in ({"device": "cuda", "attention_backend": "triton", **settings}, {"device": "cpu"})
     ]
-    for loaded, slots in (((0, 1), (0, 1, -1)), ((2, 0), (1, 0)), ((2, 0), (-1,)), ((1, 2), (0, 0, 1))):
-        answers = []
-        for engine, given in engines:
-            given.reload([adapters[index] for index in loaded])
-            given.slot_of = {index: slots[index % len(slots)] for index in range(len(prompts))}
-            answers.append(run(engine, prompts, GREEDY).token_ids)
+    for wanted in ((0, 1, None), (2, 0), (None,), (1, 1, 2), (0, 1, 2)):
+        chosen = {index: wanted[index % len(wanted)] for index in range(len(prompts))}
+        sources = {index: source_of(adapters[each]) for index, each in chosen.items() if each is not None}
+        answers = [run(engine, prompts, GREEDY, adapters=sources).token_ids for engine in engines]
         assert answers[0] == answers[1]
 
 
@@ -79,15 +77,11 @@ def test_bfloat16_alone_and_among_others_is_the_same(made: tuple[Path, list[Path
     """A row's answer does not depend on which adapters are beside it, as far as the rest of the step does not."""
     folder, adapters = made
     prompts = [random_tokens(20, index) for index in range(8)]
+    settings = {"device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 512, "max_model_len": 128}
     answers = []
-    for slot_of in (
-        {index: index % 3 for index in range(8)},
-        {index: 0 if index % 3 == 0 else 2 for index in range(8)},
-    ):
-        engine, _ = adapted_engine(
-            folder, adapters, slot_of, device="cuda", dtype="bfloat16", max_num_batched_tokens=512, max_model_len=128,
-            max_num_seqs=8,
-        )  # fmt: skip
-        answers.append(run(engine, prompts, GREEDY).token_ids)
+    for others in ((1, 2), (2, 2)):
+        engine = adapted_engine(folder, max_num_seqs=8, **settings)
+        sources = {index: source_of(adapters[(0, *others)[index % 3]]) for index in range(8)}
+        answers.append(run(engine, prompts, GREEDY, adapters=sources).token_ids)
     for index in (0, 3, 6):
         assert answers[0][index] == answers[1][index]

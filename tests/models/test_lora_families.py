@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.launch import IS_INTERPRETING
 from tests.models.adapters import load_merged, modules_of, write_adapter
 from tests.models.paged_model import PagedModel
 from tests.models.tiny_checkpoints import random_tokens, write_checkpoint
@@ -46,6 +47,22 @@ def test_rows_of_several_adapters_are_the_merged_models(name: str, tmp_path: Pat
     got = run(model, prompts)
     for logits, tokens, adapter in zip(got, prompts, (adapters[1], adapters[0], None), strict=True):
         assert (logits - reference(folder, adapter, tokens)).abs().max() < 1e-4
+
+
+def test_the_kernels_compute_the_same(tmp_path: Path) -> None:
+    """Of all ops those of triton, interpreted where there is no GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert device.type == "cuda" or IS_INTERPRETING, "the kernels cannot run"
+    folder = write_checkpoint("llama-gqa", tmp_path / "model")
+    options: dict[str, Any] = {"target_modules": modules_of("llama-gqa"), "r": 5}
+    adapters = [write_adapter(folder, tmp_path / str(seed), seed=seed, **options) for seed in range(2)]
+    model = PagedModel(folder, backend="triton", device=device, max_adapters=2, max_rank=8)
+    for slot, adapter in enumerate(adapters):
+        model.load_adapter(slot, adapter)
+    model.adapter_of_slot[:2] = torch.tensor([1, 0])
+    prompts = [random_tokens(length, length) for length in (5, 6, 4)]
+    for logits, tokens, own in zip(run(model, prompts), prompts, (adapters[1], adapters[0], None), strict=True):
+        assert (logits.cpu() - reference(folder, own, tokens)).abs().max() < 1e-4
 
 
 def run(model: PagedModel, prompts: list[list[int]]) -> list[Tensor]:
