@@ -7,10 +7,12 @@ tutorials write them so (`"enforce_eager": "true"`). This module does not know c
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.pooling import POOLINGS
 from cb_backend.contracts.scheduling import MAX_PRIORITY
 
 DTYPES = {
@@ -26,13 +28,15 @@ MAX_RUN_AHEAD = 4
 MAX_LORA_RANK = 512
 
 QUANTIZATIONS = ("fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4")
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
     "load_format": ("auto", "dummy"),
     "generation_config": ("vllm", "auto"),
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "triton", "torch"),
     "prefill_policy": ("mixed", "hybrid"),
+    "runner": ("auto", "generate", "pooling", "both"),
+    "pooling": (None, *POOLINGS),
 }
 # None is allowed where the field's type has it.
 _AT_LEAST_ONE = (
@@ -63,6 +67,14 @@ class EngineConfig:
     load_format: str = "auto"  # auto | dummy (random weights, for benchmarks)
     seed: int = 0  # of dummy weights
     generation_config: str = "vllm"  # vllm: neutral sampling defaults | auto: those of generation_config.json
+    # What for
+    # auto: what the checkpoint is for | generate: text | pooling: embeddings, classes, scores | both: text and these
+    runner: str = "auto"
+    pooling: str | None = None  # of embeddings: last | mean; None: the checkpoint's, else last
+    normalize: bool | None = None  # embeddings have length 1; None: the checkpoint's, else True
+    # Tokens of the head whose shares are the score, the one that means yes last, as vLLM has it: ["no", "yes"].
+    classifier_from_token: tuple[str, ...] = ()
+    score_template: str | None = None  # of a pair to score, with {query} and {document}; None: one after the other
     # Where
     device: str = "auto"  # auto | cpu | cuda
     engine_python: str | None = None  # interpreter of the engine process; None: the front end's own
@@ -122,7 +134,7 @@ class EngineConfig:
         )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            _require(value in choices, f"{name} is {value!r}; use one of {', '.join(choices)}")
+            _require(value in choices, f"{name} is {value!r}; use one of {', '.join(filter(None, choices))}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
@@ -186,6 +198,8 @@ _WHY_NOT = {
     "scheduling_policy": "but requests always run in flight (`cb-backend study` compares that with static batches)",
 }
 
+_TEXTS = "tuple[str, ...]"
+_KIND_NAMES = {_TEXTS: "list of strings"}
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 _MAX_SHOWN = 80  # characters of a value that an error repeats
 
@@ -241,9 +255,13 @@ def _coerce(key: str, value: Any, annotation: str) -> Any:
             return float(value)
         if kind == "str" and isinstance(value, str):
             return value
+        if kind == _TEXTS:
+            texts = json.loads(value) if isinstance(value, str) else value
+            if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+                return tuple(texts)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
         pass
-    raise ConfigError(f"engine argument {key!r} must be of type {kind}, got {_show(value)}")
+    raise ConfigError(f"engine argument {key!r} must be of type {_KIND_NAMES.get(kind, kind)}, got {_show(value)}")
 
 
 def _show(value: Any) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.packed_logprobs import Packed
+from cb_backend.contracts.pooling import ModelTasks
 from cb_backend.contracts.queue_room import QueueRoom, RefusedRequests
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step_dump import DumpSteps, StepDump
@@ -81,6 +82,7 @@ class ModelInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_adapter_slots: int = 0  # adapters that one batch can have; 0: none is taken
     kv_windows: tuple[int, ...] = (0,)  # newest tokens that each group of layers keeps, the largest first; 0: all
     sampling_defaults: dict[str, float] = {}  # of the checkpoint, for what requests leave out; names as in requests
+    tasks: ModelTasks = ModelTasks()
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):

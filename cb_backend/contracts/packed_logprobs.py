@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.contracts.step import Attachment, PromptLogprobs, TokenLogprobs
+from cb_backend.contracts.step import Attachment, Pooled, PromptLogprobs, TokenLogprobs
 
 
 class TokenLogprob(NamedTuple):
@@ -70,8 +70,26 @@ class ChunkLogprobs(msgspec.Struct, tag=True, frozen=True):
         return self.figures.unpack()
 
 
-Packed = StepLogprobs | ChunkLogprobs  # an `step.Attachment` of one front end's requests
-Delivered = TokenLogprob | ChunkLogprobs  # and what a request's sink gets of it
+class PooledRow(NamedTuple):
+    """What was read off one prompt."""
+
+    values: NDArray[np.float32]  # [size]
+
+
+class StepPooled(msgspec.Struct, tag=True, frozen=True):
+    """`step.Pooled`: of requests that end with their prompts."""
+
+    owners: bytes  # int64 [n] request ids
+    values: bytes  # float32 [n, size]
+
+    def by_owner(self) -> Iterable[tuple[int, PooledRow]]:
+        owners = np.frombuffer(self.owners, "<i8").tolist()
+        values = np.frombuffer(self.values, "<f4").reshape(len(owners), -1)
+        return [(owner, PooledRow(row)) for owner, row in zip(owners, values, strict=True)]
+
+
+Packed = StepLogprobs | ChunkLogprobs | StepPooled  # an `step.Attachment` of one front end's requests
+Delivered = TokenLogprob | ChunkLogprobs | PooledRow  # and what a request's sink gets of it
 
 
 def pack(attachment: Attachment) -> Packed | None:
@@ -81,6 +99,9 @@ def pack(attachment: Attachment) -> Packed | None:
         return StepLogprobs(owners, _packed(attachment.sampled, attachment))
     if isinstance(attachment, PromptLogprobs):
         return ChunkLogprobs(int(attachment.owners[0]), attachment.first, _packed(attachment.given, attachment))
+    if isinstance(attachment, Pooled):
+        owners = attachment.owners.astype("<i8", copy=False).tobytes()
+        return StepPooled(owners, attachment.values.astype("<f4", copy=False).tobytes())
     return None  # a failure is told as the end of its request
 
 

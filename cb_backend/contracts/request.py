@@ -35,11 +35,15 @@ def split_request_id(request_id: int) -> tuple[int, int]:
     return request_id >> REQUEST_ID_BITS, request_id & ((1 << REQUEST_ID_BITS) - 1)
 
 
-def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Raise `InvalidRequestError` for a prompt that is empty or leaves no room for an output token."""
+def check_prompt_length(num_tokens: int, max_model_len: int, *, has_output: bool = True) -> None:
+    """Raise `InvalidRequestError` for a prompt that is empty or leaves no room for an output token, if it has one."""
     if num_tokens < 1:
         raise InvalidRequestError("the prompt has no tokens; send at least one")
-    if num_tokens >= max_model_len:
+    if not has_output and num_tokens > max_model_len:
+        raise InvalidRequestError(
+            f"the text has {num_tokens} tokens; the model takes at most {max_model_len} (max_model_len), so shorten it"
+        )
+    if has_output and num_tokens >= max_model_len:
         raise InvalidRequestError(
             f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} fit beside one output token, so shorten"
             f" it (max_model_len is {max_model_len})"
@@ -106,9 +110,17 @@ class Request:
 
     @property
     def may_read_cache(self) -> bool:
-        """Whether cached prefixes can be taken over: what comes from the cache has no logits, so not while the prompt's
-        log-probabilities are still to be computed. With the first output token they all are."""
+        """Whether cached prefixes can be taken over: what comes from the cache has no hidden states and no logits, so
+        not where those of all tokens are averaged, nor while the prompt's log-probabilities are still to be computed.
+        With the first output token they all are."""
+        if self.params.pooling is not None:
+            return self.params.pooling.pooling != "mean"
         return self.params.prompt_logprobs is None or len(self.token_ids) > self.num_prompt_tokens
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether it ends with its prompt, and has no output token."""
+        return self.params.pooling is not None
 
     @property
     def front_end_id(self) -> int:

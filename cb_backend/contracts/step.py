@@ -29,11 +29,11 @@ class Want(IntEnum):
 
     NOTHING = 0  # a prefill chunk that is not the last
     TOKENS = 1  # the row reaches its last known token, so it samples the next
-    HIDDEN = 2  # its hidden state
+    HIDDEN = 2  # its hidden state: the row ends a pooling request
 
 
 # NOTE: plain numbers for what happens in every step: looking a member up in its enum costs ten times as much.
-NOTHING_WANTED, TOKENS_WANTED = int(Want.NOTHING), int(Want.TOKENS)
+NOTHING_WANTED, TOKENS_WANTED, HIDDEN_WANTED = int(Want.NOTHING), int(Want.TOKENS), int(Want.HIDDEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,17 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """What was read off prompts whose last token the step has computed: `pooling.PoolingRules` says what."""
+
+    owners: NDArray[np.int64]  # [n] whose prompts, as in `TokenLogprobs`
+    values: NDArray[np.float32]  # [n, size]
+
+    def given_to(self, owners: NDArray[np.int64], keep: NDArray[np.bool_]) -> Pooled:
+        return Pooled(owners[keep], self.values[keep])
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Why rows failed, where there is more to say than their status does."""
 
@@ -163,7 +174,7 @@ class Failure:
 # What a step gives some of its rows beside tokens. All kinds go one way: the runner names rows, the scheduler makes
 # them request ids and drops what nobody waits for any more, a front end's sinks get what is theirs.
 # NOTE: columns of many owners, and not one object a row: 256 rows with log-probabilities cost a few array calls.
-Attachment = TokenLogprobs | PromptLogprobs | Failure
+Attachment = TokenLogprobs | PromptLogprobs | Pooled | Failure
 
 
 class StepResult(msgspec.Struct, frozen=True):

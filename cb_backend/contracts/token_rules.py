@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.pooling import PoolingRules
 from cb_backend.contracts.structured_output import StructuredOutput
 
 # Below this temperature the distribution is numerically a single point; vLLM draws the line at the same value.
@@ -130,6 +131,7 @@ class TokenRules(SamplingRules, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens: int = 16  # most tokens to generate, >= 1
     seed: Annotated[int, PerRow("<i8", 0, _device_seed)] = 0
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not come out
+    pooling: PoolingRules | None = None  # what is read off the prompt, instead of tokens
 
     @property
     def has_logits_rules(self) -> bool:
@@ -146,6 +148,8 @@ class TokenRules(SamplingRules, frozen=True, kw_only=True, omit_defaults=True):
     def check(self, vocab_size: int) -> None:
         super().check(vocab_size)
         check_lengths(self.min_tokens, self.max_tokens)
+        if self.pooling is not None:
+            self.pooling.check(vocab_size)
         check_count("bad_words_token_ids", self.bad_words_token_ids, BAD_WORD_FORMS * MAX_BAD_WORDS, "sequences")
         for sequence in self.bad_words_token_ids:
             if not sequence:

@@ -115,6 +115,7 @@ class LLMEngine:
             bad = lowest if lowest < 0 else highest
             raise InvalidRequestError(f"token id {bad} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
         params.check(self.info.vocab_size)
+        self.info.tasks.check(params.pooling)
         params.check_prompt(len(prompt_token_ids))
         scheduling = scheduling or SchedulingParams()
         scheduling.check()
@@ -129,7 +130,8 @@ class LLMEngine:
             num_prompt_tokens=num_prompt_tokens,
             params=params,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-            max_total_tokens=num_prompt_tokens + params.max_tokens,  # the scheduler lowers it to what fits
+            # The scheduler lowers it to what fits.
+            max_total_tokens=num_prompt_tokens + (params.max_tokens if params.pooling is None else 0),
             cache_salt=_salt_bytes(scheduling.cache_salt) + self.runner.cache_key(num_prompt_tokens),
             scheduling=scheduling,
             adapter_source=adapter,

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cb_backend.layers.classifier import Classifier
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.ropes import Ropes
 from cb_backend.layers.step_metadata import LayerCache, StepMetadata
 from cb_backend.models.layer_kinds import distinct_layers
-from cb_backend.models.spec import ModelSpec
+from cb_backend.models.spec import CLASSIFIER, ModelSpec
 
 
 class DecoderLayer:
@@ -100,6 +101,9 @@ class DecoderForCausalLM:
             divisor=spec.logits_divisor,
         )
         self._make = make
+        self.classifier = None
+        if spec.num_labels:
+            self.classifier = Classifier(CLASSIFIER, spec.num_labels, spec.hidden_size, make.device)
         self.has_own_head = has_own_head
         if has_own_head:
             size = spec.vocab_size, spec.hidden_size
@@ -158,3 +162,5 @@ class DecoderForCausalLM:
             yield from layer.placements()
         yield from self.to_head.placements()
         yield from self.lm_head.placements()
+        if self.classifier is not None:
+            yield from self.classifier.placements()

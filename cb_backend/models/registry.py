@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def load_model(
     make = replace(_maker(spec, ops, dtype, device, quantization), adapters=adapters)
     length = spec.max_context_len if max_model_len is None else max_model_len
     if load_format == "dummy":
-        model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=length)
+        model = DecoderForCausalLM(spec, make, has_own_head=_has_own_head(spec), max_model_len=length)
         weights.fill_dummy(model.placements(), seed)
         return model
     spec, make, source, outline = _open_weights(folder, spec, make)
@@ -121,7 +122,12 @@ def outline_model(
 def outline_spec(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> DecoderForCausalLM:
     """The model that a specification describes, on the device "meta". Raises `ConfigError` as building it does."""
     make = _maker(spec, resolve_ops("torch"), dtype, torch.device("meta"), quantization)
-    return DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=1)
+    return DecoderForCausalLM(spec, make, has_own_head=_has_own_head(spec), max_model_len=1)
+
+
+def _has_own_head(spec: ModelSpec) -> bool:
+    """As the config says; a file may have one all the same."""
+    return spec.has_head and not spec.tie_word_embeddings
 
 
 def outline_adapters(spec: ModelSpec, dtype: torch.dtype, max_rank: int) -> AdapterTable:
@@ -155,7 +161,7 @@ def _open_weights(
     if spec.tie_word_embeddings:
         source = source.with_head_as(f"{spec.names.prefix}embed_tokens.weight", spec.names)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
-    has_own_head = not spec.tie_word_embeddings or source.has_module(spec.names.head_module)
+    has_own_head = spec.has_head and (not spec.tie_word_embeddings or source.has_module(spec.names.head_module))
     if spec.names.head in source.tensors and not source.has_scales(spec.names.head_module):
         # What is said of all linear layers need not be meant of the head.
         make = replace(make, format_of=make.format_of.with_plain(spec.names.head_module))
@@ -163,6 +169,8 @@ def _open_weights(
     sizes = replace(make, device=torch.device("meta"), adapters=None)
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
     ignored = [pattern for pattern in (spec.ignored, make.format_of.ignored) if pattern is not None]
+    if not spec.has_head:
+        ignored.append(re.escape(spec.names.head_module) + r"\.")
     patterns = "|".join(f"(?:{each})" for each in ignored) or None
     weights.check_placements(list(outline.placements()), source, patterns, complain)
     return spec, make, source, outline

@@ -25,6 +25,9 @@ class Names(NamedTuple):
         return self.head.removesuffix(".weight")
 
 
+CLASSIFIER = "score.weight"  # of a sequence classifier, beside the decoder
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNorms:
     """Which norms stand around a layer's two blocks, by their names in the checkpoint; None: there is none."""
@@ -79,6 +82,9 @@ class ModelSpec:
     quantization: str | None = None  # of the checkpoint's matrices: fp8, a method's name, or None
     formats: ModuleFormats | None = None  # of modules, where they are not all plain, or all fp8
     eos_token_ids: tuple[int, ...] = ()
+    has_head: bool = True  # False: there is none, or nobody wants it
+    generates: bool = True  # False: no token is ever sampled, so steps end with hidden states
+    num_labels: int = 0  # of a sequence classifier
 
     @property
     def num_layers(self) -> int:

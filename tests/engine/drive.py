@@ -16,7 +16,7 @@ import torch
 from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.request import FinishReason
-from cb_backend.contracts.step import NO_TOKEN, EngineOutput, Failure, PromptLogprobs, TokenLogprobs
+from cb_backend.contracts.step import NO_TOKEN, EngineOutput, Failure, Pooled, PromptLogprobs, TokenLogprobs
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.kv_cache.layout import ALL_TOKENS, layout_of
@@ -44,6 +44,7 @@ class Run:
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # of the requests that ask, one a token
     prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)  # from the prompt's second token on
+    pooled: dict[int, list[float]] = field(default_factory=dict)  # of pooling requests
     failures: dict[int, str] = field(default_factory=dict)  # what clients are told where it is said
     num_steps: int = 0
 
@@ -92,6 +93,7 @@ def run(
             output.request_ids.tolist(), output.token_ids.tolist(), output.finish_reasons.tolist(), strict=True
         )
         take_prompt_logprobs(output, out.prompt_logprobs)
+        take_pooled(output, out.pooled)
         figures = token_logprobs(output)
         for failure in output.attached:
             if isinstance(failure, Failure):  # the first reason is the one that is told
@@ -105,6 +107,16 @@ def run(
             if reason:
                 out.reasons[index] = FinishReason(reason)
     return out
+
+
+def take_pooled(output: EngineOutput, taken: dict[int, list[float]]) -> None:
+    """What was read off prompts, which must have ended in this step."""
+    ended = output.request_ids[output.finish_reasons == FinishReason.STOP].tolist()
+    for part in output.attached:
+        if isinstance(part, Pooled):
+            for owner, values in zip(part.owners.tolist(), part.values.tolist(), strict=True):
+                assert owner in ended and owner not in taken, "a result without an end, or two"
+                taken[owner] = values
 
 
 def token_logprobs(output: EngineOutput) -> dict[int, Logprob]:

@@ -26,6 +26,7 @@ from cb_backend.contracts.step import (
 from cb_backend.engine.runner.input_batch import InputBatch
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT, LogitsRules, status_with_rules
 from cb_backend.engine.runner.logprobs import LogprobsOfStep
+from cb_backend.engine.runner.pooling import PoolingOfStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.row_masks import RowMasks
 from cb_backend.engine.runner.step_adapters import StepAdapters
@@ -105,6 +106,7 @@ class ReferenceRunner:
         self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
         self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
+        self.pooling = PoolingOfStep(model, num_slots, self.device)
 
     def cache_key(self, num_prompt_tokens: int) -> bytes:
         return self.model.ropes.cache_key(num_prompt_tokens)
@@ -121,6 +123,7 @@ class ReferenceRunner:
         self.batch.apply(plan)
         self.rules.join(plan.joined)
         self.masks.join(plan.joined)
+        self.pooling.join(plan.joined)
         token_ids, metadata = self._prepare(plan)
         hidden = self.model(token_ids, metadata, self.storage.layers)  # [num_tokens, hidden_size]
         chunks = asking_chunks(plan, self.batch)
@@ -129,6 +132,14 @@ class ReferenceRunner:
             attached += launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch).result()
         sampled = np.full(plan.num_rows, NO_TOKEN, np.int32)
         status = np.zeros(plan.num_rows, np.uint8)
+        if self.pooling.needs_all_states(plan):
+            self.pooling.add(plan, hidden)
+        ends = self._to_device(np.cumsum(plan.num_tokens) - 1)
+        pooled = self.pooling.launch(plan, hidden[ends], plan.num_decode_rows)
+        if pooled is not None:
+            read, broken = pooled.result()
+            attached += read
+            status[broken] = RowStatus.NOT_FINITE
         rows = np.flatnonzero(plan.wants == Want.TOKENS)
         if len(rows):
             last_tokens = np.cumsum(plan.num_tokens)[rows] - 1

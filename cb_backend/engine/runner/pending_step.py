@@ -19,6 +19,7 @@ from cb_backend.contracts.step import (
 )
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.logprobs import PendingLogprobs
+from cb_backend.engine.runner.pooling import PendingPooled
 from cb_backend.engine.runner.prompt_logprobs import PendingPromptLogprobs
 
 
@@ -31,6 +32,7 @@ class PendingStep(msgspec.Struct, frozen=True, eq=False):
     done: torch.cuda.Event | None
     logprobs: PendingLogprobs | None
     prompt_logprobs: PendingPromptLogprobs | None
+    pooled: PendingPooled | None = None
 
     def result(self) -> StepResult:
         if self.done is not None:
@@ -38,6 +40,9 @@ class PendingStep(msgspec.Struct, frozen=True, eq=False):
         plan = self.plan
         token_ids, status, num_new = self._rows()
         attached: tuple[Attachment, ...] = ()
+        if self.pooled is not None:
+            attached, broken = self.pooled.result()
+            status[broken] = RowStatus.NOT_FINITE
         if np.count_nonzero(status):
             is_failed = status != ROW_OK
             token_ids[is_failed] = NO_TOKEN

@@ -31,6 +31,7 @@ from cb_backend.models.quantization import FP8, SYNONYMS
 from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.spec_fields import within_vocabulary
+from cb_backend.models.tasks import EncodePlain, resolve_tasks
 from cb_backend.support.tokenizer_files import load_tokenizer, token_text
 
 
@@ -135,6 +136,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     max_model_len = resolve_max_model_len(config, spec)
     # What small files may have wrong is found before the weights are loaded.
     tokenizer_dir = find_tokenizer(config, folder)
+    spec, tasks = resolve_tasks(folder, spec, config, plain_encoder(tokenizer_dir))
     tokenizer_eos_ids = read_tokenizer_eos_ids(tokenizer_dir, spec.vocab_size)
     wants_defaults = config.generation_config == "auto"
     sampling_defaults = read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {}
@@ -190,6 +192,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
         num_adapter_slots=0 if adapters is None else adapters.max_adapters,
         kv_windows=layout.windows,
         sampling_defaults=sampling_defaults,
+        tasks=tasks,
     )
     return runner, info
 
@@ -202,6 +205,13 @@ def find_tokenizer(config: EngineConfig, folder: Path) -> Path:
     if config.tokenizer is None and not has_tokenizer(folder):
         return folder
     return resolve_tokenizer(config.tokenizer, folder)
+
+
+def plain_encoder(tokenizer_dir: Path) -> EncodePlain | None:
+    """What `resolve_tasks` asks token ids of; None where there is no tokenizer."""
+    if not (tokenizer_dir / "tokenizer.json").is_file():
+        return None
+    return lambda text: list(load_tokenizer(tokenizer_dir)[0].encode(text, add_special_tokens=False).ids)
 
 
 def read_tokenizer_eos_ids(tokenizer_dir: Path, vocab_size: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from cb_backend.engine.runner.input_batch import InputBatch, is_sampled_apart
 from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, status_with_rules
 from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.runner.pending_step import PendingStep
+from cb_backend.engine.runner.pooling import PoolingOfStep
 from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
 from cb_backend.engine.runner.row_masks import MaskedRows, RowMasks
 from cb_backend.engine.runner.step_adapters import StepAdapters
@@ -67,12 +68,15 @@ class SlotRunner:
         self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
         self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
+        self.pooling = PoolingOfStep(model, num_slots, self.device)
         self.graphs = StepGraphs()
         self.memory = HostMemory(num_slots, self.device)
-        # One for all graphs, which leave their logits here for the rows that need them again.
+        # One for all graphs, which leave here what rows need again: logits, and the hidden states that they are of.
+        most_rows, spec = num_slots + MAX_GRAPH_PROMPTS, model.spec
         self.logits = torch.empty(
-            num_slots + MAX_GRAPH_PROMPTS, model.spec.vocab_size, dtype=model.dtype, device=self.device
+            most_rows if spec.generates else 0, spec.vocab_size, dtype=model.dtype, device=self.device
         )
+        self.hidden = torch.empty(most_rows, spec.hidden_size, dtype=model.dtype, device=self.device)
         self._is_asking = np.zeros(num_slots, np.bool_)  # slots whose rows ask for more than the step
         self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
 
@@ -100,6 +104,7 @@ class SlotRunner:
         if plan.joined:
             self.rules.join(plan.joined)
             self.masks.join(plan.joined)
+            self.pooling.join(plan.joined)
             for row in plan.joined:
                 self._is_asking[row.slot] = is_sampled_apart(row.params) or row.params.logprobs is not None
             self.ops.join_slots(copy_to(joined_slots(plan.joined), self.device), self.state)
@@ -111,7 +116,8 @@ class SlotRunner:
         num_prefill = plan.total_tokens - num_decode if num_prompts else 0
         chunks = asking_chunks(plan, self.batch) if num_prompts else []
         has_adapters = self.adapters is not None and self.batch.has_adapters(plan.slots)
-        found = None if chunks else self.graphs.find(num_decode, num_prefill, num_prompts, has_adapters)
+        is_eager = bool(chunks) or (num_prompts > 0 and self.pooling.needs_all_states(plan))
+        found = None if is_eager else self.graphs.find(num_decode, num_prefill, num_prompts, has_adapters)
         of_prompts = logits = None
         if found is None:
             shape = StepShape(num_decode, num_prefill, num_prompts, 0, has_adapters, self.num_groups)
@@ -119,14 +125,18 @@ class SlotRunner:
             hidden = self._compute_hidden(buffers)
             if chunks:
                 of_prompts = launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch)
-            logits = self._finish_step(buffers, hidden)
+            if is_summed:
+                self.pooling.add(plan, hidden)
+            hidden, logits = self._finish_step(buffers, hidden)
         else:
             graph, buffers = found
             self._fill(buffers, plan, deltas)
             graph.replay()
+            hidden = self.hidden
+        pooled = self.pooling.launch(plan, hidden, buffers.shape.num_decode) if num_prompts else None
         logprobs = self._run_tail(plan, buffers, logits, masks)
         values, done = self.memory.fetch(plan.step_id, buffers.result)
-        return PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts)
+        return PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts, pooled)
 
     @torch.inference_mode()
     def run_step(self, buffers: StepBuffers) -> None:
@@ -138,15 +148,19 @@ class SlotRunner:
         with self.model.abridged():
             self.run_step(buffers)
 
-    def _finish_step(self, buffers: StepBuffers, hidden: Tensor) -> Tensor:
-        """From hidden states to booked tokens. Returns the logits [num_rows, vocab_size] as the model gave them, but
-        for stop ids before min_tokens."""
+    def _finish_step(self, buffers: StepBuffers, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """From hidden states to booked tokens. Returns the rows' last hidden states [num_rows, hidden_size], and the
+        logits [num_rows, vocab_size] as the model gave them, but for stop ids before min_tokens."""
         if buffers.shape.num_prefill:
-            hidden = hidden.index_select(0, buffers.segments["sample_index"])  # [num_rows, hidden_size]
+            index = buffers.segments["sample_index"]
+            out = self.hidden[: len(index)] if len(index) <= len(self.hidden) else None
+            hidden = torch.index_select(hidden, 0, index, out=out)  # [num_rows, hidden_size]
+        if not self.model.spec.generates:
+            return hidden, None
         num_rows = hidden.shape[0]
         logits = self.model.compute_logits(hidden, self.logits[:num_rows] if num_rows <= len(self.logits) else None)
         self._sample(buffers, logits)
-        return logits
+        return hidden, logits
 
     def _run_tail(
         self, plan: StepPlan, buffers: StepBuffers, logits: Tensor | None, masks: MaskSource

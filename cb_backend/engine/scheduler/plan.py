@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey
 from cb_backend.contracts.request import Request
-from cb_backend.contracts.step import NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
+from cb_backend.contracts.step import HIDDEN_WANTED, NO_BLOCKS, NO_COPIES, TOKENS_WANTED, Copies, JoinedRow, StepPlan
 from cb_backend.engine.scheduler.slots import Rows, SlotTable
 from cb_backend.kv_cache.grouped_manager import GroupedKVCacheManager
 from cb_backend.kv_cache.manager import KVCacheManager
@@ -108,6 +108,7 @@ class PlanBuilder:
     swap_out: tuple[tuple[int, int], ...] = ()  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     adapter_loads: list[tuple[int, AdapterKey]] = field(default_factory=list)
+    ends_prompts: bool = False  # of pooling requests
 
     @property
     def num_rows(self) -> int:
@@ -124,6 +125,8 @@ class PlanBuilder:
 
     def add_prefill(self, slot: int, num_computed: int, num_scheduled: int, wants: int) -> None:
         self.prefill.append((slot, num_computed, num_scheduled, wants))
+        if wants == HIDDEN_WANTED:
+            self.ends_prompts = True
         self.budget = max(0, self.budget - num_scheduled)
 
     def take_promised(self, kv: GroupedKVCacheManager, table: SlotTable) -> None:
@@ -193,7 +196,8 @@ def launch(step_id: int, plan: PlanBuilder, table: SlotTable) -> tuple[StepPlan,
     num_decode_rows = plan.num_decode_rows
     changes = tuple(plan.joined), plan.new_blocks, plan.copies, tuple(plan.adapter_loads)
     output = StepPlan(step_id, slots, first, num_tokens, wants, num_decode_rows, *changes)
-    return output, LaunchedStep(step_id, table.version, rows, after, num_decode_rows, filled, may_end)
+    pooled = (wants == HIDDEN_WANTED).nonzero()[0] if plan.ends_prompts else None
+    return output, LaunchedStep(step_id, table.version, rows, after, num_decode_rows, filled, may_end, pooled)
 
 
 class LaunchedStep(msgspec.Struct, frozen=True, eq=False):
@@ -206,6 +210,7 @@ class LaunchedStep(msgspec.Struct, frozen=True, eq=False):
     num_decode_rows: int
     filled: NDArray[np.intp]  # rows (indices) that complete a block
     may_end: bool  # False: no row reaches its length limit with this step's token
+    pooled: NDArray[np.intp] | None  # rows (indices) with which pooling requests end; None: there are none
 
 
 class _Deferred(NamedTuple):

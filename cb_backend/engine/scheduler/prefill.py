@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cb_backend.contracts.step import NOTHING_WANTED, TOKENS_WANTED
+from cb_backend.contracts.step import HIDDEN_WANTED, NOTHING_WANTED, TOKENS_WANTED
 from cb_backend.engine.scheduler.pace import Pace
 from cb_backend.engine.scheduler.parts import Parts
 from cb_backend.engine.scheduler.plan import PlanBuilder
@@ -93,7 +93,10 @@ class PrefillPlanner:
         num_left = self._num_left(slot)
         num_scheduled = min(num_left, plan.budget) if self._is_chunking else num_left
         computed = int(self._table.num_computed_tokens[slot])
-        plan.add_prefill(slot, computed, num_scheduled, TOKENS_WANTED if num_scheduled == num_left else NOTHING_WANTED)
+        wants = NOTHING_WANTED
+        if num_scheduled == num_left:
+            wants = HIDDEN_WANTED if self._table.request_at(slot).is_pooling else TOKENS_WANTED
+        plan.add_prefill(slot, computed, num_scheduled, wants)
 
     def _add_all(self, plan: PlanBuilder, slots: list[int]) -> None:
         for slot in slots:

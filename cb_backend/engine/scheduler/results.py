@@ -102,9 +102,24 @@ class StepResults:
         num_cached = self._cached_tokens_to_tell(rows, num_computed) if has_prefill else {}
         self._counters.num_output_tokens += len(token_ids)
         self._end(rows, reasons)
-        self._in_flight.release()
         result = EngineOutput(rows.request_ids, token_ids.copy(), reasons, num_cached, attached)
+        if step.pooled is not None:
+            result = _joined(result, self._end_pooled(step))
+        self._in_flight.release()
         return result if failed is None else _joined(failed, result)
+
+    def _end_pooled(self, step: LaunchedStep) -> EngineOutput:
+        """Pooling requests end with their prompts: they have no token, and what was read off is attached."""
+        is_pooled = np.zeros(len(step.rows.slots), np.bool_)
+        is_pooled[step.pooled] = True
+        rows = step.rows.take(is_pooled & self._table.is_live(step.rows))  # those that failed have left
+        num_cached = {}
+        for slot in rows.slots.tolist():
+            request = self.leave(slot, RequestStatus.FINISHED_STOPPED)
+            num_cached[request.request_id] = request.num_cached_tokens
+        num_ended = len(rows.slots)
+        reasons = np.full(num_ended, FinishReason.STOP, np.uint8)
+        return EngineOutput(rows.request_ids, np.full(num_ended, NO_TOKEN, np.int32), reasons, num_cached)
 
     def fail(self, step_id: int) -> EngineOutput:
         """Every request of a launched step ends with ERROR. Raises `ValueError` if the step is not in flight."""
@@ -169,6 +184,6 @@ def _joined(first: EngineOutput, second: EngineOutput) -> EngineOutput:
         np.concatenate([first.request_ids, second.request_ids]),
         np.concatenate([first.token_ids, second.token_ids]),
         np.concatenate([first.finish_reasons, second.finish_reasons]),
-        second.num_cached_tokens,
+        first.num_cached_tokens | second.num_cached_tokens,
         first.attached + second.attached,
     )

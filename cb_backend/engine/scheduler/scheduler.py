@@ -153,12 +153,14 @@ class Scheduler:
     def _check_fits_alone(self, request: Request) -> None:
         """Raise `InvalidRequestError` for a request that could not run even if there were no other."""
         num_prompt = request.num_prompt_tokens
-        check_prompt_length(min(num_prompt, len(request.token_ids)), self._max_model_len)
-        if num_prompt + 1 > self._num_cache_tokens:
+        has_output = not request.is_pooling
+        check_prompt_length(min(num_prompt, len(request.token_ids)), self._max_model_len, has_output=has_output)
+        if num_prompt + has_output > self._num_cache_tokens:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt} tokens, but the whole KV cache holds {self._num_cache_tokens} "
-                f"({self._kv.num_usable_blocks} blocks of {self._kv.block_size}), one of which must be left for the "
-                "output; shorten the prompt or give the cache more memory"
+                f"({self._kv.num_usable_blocks} blocks of {self._kv.block_size})"
+                f"{', one of which must be left for the output' if has_output else ''}; shorten the prompt or give the "
+                "cache more memory"
             )
 
     @property

@@ -70,7 +70,8 @@ class SlotTable:
         self.num_unsure = counts()  # of these, how many may turn out not to be
         self.num_known_tokens = counts()  # values in token_ids: without what launched steps have sampled
         self.num_block_tokens = counts()  # tokens that the block table has room for
-        self.max_computed_tokens = counts()  # one less than the request may have: its last token is never an input
+        # One less than the request may have, whose last token is never an input; of a pooling request all it has.
+        self.max_computed_tokens = counts()
         self.min_total_tokens = counts()  # a stop id ends the request only at this length or beyond
         self.stop_ids = np.full((num_slots, 0), _NO_STOP_ID, np.int32)  # [num_slots, widest] padded with -1
 
@@ -102,7 +103,7 @@ class SlotTable:
         self.num_unsure[slot] = 0
         self.num_known_tokens[slot] = num_tokens
         self.num_block_tokens[slot] = len(request.block_table) // self._num_groups * self.block_size
-        self.max_computed_tokens[slot] = request.max_total_tokens - 1
+        self.max_computed_tokens[slot] = request.max_total_tokens - (not request.is_pooling)
         self.min_total_tokens[slot] = request.num_prompt_tokens + min(request.params.min_tokens, 2**30)
         self._set_stop_ids(slot, request.stop_token_ids)
         self.num_guided += request.guide is not None
