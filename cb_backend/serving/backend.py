@@ -23,14 +23,22 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
+from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.logprobs import OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
+from cb_backend.front_end.text.pooled import pooled_token_ids
 from cb_backend.front_end.text.prompt import prompt_token_ids
 from cb_backend.front_end.text.tokenized import tokenize_prompt
 from cb_backend.front_end.text.tokenizer import Tokenizer
+from cb_backend.front_end.wire.pooling_request import (
+    PoolingRequest,
+    asks_for_pooling,
+    check_generates,
+    parse_pooling,
+)
 from cb_backend.front_end.wire.protocol import GenerateRequest, parse_request
 from cb_backend.front_end.wire.token_choice import check_token_choice
 from cb_backend.serving.cancellation import CancellationPoller
@@ -38,6 +46,7 @@ from cb_backend.serving.housekeeping import Housekeeping
 from cb_backend.serving.live_request import Answer, LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
 from cb_backend.serving.model_parameters import check_parameter_names, sender_threads, slow_reader_timeout_s
+from cb_backend.serving.pooled_answer import PooledAnswer
 from cb_backend.serving.prompt_answer import send_prompt
 from cb_backend.serving.responder import Responder
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
@@ -70,7 +79,8 @@ class TritonPythonModel:
         check_parameter_names(model_config)
         num_senders = sender_threads(model_config)
         slow_reader_timeout = slow_reader_timeout_s(model_config)
-        name, version = args["model_name"], args["model_version"]
+        self._name = name = args["model_name"]
+        version = args["model_version"]
         folder = native_path(args["model_repository"]) / version
         engine = engine_folder(folder)
         config = load_engine_config(engine / "model.json")
@@ -128,8 +138,12 @@ class TritonPythonModel:
         self._supervisor.close()
         gc.collect()  # objects of the server's must not outlive the line to it, which ends now
 
-    def parse(self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int) -> GenerateRequest:
+    def parse(
+        self, inputs: dict[str, NDArray[Any]], parameters: str, vocab_size: int
+    ) -> GenerateRequest | PoolingRequest:
         """What the wire says, checked. Another wire over the same engine overrides this."""
+        if asks_for_pooling(inputs):
+            return parse_pooling(inputs, parameters, vocab_size, self._info.tasks, self._name)
         return parse_request(inputs, parameters, vocab_size, self._info.sampling_defaults)
 
     # ---- one request ------------------------------------------------------------------------------------------
@@ -159,9 +173,13 @@ class TritonPythonModel:
         if live.is_ended:  # cancelled while it waited here
             return
         generate = self.parse(inputs, parameters, self._info.vocab_size)
+        if isinstance(generate, PoolingRequest):
+            self._submit_pooling(live, generate, timeout_us)
+            return
         if generate.tokenize is not None:
             send_prompt(live, tokenize_prompt(generate, self._tokenizer, self._chat, self._info.max_model_len))
             return
+        check_generates(self._info.tasks, self._name)
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
         params = generate.params
         rules = params.token_rules(bad_word_ids(params.bad_words, self._tokenizer))
@@ -186,6 +204,24 @@ class TritonPythonModel:
             start_others=(lambda: self._start_others(live, others)) if others else None,
         )
         self._start(live, answers[0], requests[0])
+
+    def _submit_pooling(self, live: LiveRequest, pooling: PoolingRequest, timeout_us: int) -> None:
+        """One engine request a text; the documents of a query share its blocks as any requests with one prefix do."""
+        info = self._info
+        prompts = pooled_token_ids(pooling, self._tokenizer, info.max_model_len, info.tasks.score_template)
+        num_tokens = sum(map(len, prompts))
+        request_ids = [live.request_id, *(self._client.new_request_id() for _ in prompts[1:])]
+        answers = [
+            LiveAnswer(live, request_id, PooledAnswer(pooling, num_tokens if index == 0 else None))
+            for index, request_id in enumerate(request_ids)
+        ]
+        live.begin(answers, num_tokens, is_stream=False, may_end_itself=False)
+        rules = TokenRules(pooling=pooling.rules)
+        scheduling = pooling.scheduling.within(timeout_us)
+        for answer, token_ids in zip(answers, prompts, strict=True):
+            if live.is_ended:  # cancelled, or one of them failed
+                return
+            self._start(live, answer, AddRequest(answer.request_id, token_ids_to_bytes(token_ids), rules, scheduling))
 
     def _new_answer(self, generate: GenerateRequest, prompt_ids: list[int], is_first: bool) -> Answer:
         params = generate.params

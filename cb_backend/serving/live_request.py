@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from cb_backend.contracts.errors import ErrorCode
-from cb_backend.contracts.packed_logprobs import ChunkLogprobs, Delivered, TokenLogprob
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, Delivered, PooledRow, TokenLogprob
 from cb_backend.contracts.request import FinishReason
 
 
@@ -48,8 +48,8 @@ class Answer(Protocol):
         """Take what has come. True: this ends the answer, whatever the engine would still make."""
         ...
 
-    def on_prompt(self, chunk: ChunkLogprobs) -> None:
-        """Figures of the prompt's tokens, on the thread on which tokens arrive; quick."""
+    def on_prompt(self, value: ChunkLogprobs | PooledRow) -> None:
+        """Figures of the prompt, or what was read off it, on the thread on which tokens arrive; quick."""
         ...
 
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -83,7 +83,7 @@ class LiveAnswer:
 
     def on_attached(self, attached: Sequence[Delivered]) -> None:
         for value in attached:
-            if isinstance(value, ChunkLogprobs):
+            if isinstance(value, ChunkLogprobs | PooledRow):
                 self.answer.on_prompt(value)
 
     def on_scheduled(self, scheduled_at: float) -> None:

@@ -13,6 +13,9 @@ INPUTS: tuple[tuple[str, str, list[int], bool], ...] = (
     ("text_input", "TYPE_STRING", [1], True),
     ("input_ids", "TYPE_INT32", [-1], True),
     ("messages", "TYPE_STRING", [1], True),
+    ("pooling", "TYPE_STRING", [1], True),
+    ("text_pair", "TYPE_STRING", [-1], True),
+    ("embedding_request", "TYPE_STRING", [1], True),
     ("stream", "TYPE_BOOL", [1], True),
     ("sampling_parameters", "TYPE_STRING", [1], True),
     ("exclude_input_in_output", "TYPE_BOOL", [1], True),
@@ -36,6 +39,8 @@ OUTPUTS: tuple[tuple[str, str, list[int]], ...] = (
     ("output_ids", "TYPE_INT32", [-1]),
     ("prompt_logprobs", "TYPE_STRING", [1]),
     ("tokenized", "TYPE_STRING", [1]),
+    ("embedding", "TYPE_FP32", [-1]),
+    ("scores", "TYPE_FP32", [-1]),
 )
 
 

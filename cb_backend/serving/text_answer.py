@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.contracts.packed_logprobs import ChunkLogprobs
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, PooledRow
 from cb_backend.contracts.request import FinishReason
 from cb_backend.front_end.text.logprobs import NOT_ASKED_FOR, OutputLogprobs, PromptFigures
 from cb_backend.front_end.text.output_text import OutputText
@@ -57,9 +57,9 @@ class TextAnswer:
             self.finish_reason = FinishReason.STOP if delta.is_stopped else news.finish_reason
         return delta.is_stopped
 
-    def on_prompt(self, chunk: ChunkLogprobs) -> None:
-        if self._prompt_figures is not None:
-            self._prompt_figures.push(chunk)
+    def on_prompt(self, value: ChunkLogprobs | PooledRow) -> None:
+        if self._prompt_figures is not None and isinstance(value, ChunkLogprobs):
+            self._prompt_figures.push(value)
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """`text_output` and what else was asked for: strings as object arrays of UTF-8."""

@@ -115,7 +115,8 @@ def take_pooled(output: EngineOutput, taken: dict[int, list[float]]) -> None:
     for part in output.attached:
         if isinstance(part, Pooled):
             for owner, values in zip(part.owners.tolist(), part.values.tolist(), strict=True):
-                assert owner in ended and owner not in taken, "a result without an end, or two"
+                assert owner in ended, "a result without an end"
+                assert owner not in taken, "a second result"
                 taken[owner] = values
 
 

@@ -99,11 +99,13 @@ class PoolingOfStep:
     def _read(self, rules: PoolingRules, states: Tensor) -> Tensor:
         """float32 [num_rows_asked, size]"""
         model = self._model
+        # What is called a model's hidden state is not divided yet by what its logits are.
+        own = states if rules.readout == "head" else states.float() * model.spec.logits_divisor
         if rules.readout == "hidden":
-            return states.float()
+            return own
         if rules.readout == "classifier":
             assert model.classifier is not None, "who asks for a classifier has been told if there is none"
-            return model.classifier(states)
+            return model.classifier(own)
         ids = copy_to(np.array(rules.token_ids, np.int64), self._device)
         return model.compute_logits(states.to(model.dtype)).index_select(1, ids).float()
 

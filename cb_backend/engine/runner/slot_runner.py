@@ -116,8 +116,8 @@ class SlotRunner:
         num_prefill = plan.total_tokens - num_decode if num_prompts else 0
         chunks = asking_chunks(plan, self.batch) if num_prompts else []
         has_adapters = self.adapters is not None and self.batch.has_adapters(plan.slots)
-        is_eager = bool(chunks) or (num_prompts > 0 and self.pooling.needs_all_states(plan))
-        found = None if is_eager else self.graphs.find(num_decode, num_prefill, num_prompts, has_adapters)
+        is_summed = num_prompts > 0 and self.pooling.needs_all_states(plan)
+        found = None if chunks or is_summed else self.graphs.find(num_decode, num_prefill, num_prompts, has_adapters)
         of_prompts = logits = None
         if found is None:
             shape = StepShape(num_decode, num_prefill, num_prompts, 0, has_adapters, self.num_groups)

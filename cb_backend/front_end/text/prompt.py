@@ -28,13 +28,14 @@ def prompt_token_ids(generate: GenerateRequest, tokenizer: Tokenizer, chat: Chat
     else:
         token_ids = tokenizer.encode(generate.text, max_model_len, 1 if limit is None else MAX_TRUNCATION)
     if limit is not None:
-        token_ids = _truncated(token_ids, max_model_len - 1 if limit == -1 else limit, tokenizer.bos_token_id)
+        token_ids = truncated(token_ids, max_model_len - 1 if limit == -1 else limit, tokenizer.bos_token_id)
     check_prompt_length(len(token_ids), max_model_len)
     generate.params.check_prompt(len(token_ids))
     return token_ids
 
 
-def _truncated(token_ids: list[int], limit: int, bos: int | None) -> list[int]:
+def truncated(token_ids: list[int], limit: int, bos: int | None) -> list[int]:
+    """The last `limit` ids; a BOS in front stays and is one of them."""
     if len(token_ids) <= limit:
         return token_ids
     if token_ids[0] == bos and limit > 1:

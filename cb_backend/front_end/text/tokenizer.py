@@ -86,6 +86,14 @@ class Tokenizer:
             raise InvalidRequestError("prompt is empty and this model has no BOS token to start from; send some text")
         return [bos]
 
+    def encode_pair(self, text: str, pair: str, max_model_len: int, times: int = 1) -> list[int]:
+        """Token ids of two texts that belong together, as the tokenizer's post-processor joins them.
+
+        Lengths as in `encode`. Raises `InvalidRequestError`.
+        """
+        self._check_size(text + pair, max_model_len, times)
+        return _encode(self._backend, (text, pair), adds_special=True)
+
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a piece of text: nothing is added around it. Special tokens spelled in it become these.
 
@@ -161,7 +169,7 @@ class Tokenizer:
             )
 
 
-def _encode(backend: BackendTokenizer, text: str, adds_special: bool) -> list[int]:
+def _encode(backend: BackendTokenizer, text: str | tuple[str, str], adds_special: bool) -> list[int]:
     try:
         # NOTE: the batch call. The library's single call keeps the interpreter lock for the whole text (measured:
         # 1.2 MB stopped every other thread for 3.3 s; 13 ms with this).

@@ -36,8 +36,9 @@ _FLAG_INPUTS = (
     "return_output_ids",
 )
 _ID_INPUTS = ("input_ids",)
-# Inputs of vllm_backend that are not built yet: refused when they ask for something.
-_LATER_STRINGS = ("image", "embedding_request")
+# An input of vllm_backend that is not built yet, and those of requests of another kind (`pooling_request`), which are
+# not here where they ask for something.
+_NOT_ASKING = ("image", "embedding_request", "pooling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def parse_request(
     vocab_size: number of token ids that the model accepts.
     defaults: sampling parameters of the model, for what the request leaves out.
     """
-    given = load_parameters(parameters, _sampling_text(inputs))
+    given = load_parameters(parameters, sampling_text(inputs))
     return make_request(inputs, given, vocab_size, defaults)
 
 
@@ -89,17 +90,17 @@ def make_request(
 ) -> GenerateRequest:
     """The request of inputs as of `parse_request`, and of parameters by name. Raises `InvalidRequestError`."""
     _refuse_unsupported(inputs)
-    text_bytes = _read_bytes(inputs, "text_input")
-    input_ids = _read_ids(inputs, "input_ids", vocab_size)
-    messages = _read_bytes(inputs, "messages")
-    tokenize = _read_bytes(inputs, "tokenize")
+    text_bytes = read_bytes(inputs, "text_input")
+    input_ids = read_ids(inputs, "input_ids", vocab_size)
+    messages = read_bytes(inputs, "messages")
+    tokenize = read_bytes(inputs, "tokenize")
     _check_one_prompt(inputs)
-    flags = {name: _read_flag(inputs, name) for name in _FLAG_INPUTS}
+    flags = {name: read_flag(inputs, name) for name in _FLAG_INPUTS}
     is_stream = bool(flags["stream"])
     is_input_prepended = _is_input_prepended(flags["exclude_input_in_output"], is_stream, text_bytes is not None)
     params, scheduling = read_params(given, vocab_size, defaults)
     return GenerateRequest(
-        text="" if text_bytes is None else _decode_utf8("text_input", text_bytes),
+        text="" if text_bytes is None else decode_utf8("text_input", text_bytes),
         params=msgspec.structs.replace(
             params,
             logprobs=_logprobs_to_compute(
@@ -119,8 +120,8 @@ def make_request(
         return_stop_reason=bool(flags["return_stop_reason"]),
         return_output_ids=bool(flags["return_output_ids"]),
         input_ids=input_ids,
-        messages=None if messages is None else _decode_utf8("messages", messages),
-        tokenize=None if tokenize is None else _decode_utf8("tokenize", tokenize),
+        messages=None if messages is None else decode_utf8("messages", messages),
+        tokenize=None if tokenize is None else decode_utf8("tokenize", tokenize),
         num_logprobs=params.logprobs,
     )
 
@@ -153,22 +154,24 @@ def _logprobs_to_compute(params: RequestParams, is_list_wanted: bool, is_sum_wan
     return 0 if is_sum_wanted else None
 
 
-def _sampling_text(inputs: Mapping[str, NDArray[Any]]) -> str | None:
+def sampling_text(inputs: Mapping[str, NDArray[Any]]) -> str | None:
     """The input `sampling_parameters`, or None when it is not given."""
-    sampling = _read_bytes(inputs, "sampling_parameters")
+    sampling = read_bytes(inputs, "sampling_parameters")
     if sampling is None:
         return None
     check_json_size(len(sampling))
     if not sampling.strip():
         raise InvalidRequestError("input 'sampling_parameters' is empty; send {} or leave it out")
-    return _decode_utf8("sampling_parameters", sampling)
+    return decode_utf8("sampling_parameters", sampling)
 
 
 def _refuse_unsupported(inputs: Mapping[str, NDArray[Any]]) -> None:
     for name, array in inputs.items():
-        if name in _LATER_STRINGS:
+        if name in _NOT_ASKING:
             if any(bool(element) for element in np.asarray(array).reshape(-1)):
                 raise InvalidRequestError(f"input {name!r} is not supported yet; leave it out")
+        elif name == "text_pair":
+            raise InvalidRequestError("input 'text_pair' goes with the input 'pooling' alone; send that too")
         elif name not in _STRING_INPUTS and name not in _FLAG_INPUTS and name not in _ID_INPUTS:
             raise InvalidRequestError(f"unknown input {name!r}; remove it")
 
@@ -179,7 +182,7 @@ def _single_element(name: str, array: NDArray[Any]) -> Any:
     return array.reshape(-1)[0]
 
 
-def _read_flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
+def read_flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
     """The flag's value, or None when it is not given."""
     if name not in inputs:
         return None
@@ -189,7 +192,7 @@ def _read_flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
     return bool(_single_element(name, array))
 
 
-def _read_bytes(inputs: Mapping[str, NDArray[Any]], name: str) -> bytes | None:
+def read_bytes(inputs: Mapping[str, NDArray[Any]], name: str) -> bytes | None:
     """The string's bytes, or None when it is not given."""
     if name not in inputs:
         return None
@@ -202,7 +205,7 @@ def _read_bytes(inputs: Mapping[str, NDArray[Any]], name: str) -> bytes | None:
     return element
 
 
-def _read_ids(inputs: Mapping[str, NDArray[Any]], name: str, vocab_size: int) -> list[int] | None:
+def read_ids(inputs: Mapping[str, NDArray[Any]], name: str, vocab_size: int) -> list[int] | None:
     """Token ids in any shape, or None when they are not given."""
     if name not in inputs:
         return None
@@ -219,7 +222,19 @@ def _read_ids(inputs: Mapping[str, NDArray[Any]], name: str, vocab_size: int) ->
     return ids
 
 
-def _decode_utf8(name: str, data: bytes) -> str:
+def read_texts(inputs: Mapping[str, NDArray[Any]], name: str, most: int) -> tuple[str, ...] | None:
+    """One text or more, in any shape, or None when they are not given."""
+    if name not in inputs:
+        return None
+    array = np.asarray(inputs[name]).reshape(-1)
+    if array.dtype != np.object_ or not all(isinstance(element, bytes) for element in array):
+        raise InvalidRequestError(f"input {name!r} must be of type BYTES, got an array of {array.dtype}")
+    if not 1 <= array.size <= most:
+        raise InvalidRequestError(f"input {name!r} has {array.size} elements; 1 to {most} are possible")
+    return tuple(decode_utf8(name, element) for element in array)
+
+
+def decode_utf8(name: str, data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
