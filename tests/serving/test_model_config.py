@@ -19,6 +19,9 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
         "input_ids": ("TYPE_INT32", [-1]),  # ours
         "messages": ("TYPE_STRING", [1]),  # ours
         "tokenize": ("TYPE_STRING", [1]),  # ours
+        "pooling": ("TYPE_STRING", [1]),  # ours
+        "text_pair": ("TYPE_STRING", [-1]),  # ours
+        "embedding_request": ("TYPE_STRING", [1]),
         "sampling_parameters": ("TYPE_STRING", [1]),
         **{name: ("TYPE_BOOL", [1]) for name in flags},
     }
@@ -34,6 +37,8 @@ def test_tensors_of_vllm_backend_are_filled_in() -> None:
         "output_ids": ("TYPE_INT32", [-1]),  # ours
         "prompt_logprobs": ("TYPE_STRING", [1]),  # ours
         "tokenized": ("TYPE_STRING", [1]),  # ours
+        "embedding": ("TYPE_FP32", [-1]),  # ours
+        "scores": ("TYPE_FP32", [-1]),  # ours
     }
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert config["max_batch_size"] == 0

@@ -85,7 +85,7 @@ def parse_pooling(
     _refuse_others(inputs)
     truncation, scheduling = _read_parameters(inputs, parameters, vocab_size)
     flags = {name: bool(read_flag(inputs, name)) for name in _FLAGS}
-    common = {"truncate_prompt_tokens": truncation, "scheduling": scheduling, **flags}
+    common: dict[str, Any] = {"truncate_prompt_tokens": truncation, "scheduling": scheduling, **flags}
     own, theirs = (read_bytes(inputs, name) for name in ("pooling", "embedding_request"))
     if own and theirs:
         raise InvalidRequestError("inputs 'pooling' and 'embedding_request' are both given; send one of them")
@@ -139,13 +139,9 @@ def _of_embedding_request(
         return PoolingRequest(text=prompt, is_json=True, **asked, **common)
     if not isinstance(prompt, list) or not prompt or any(type(each) is not int for each in prompt):
         raise InvalidRequestError(f"embedding_request: input must be a text or a list of token ids, got {show(prompt)}")
-    try:
-        ids = read_ids({"input": np.array(prompt, np.int32)}, "input", vocab_size)
-    except OverflowError:
-        raise InvalidRequestError(
-            f"token id {max(prompt, key=abs)} in 'input' is outside the vocabulary (0 to {vocab_size - 1})"
-        ) from None
-    return PoolingRequest(text="", input_ids=ids, is_json=True, **asked, **common)
+    if (bad := next((each for each in prompt if not 0 <= each < vocab_size), None)) is not None:
+        raise InvalidRequestError(f"token id {bad} in 'input' is outside the vocabulary (0 to {vocab_size - 1})")
+    return PoolingRequest(text="", input_ids=prompt, is_json=True, **asked, **common)
 
 
 def _refuse_others(inputs: Mapping[str, NDArray[Any]]) -> None:
