@@ -18,6 +18,7 @@ import torch
 from cb_backend.contracts.adapters import NO_ADAPTER
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.pooling import PoolingRules
 from cb_backend.contracts.step import JoinedRow, NoMasks, StepPlan, Want
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.slot_runner import SlotRunner
@@ -114,6 +115,9 @@ def warm_up(
     """Run the largest step and each kind of step once. Every block table names the null block alone."""
     params = TokenRules(max_tokens=1)
     special = TokenRules(max_tokens=1, min_tokens=1, presence_penalty=1.0, logprobs=1)
+    want = Want.TOKENS
+    if not runner.model.spec.generates:
+        params, want = TokenRules(max_tokens=1, pooling=PoolingRules()), Want.HIDDEN
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max_model_len, -(-max_num_batched_tokens // num_rows))
     kinds = [
@@ -122,6 +126,8 @@ def warm_up(
         ([1] * num_rows, params),
         ([1] * num_rows, special),  # rules work on float32 logits, for which kernels are compiled apart
     ]
+    if want is Want.HIDDEN:
+        del kinds[2:]  # nothing decodes
     # With adapters what is fused without them is not, which takes memory.
     adapters = (NO_ADAPTER,) if runner.adapters is None else (NO_ADAPTER, 0)
     for (lengths, params), adapter in itertools.product(kinds, adapters):
@@ -131,29 +137,34 @@ def warm_up(
             JoinedRow(slot, slot, tokens[:count], count, (), params, (), count + 1, adapter)
             for slot, count in enumerate(lengths)
         )
-        is_decode = lengths[0] == 1
+        is_decode = lengths[0] == 1 and want is Want.TOKENS
         plan = StepPlan(
             step_id=1,
             slots=np.arange(len(lengths), dtype=np.int32),
             first=np.zeros(len(lengths), np.int32),
             num_tokens=counts,
-            wants=np.full(len(lengths), Want.TOKENS, np.uint8),
+            wants=np.full(len(lengths), want, np.uint8),
             num_decode_rows=len(lengths) if is_decode else 0,
             joined=joined,
         )
         runner.execute(plan, NoMasks()).result()
+    if want is Want.HIDDEN:
+        return
     logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=runner.device)
     every_token = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=runner.device)
     runner.ops.apply_token_bitmask(logits, every_token, torch.zeros(1, dtype=torch.int64, device=runner.device))
 
 
 def _shapes_to_capture(runner: SlotRunner, config: EngineConfig) -> list[StepShape]:
-    """All shapes; of the large ones none where the device takes much longer for such a step than the host."""
+    """All shapes, or those of prompts alone where nothing is generated; of the large ones none where the device takes
+    much longer for such a step than the host."""
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     shapes = step_shapes(*sizes)
     large = [shape for shape in shapes if shape.is_large]
     if runner.adapters is not None:
         shapes += adapter_shapes(*sizes)
+    if not runner.model.spec.generates:
+        shapes = [shape for shape in shapes if not shape.num_decode]
     if not large or _is_launch_bound(runner, max(large, key=lambda shape: shape.num_prefill)):
         return shapes
     return [shape for shape in shapes if not shape.is_large]
