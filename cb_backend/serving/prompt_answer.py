@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.contracts.packed_logprobs import ChunkLogprobs
+from cb_backend.contracts.packed_logprobs import ChunkLogprobs, PooledRow
 from cb_backend.contracts.request import FinishReason
 from cb_backend.front_end.text.tokenized import TokenizedPrompt
 from cb_backend.serving.live_request import LiveAnswer, LiveRequest, News
@@ -27,7 +27,7 @@ class PromptAnswer:
         self.finish_reason = news.finish_reason
         return False
 
-    def on_prompt(self, chunk: ChunkLogprobs) -> None:
+    def on_prompt(self, value: ChunkLogprobs | PooledRow) -> None:
         pass
 
     def tensors(self) -> dict[str, NDArray[Any]]:

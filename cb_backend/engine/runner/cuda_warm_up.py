@@ -159,12 +159,10 @@ def _shapes_to_capture(runner: SlotRunner, config: EngineConfig) -> list[StepSha
     """All shapes, or those of prompts alone where nothing is generated; of the large ones none where the device takes
     much longer for such a step than the host."""
     sizes = config.max_num_seqs, config.max_num_batched_tokens
-    shapes = step_shapes(*sizes)
-    large = [shape for shape in shapes if shape.is_large]
-    if runner.adapters is not None:
-        shapes += adapter_shapes(*sizes)
+    shapes = step_shapes(*sizes) + (adapter_shapes(*sizes) if runner.adapters is not None else [])
     if not runner.model.spec.generates:
         shapes = [shape for shape in shapes if not shape.num_decode]
+    large = [shape for shape in shapes if shape.is_large and not shape.has_adapters]
     if not large or _is_launch_bound(runner, max(large, key=lambda shape: shape.num_prefill)):
         return shapes
     return [shape for shape in shapes if not shape.is_large]
