@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.front_end.adapters import make_adapters
+from cb_backend.front_end.engines.adapter_trial import try_adapter
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
@@ -84,6 +86,7 @@ class TritonPythonModel:
         folder = native_path(args["model_repository"]) / version
         engine = engine_folder(folder)
         config = load_engine_config(engine / "model.json")
+        self._adapters = make_adapters(config, engine, folder, name)
         engine_model = (shown_path(engine.parent.name), engine.name) if engine != folder else None
         server_pid = os.getppid()
         start_server_watch(server_pid)
@@ -94,6 +97,7 @@ class TritonPythonModel:
             self._info = self._supervisor.start()
             self._tokenizer = Tokenizer(self._info.tokenizer_dir)
             self._chat = Chat(self._tokenizer)
+            try_adapter(self._supervisor.client, self._adapters.find(""))
         except BaseException:
             self._supervisor.close()
             raise
@@ -182,6 +186,7 @@ class TritonPythonModel:
         check_generates(self._info.tasks, self._name)
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
         params = generate.params
+        adapter = self._adapters.find(params.lora_name)
         rules = params.token_rules(bad_word_ids(params.bad_words, self._tokenizer))
         check_token_choice(rules[0], self._info.eos_token_ids)
         prompt = token_ids_to_bytes(token_ids)
@@ -192,7 +197,7 @@ class TritonPythonModel:
         ]
         scheduling = generate.scheduling.within(timeout_us)
         requests = [
-            AddRequest(request_id, prompt, rule, scheduling)
+            AddRequest(request_id, prompt, rule, scheduling, adapter)
             for request_id, rule in zip(request_ids, rules, strict=True)
         ]
         others = list(zip(answers[1:], requests[1:], strict=True))

@@ -9,10 +9,9 @@ from typing import Any
 
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.adapter_files import SETTLED_S, adapter_folder
 from cb_backend.support.json_files import read_json_object
 from cb_backend.support.native_paths import native_path
-
-SETTLED_S = 1.0  # a file that has not changed for so long is as somebody wants it
 
 
 def load_engine_config(path: Path) -> EngineConfig:
@@ -26,16 +25,19 @@ def engine_folder(version: Path) -> Path:
     """The version folder whose `model.json` holds the engine arguments of a model: its own, or another model's.
 
     A model.json of `{"engine_of": "llm"}` makes a model another front of the engine of `llm`, its neighbour in the
-    repository (the newest version of it). Raises `ConfigError` if there is no such model or something stands beside it.
+    repository (the newest version of it); with `"lora": "folder"` beside it (see `own_adapter`) it is an adapter there.
+    Raises `ConfigError` if there is no such model or something else stands beside it.
     """
     try:
         arguments = _read_written(version / "model.json")
     except ConfigError:
         return version  # for `load_engine_config` to explain
     if "engine_of" not in arguments:
+        if "lora" in arguments:
+            raise ConfigError("'lora' in model.json makes a model of one adapter; set 'engine_of' beside it")
         return version
     name = arguments["engine_of"]
-    if len(arguments) > 1:
+    if not arguments.keys() <= {"engine_of", "lora"}:
         raise ConfigError("model.json sets 'engine_of', so the engine arguments are that model's; remove the others")
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
         raise ConfigError(f"'engine_of' in model.json is {name!r}; name a model of the same repository")
@@ -44,6 +46,17 @@ def engine_folder(version: Path) -> Path:
     if not versions or neighbour == version.parent or "engine_of" in _text(neighbour / str(versions[0]) / "model.json"):
         raise ConfigError(f"'engine_of' in model.json is {name!r}, which is no model with an engine in this repository")
     return neighbour / str(versions[0])
+
+
+def own_adapter(version: Path) -> Path | None:
+    """The adapter's folder of a model that is one: `lora` beside `engine_of` in its model.json, or None. A relative
+    folder counts from the version folder. Raises `ConfigError` if it is no text.
+    """
+    path = version / "model.json"
+    arguments = _read_written(path) if path.is_file() else {}
+    if "engine_of" not in arguments or "lora" not in arguments:
+        return None
+    return adapter_folder(path, "lora", arguments["lora"])
 
 
 def _read_written(path: Path) -> dict[str, Any]:

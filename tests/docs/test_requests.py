@@ -14,7 +14,7 @@ from cb_backend.front_end.wire.structured_json import STRUCTURED_NAMES
 from cb_backend.front_end.wire.trtllm_protocol import OTHER_INPUTS, SAME_INPUTS
 from tests.docs.requests import PAGE, page
 
-_TENSOR = re.compile(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]')
+_TENSOR = re.compile(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+)(?:, -?\d+)* \]')
 
 
 def config(model: str) -> str:
@@ -53,7 +53,9 @@ def test_the_tensors_of_llm_trtllm_are_those_of_the_table() -> None:
     types |= {tensor: kind for tensor, (kind, _) in UNSUPPORTED_TENSORS.items()}
     assert {name: found[name][0] for name in types} == types
     lists = {name for name, (_, size) in found.items() if size == -1}
-    assert lists == {"stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights"}
+    assert lists == {
+        "stop_words", "bad_words", "embedding_bias_words", "embedding_bias_weights", "lora_weights", "lora_config"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "structured_outputs"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.support.version_folder import engine_folder
+from cb_backend.support.version_folder import engine_folder, own_adapter
 
 
 def make(repository: Path, name: str, version: str, text: str) -> Path:
@@ -35,6 +35,8 @@ def test_the_newest_version_of_the_neighbour(tmp_path: Path) -> None:
         ('{"engine_of": "../llm"}', "name a model of the same repository"),
         ('{"engine_of": 1}', "name a model of the same repository"),
         ('{"engine_of": "llm", "max_num_seqs": 4}', "remove the others"),
+        ('{"engine_of": "llm", "lora": "x", "max_num_seqs": 4}', "remove the others"),
+        ('{"lora": "x"}', "set 'engine_of' beside it"),
     ],
 )
 def test_bad_references(tmp_path: Path, text: str, message: str) -> None:
@@ -43,3 +45,22 @@ def test_bad_references(tmp_path: Path, text: str, message: str) -> None:
     front = make(tmp_path, "front", "1", text)
     with pytest.raises(ConfigError, match=message):
         engine_folder(front)
+
+
+def test_a_model_that_is_an_adapter(tmp_path: Path) -> None:
+    llm = make(tmp_path, "llm", "1", '{"model": "a", "enable_lora": true}')
+    sheep = make(tmp_path, "sheep", "1", '{"engine_of": "llm", "lora": "files"}')
+    wolf = make(tmp_path, "wolf", "1", '{"engine_of": "llm", "lora": "/elsewhere/wolf"}')
+    front = make(tmp_path, "front", "1", '{"engine_of": "llm"}')
+    assert [engine_folder(version) for version in (sheep, wolf, front)] == [llm] * 3
+    assert [own_adapter(version) for version in (sheep, wolf, front, llm, tmp_path)] == [
+        sheep / "files", Path("/elsewhere/wolf"), None, None, None
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["7", '""', "null", '["x"]'])
+def test_an_adapter_that_is_no_folder(tmp_path: Path, value: str) -> None:
+    make(tmp_path, "llm", "1", '{"model": "a"}')
+    sheep = make(tmp_path, "sheep", "1", f'{{"engine_of": "llm", "lora": {value}}}')
+    with pytest.raises(ConfigError, match=r"model.json gives .* for 'lora'; give the adapter's folder"):
+        own_adapter(sheep)

@@ -57,7 +57,7 @@ def test_h01_an_empty_object_in_the_input_turns_nothing_off() -> None:
     [
         ({"max_tokns": 3}, {"temperature": 0}, "max_tokns"),
         ({"temperature": 0}, {"max_tokns": 3}, "max_tokns"),
-        ({"lora_name": "sql"}, {}, "LoRA"),
+        ({"best_of": 2}, {}, "best_of"),
         ({"top_p": 7}, {"max_tokens": 3}, "top_p"),
     ],
 )

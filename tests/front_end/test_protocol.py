@@ -294,7 +294,7 @@ def test_min_tokens_above_max_tokens() -> None:
 
 
 NEUTRAL = {
-    "structured_outputs": None, "guided_json": None, "lora_name": "",
+    "structured_outputs": None, "guided_json": None, "lora_name": None,
     "detokenize": True,
     "length_penalty": 1, "early_stopping": False, "use_beam_search": "false", "flat_logprobs": False,
     "logprob_token_ids": None, "logits_processors": [], "guided_decoding": None, "guided_regex": "",
@@ -310,8 +310,9 @@ def test_parameters_that_are_not_built_pass_at_their_neutral_value() -> None:
     assert params({**NEUTRAL, "seed": 1}) == RequestParams(seed=1)
 
 
-def test_the_peers_text_for_an_adapter() -> None:
-    assert refusal({"lora_name": "sql"}) == "LoRA feature is not enabled."
+def test_an_adapter_is_named_by_text() -> None:
+    assert [params({"lora_name": name}).lora_name for name in ("sql", "", None)] == ["sql", "", ""]
+    assert refusal({"lora_name": 7}) == "lora_name must be a string, got 7"
 
 
 @pytest.mark.parametrize("name", EFFECTIVE)

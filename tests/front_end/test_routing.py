@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.messages import token_ids_to_bytes
 from cb_backend.front_end.engines.routing import LOAD_FACTOR, choose_engine, prefix_key
 
@@ -25,6 +26,18 @@ def test_the_key_is_the_prompts_beginning_and_salt() -> None:
     assert key_of(history) != key_of([*history[:255], 7, *history[256:]])
     assert key_of(system, "a") != key_of(system, "b")
     assert key_of(system, "\ud800") is not None
+
+
+def test_an_adapter_has_prefixes_of_its_own() -> None:
+    tokens = token_ids_to_bytes(prompt(64))
+
+    def key(name: str, mtime_ns: int, salt: str = "") -> bytes | None:
+        return prefix_key(tokens, salt, AdapterSource(name, "folder", mtime_ns, 1))
+
+    keys = [prefix_key(tokens), key("a", 1), key("b", 1), key("a", 2), key("a", 1, "salt"), key("1", 1), key("", 11)]
+    assert len(set(keys)) == len(keys)
+    assert key("a", 1) == prefix_key(tokens, "", AdapterSource("a", "moved", 1, 99))
+    assert prefix_key(token_ids_to_bytes(prompt(8)), "", AdapterSource("a", "folder", 1, 1)) is None
 
 
 def test_equal_keys_meet_and_different_ones_spread() -> None:

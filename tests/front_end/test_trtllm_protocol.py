@@ -18,6 +18,7 @@ TYPES = {
     "max_tokens": np.int32, "min_tokens": np.int32, "min_length": np.int32, "end_id": np.int32, "pad_id": np.int32,
     "top_k": np.int32, "beam_width": np.int32, "num_return_sequences": np.int32, "num_draft_tokens": np.int32,
     "seed": np.uint64, "random_seed": np.uint64, "lora_task_id": np.uint64,
+    "lora_weights": np.float16, "lora_config": np.int32,
     "temperature": np.float32, "top_p": np.float32, "repetition_penalty": np.float32, "presence_penalty": np.float32,
     "frequency_penalty": np.float32, "length_penalty": np.float32, "embedding_bias_weights": np.float32,
 }  # fmt: skip
@@ -68,6 +69,15 @@ def test_older_names() -> None:
         parse(min_length=3, min_tokens=4)
 
 
+def test_an_adapter_is_named_and_never_sent() -> None:
+    assert [parse(lora_name=name).params.lora_name for name in ("sheep", "")] == ["sheep", ""]
+    for name, value in (("lora_task_id", 3), ("lora_weights", [[0.5]]), ("lora_config", [[0, 0, 8]])):
+        with pytest.raises(InvalidRequestError, match=f"input '{name}' is not supported.*named, by 'lora_name'"):
+            parse(**{name: value})
+    with pytest.raises(InvalidRequestError, match="lora_name must be a string, got a list"):
+        parse(lora_name=["sheep", "doll"])
+
+
 def test_the_end_token_takes_the_place_of_the_models() -> None:
     params = parse(end_id=17, pad_id=0).params
     assert (params.stop_token_ids, params.ignore_eos) == ((17,), True)
@@ -104,7 +114,8 @@ NEUTRAL = {
 EFFECTIVE = {
     "beam_width": 4, "length_penalty": 0.5, "return_log_probs": True, "return_context_logits": True,
     "return_generation_logits": True, "return_perf_metrics": True, "num_draft_tokens": 3, "use_draft_logits": True,
-    "lora_task_id": 8, "embedding_bias_words": ["cat"], "embedding_bias_weights": [2.0],
+    "lora_task_id": 8, "lora_weights": [[0.5]], "lora_config": [[0, 1, 8]],
+    "embedding_bias_words": ["cat"], "embedding_bias_weights": [2.0],
 }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class EngineGroup:
         if len(self.members) == 1:
             self.members[0].submit(request, sink)
             return
-        key = prefix_key(request.prompt_token_ids, request.scheduling.cache_salt)
+        key = prefix_key(request.prompt_token_ids, request.scheduling.cache_salt, request.adapter)
         has_room = [member.is_ready and not member.room.is_full for member in self.members]
         if not any(has_room):  # whoever is asked refuses, and says why
             has_room = [member.is_ready for member in self.members]

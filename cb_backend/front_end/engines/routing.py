@@ -13,17 +13,23 @@ import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from cb_backend.contracts.adapters import AdapterSource
+
 TOKEN_BYTES = 4  # of AddRequest.prompt_token_ids
 # The key is as long as the prompt allows: 64 tokens tell applications apart, 256 and 1024 conversations and documents.
 KEY_LENGTHS = (1024, 256, 64)
 LOAD_FACTOR = 1.25
 
 
-def prefix_key(prompt_token_ids: bytes, cache_salt: str = "") -> bytes | None:
-    """What stands for a prompt's beginning; None if it is too short for a cached prefix to matter."""
+def prefix_key(prompt_token_ids: bytes, cache_salt: str = "", adapter: AdapterSource | None = None) -> bytes | None:
+    """What stands for a prompt's beginning; None if it is too short for a cached prefix to matter.
+
+    An adapter computes prefixes of its own. Its content is known to engines alone; here its name and time stand for it.
+    """
     for length in KEY_LENGTHS:
         if len(prompt_token_ids) >= length * TOKEN_BYTES:
-            digest = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
+            salt = cache_salt if adapter is None else f"{adapter.mtime_ns}\0{adapter.name}\0{cache_salt}"
+            digest = blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
             return blake2b(prompt_token_ids[: length * TOKEN_BYTES], digest_size=16, key=digest).digest()
     return None
 

@@ -150,6 +150,9 @@ class GivenParameters:
         ("bad_words",),
         _STRINGS,
     )
+    lora_name: str | None = _given(
+        read_text, "an adapter of the model's multi_lora.json; not given: the model as it is", ("lora_name",), _STRINGS
+    )
     priority: int | None = _scheduled(read_int, "lower starts earlier; one priority is served in order of arrival")
     timeout_ms: int | None = _scheduled(read_int, "the request ends with UNAVAILABLE after so long")
     queue_timeout_ms: int | None = _scheduled(read_int, "the same, if it has not started by then")
@@ -176,7 +179,6 @@ UNSUPPORTED = {
         Unsupported("logits_processors", ([],)),
         Unsupported("guided_decoding_backend", ("auto", "guidance")),
         Unsupported("guided_whitespace_pattern", ("",)),
-        Unsupported("lora_name", ("",)),
         Unsupported("detokenize", (True,)),
         Unsupported("thinking_token_budget"),
         Unsupported("extra_args", ({},)),
@@ -184,6 +186,7 @@ UNSUPPORTED = {
 }
 
 # TensorRT-LLM's tensors: type, and the values that ask for nothing. Empty strings and empty tensors never ask.
+# NOTE: weights come from the model's own folder alone, so a client can neither send any nor ask by a number for some.
 UNSUPPORTED_TENSORS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "beam_width": (_INT, (1,)),
     "length_penalty": (_FLOAT, (0.0, 1.0)),
@@ -194,6 +197,8 @@ UNSUPPORTED_TENSORS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_draft_tokens": (_INT, (0,)),
     "use_draft_logits": ("TYPE_BOOL", (False,)),
     "lora_task_id": ("TYPE_UINT64", (0,)),
+    "lora_weights": ("TYPE_FP16", ()),
+    "lora_config": (_INT, ()),
     "embedding_bias_words": (_STRINGS, (b"",)),
     "embedding_bias_weights": (_FLOAT, (0.0,)),
 }

@@ -86,8 +86,6 @@ def _load_object(name: str, text: str) -> dict[str, Any]:
 
 # ---- names that have no effect -------------------------------------------------------------------------------------
 
-LORA_NOT_ENABLED = "LoRA feature is not enabled."  # clients of vllm_backend compare with this text
-
 
 def _check_neutral(unsupported: Unsupported, value: Any) -> None:
     if value is None:
@@ -95,8 +93,6 @@ def _check_neutral(unsupported: Unsupported, value: Any) -> None:
     name, value = unsupported.name, read_structure(unsupported.name, value)
     if any(equals(value, neutral) for neutral in unsupported.neutral):
         return
-    if name == "lora_name":
-        raise InvalidRequestError(LORA_NOT_ENABLED)
     if unsupported.remedy:
         raise InvalidRequestError(f"{name} is not supported (got {show(value)}); {unsupported.remedy}")
     choices = " or ".join(json.dumps(neutral) for neutral in unsupported.neutral if neutral != "")

@@ -22,6 +22,7 @@ SAME_INPUTS = ("text_input", "stream", "return_num_input_tokens", "return_num_ou
 # Kind of grammar -> entry of `structured_outputs`.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 _GUIDE_INPUTS = ("guided_decoding_guide_type", "guided_decoding_guide")
+_LORA_INPUTS = ("lora_task_id", "lora_weights", "lora_config")
 OTHER_INPUTS = (*_GUIDE_INPUTS, "end_id", "pad_id", "exclude_input_in_output")  # of no single parameter
 
 
@@ -60,7 +61,7 @@ def parse_trtllm_request(
 def _take(sampling: dict[str, Any], parameter: Parameter, tensor: str, array: NDArray[Any]) -> None:
     is_text = parameter.tensor_type == "TYPE_STRING"
     value = _words(tensor, array) if is_text else _single(tensor, array)
-    if parameter.is_off_at_zero and not value:
+    if (parameter.is_off_at_zero or is_text) and not value:
         return
     if sampling.setdefault(parameter.name, value) != value:
         raise InvalidRequestError(f"input {tensor!r} contradicts its other name; send one of them")
@@ -117,4 +118,6 @@ def _check_neutral(name: str, array: NDArray[Any]) -> None:
         if value not in neutral:
             only = " or ".join(repr(v) for v in neutral if v != b"")
             remedy = f"leave it out, or send {only}" if only else "leave it out"
+            if name in _LORA_INPUTS:
+                remedy += "; an adapter is named, by 'lora_name'"
             raise InvalidRequestError(f"input {name!r} is not supported (got {show(value)}); {remedy}")

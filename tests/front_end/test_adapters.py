@@ -1,0 +1,260 @@
+"""Names of adapters, and the watched list behind them: pytest tests/front_end/test_adapters.py"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from cb_backend.contracts.errors import ConfigError, InvalidRequestError
+from cb_backend.front_end.adapters import LOOK_INTERVAL_S, AdapterFolder, ListedAdapters, NoAdapters, OneAdapter
+from cb_backend.support.adapter_files import CONFIG_NAME, LIST_NAME, WEIGHTS_NAME, read_adapter_list
+
+AGE_S = 100.0  # of a settled file
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def write_list(folder: Path, value: object, age_s: float = AGE_S) -> Path:
+    """The list, as if written so long ago."""
+    path = folder / LIST_NAME
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return aged(path, age_s)
+
+
+def aged(path: Path, age_s: float) -> Path:
+    then = time.time() - age_s
+    os.utime(path, (then, then))
+    return path
+
+
+def write_adapter(folder: Path, weights: bytes = b"weights", age_s: float = AGE_S) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in ((WEIGHTS_NAME, weights), (CONFIG_NAME, b"{}")):
+        (folder / name).write_bytes(data)
+        aged(folder / name, age_s)
+    return folder
+
+
+def refusal(adapters: ListedAdapters | OneAdapter | NoAdapters, name: str) -> str:
+    with pytest.raises(InvalidRequestError) as raised:
+        adapters.find(name)
+    return str(raised.value)
+
+
+# ---- names and texts ------------------------------------------------------------------------------------------------
+
+
+def test_the_peers_texts(tmp_path: Path) -> None:
+    adapters = ListedAdapters(write_list(tmp_path, {"doll": "d", "sheep": "s"}))
+    assert refusal(adapters, "bactrian") == "LoRA bactrian is not supported, we currently support ['doll', 'sheep']"
+    assert refusal(NoAdapters(), "doll") == "LoRA feature is not enabled."
+    empty = ListedAdapters(write_list(tmp_path, {}))
+    assert refusal(empty, "doll") == "LoRA doll is not supported, we currently support []"
+
+
+def test_no_name_is_the_model_as_it_is(tmp_path: Path) -> None:
+    assert NoAdapters().find("") is None
+    assert ListedAdapters(write_list(tmp_path, {"doll": "d"})).find("") is None
+
+
+def test_very_many_names_are_not_all_listed(tmp_path: Path) -> None:
+    adapters = ListedAdapters(write_list(tmp_path, {f"adapter-{i}": "d" for i in range(5000)}))
+    text = refusal(adapters, "x" * 1_000_000)
+    assert len(text) < 4000
+    assert "'adapter-0'" in text
+    assert "5000 in all" in text
+
+
+def test_a_model_that_is_an_adapter_takes_its_own_name_and_none(tmp_path: Path) -> None:
+    adapters = OneAdapter("sheep", write_adapter(tmp_path / "s"))
+    source = adapters.find("")
+    assert source is not None
+    assert source.path == str(tmp_path / "s")
+    assert adapters.find("sheep") == source
+    assert refusal(adapters, "doll") == "LoRA doll is not supported, we currently support ['sheep']"
+
+
+# ---- the list at the start ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "multi_lora.json must hold a JSON object"),
+        ('{"a": "x", "a": "y"}', "multi_lora.json sets 'a' more than once"),
+        ('{"a": 1}', "multi_lora.json gives 1 for 'a'; give the adapter's folder"),
+        ('{"a": ""}', "multi_lora.json gives '' for 'a'"),
+        ('{"a": "x\\u0000y"}', "multi_lora.json gives 'x"),
+        ('{"": "x"}', "multi_lora.json names an adapter ''"),
+        ('{"a\\nb": "x"}', "printable text of 1 to 256 bytes"),
+        ('{"\\ud800": "x"}', "printable text of 1 to 256 bytes"),
+        (json.dumps({"n" * 257: "x"}), "printable text of 1 to 256 bytes"),
+        ('{"a": "x"', "multi_lora.json is not valid JSON"),
+        ("", "multi_lora.json is not valid JSON"),
+    ],
+)
+def test_a_bad_list_fails_the_start(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ListedAdapters(write_list(tmp_path, text))
+
+
+def test_a_missing_list_fails_the_start_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ListedAdapters(tmp_path / LIST_NAME)
+    assert str(tmp_path / LIST_NAME) in str(raised.value)
+    assert "enable_lora" in str(raised.value)
+
+
+def test_relative_folders_count_from_the_list(tmp_path: Path) -> None:
+    listed = read_adapter_list(write_list(tmp_path, {"a": "adapters/a", "b": "/elsewhere/b", "c": "../c"}))
+    assert listed == {"a": tmp_path / "adapters/a", "b": Path("/elsewhere/b"), "c": tmp_path / "../c"}
+
+
+# ---- the list while it is served ------------------------------------------------------------------------------------
+
+
+def test_an_added_name_is_served_at_once_and_a_removed_one_refused_within_a_second(
+    tmp_path: Path, clock: Clock
+) -> None:
+    adapters = ListedAdapters(write_list(tmp_path, {"doll": "d"}), clock)
+    refusal(adapters, "sheep")
+    write_list(tmp_path, {"doll": "d", "sheep": "s"}, age_s=0.0)
+    assert adapters.find("sheep") is not None, "no time has passed, but the name was not known"
+    write_list(tmp_path, {"sheep": "s"})
+    assert adapters.find("doll") is not None, "a known name is looked for at most once a second"
+    clock.now += LOOK_INTERVAL_S
+    assert refusal(adapters, "doll") == "LoRA doll is not supported, we currently support ['sheep']"
+
+
+@pytest.mark.parametrize("broken", ['{"doll": "d", "sh', "", '{"doll": 7}', "null", "\x00\xff"])
+def test_a_half_written_list_leaves_the_last_good_one(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    adapters = ListedAdapters(write_list(tmp_path, {"doll": "d"}), clock)
+    write_list(tmp_path, broken, age_s=0.0)
+    for _ in range(5):
+        clock.now += LOOK_INTERVAL_S
+        assert adapters.find("doll") is not None
+        assert "['doll']" in refusal(adapters, "sheep")
+    told = [record for record in caplog.records if "stays as it was" in record.message]
+    assert len(told) == 1, "said once, not at each look"
+    assert LIST_NAME in told[0].message
+    write_list(tmp_path, {"sheep": "s"})
+    assert adapters.find("sheep") is not None
+
+
+def test_a_list_that_is_gone_leaves_the_last_one(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_list(tmp_path, {"doll": "d"})
+    adapters = ListedAdapters(path, clock)
+    path.unlink()
+    for _ in range(3):
+        clock.now += LOOK_INTERVAL_S
+        assert adapters.find("doll") is not None
+    assert sum("stays as it was" in record.message for record in caplog.records) == 1
+    write_list(tmp_path, {})
+    clock.now += LOOK_INTERVAL_S
+    refusal(adapters, "doll")
+
+
+def test_a_list_of_the_same_time_and_size_is_seen_while_it_is_fresh(tmp_path: Path, clock: Clock) -> None:
+    """A coarse file system gives two writes within one tick the same time."""
+    path = write_list(tmp_path, {"doll": "d"}, age_s=0.0)
+    status = path.stat()
+    adapters = ListedAdapters(path, clock)
+    assert adapters.find("doll") is not None
+    path.write_text(json.dumps({"lamb": "d"}))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert adapters.find("lamb") is not None
+
+
+def test_a_mount_that_changes_a_link_is_seen(tmp_path: Path, clock: Clock) -> None:
+    """As a ConfigMap is updated: the folder behind a link is another one."""
+    for name, value in (("v1", {"doll": "d"}), ("v2", {"sheep": "s"})):
+        (tmp_path / name).mkdir()
+        write_list(tmp_path / name, value)
+    (tmp_path / "data").symlink_to("v1")
+    (tmp_path / LIST_NAME).symlink_to(f"data/{LIST_NAME}")
+    adapters = ListedAdapters(tmp_path / LIST_NAME, clock)
+    assert adapters.find("doll") is not None
+    (tmp_path / "new").symlink_to("v2")
+    (tmp_path / "new").replace(tmp_path / "data")
+    assert adapters.find("sheep") is not None
+    refusal(adapters, "doll")
+
+
+def test_a_thousand_changes_leave_what_the_last_one_says(tmp_path: Path, clock: Clock) -> None:
+    adapters = ListedAdapters(write_list(tmp_path, {"kept": "k"}), clock)
+    for i in range(1000):
+        write_list(tmp_path, {"kept": "k", f"a{i}": f"f{i}"}, age_s=0.0)
+        found = adapters.find(f"a{i}")
+        assert found is not None
+        assert found.path == str(tmp_path / f"f{i}")
+        assert adapters.find("kept") is not None
+        if i:
+            refusal(adapters, f"a{i - 1}")
+    assert adapters.names == ["kept", "a999"]
+
+
+# ---- an adapter's files ---------------------------------------------------------------------------------------------
+
+
+def test_a_changed_file_is_another_source_once_it_has_settled(tmp_path: Path, clock: Clock) -> None:
+    folder = AdapterFolder("doll", write_adapter(tmp_path / "d"), clock)
+    first = folder.source()
+    assert (first.size, first.name) == (len(b"weights") + len(b"{}"), "doll")
+    clock.now += LOOK_INTERVAL_S
+    assert folder.source() == first
+    write_adapter(tmp_path / "d", b"half", age_s=0.0)
+    clock.now += LOOK_INTERVAL_S
+    assert folder.source() == first, "somebody may still be writing it"
+    write_adapter(tmp_path / "d", b"whole and other", age_s=AGE_S / 2)
+    clock.now += LOOK_INTERVAL_S
+    second = folder.source()
+    assert second.size == len(b"whole and other") + len(b"{}")
+    assert second.mtime_ns > first.mtime_ns
+
+
+def test_files_that_are_gone_stay_what_they_were(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = AdapterFolder("doll", write_adapter(tmp_path / "d"), clock)
+    first = folder.source()
+    (tmp_path / "d" / WEIGHTS_NAME).unlink()
+    for _ in range(3):
+        clock.now += LOOK_INTERVAL_S
+        assert folder.source() == first
+    assert sum("are not in" in record.message for record in caplog.records) == 1
+
+
+def test_files_that_never_were_are_the_engines_to_refuse(tmp_path: Path, clock: Clock) -> None:
+    source = AdapterFolder("doll", tmp_path / "nowhere", clock).source()
+    assert (source.path, source.mtime_ns, source.size) == (str(tmp_path / "nowhere"), 0, 0)
+
+
+def test_a_name_that_moves_to_another_folder_is_another_source(tmp_path: Path, clock: Clock) -> None:
+    write_adapter(tmp_path / "v1")
+    write_adapter(tmp_path / "v2", b"other weights")
+    adapters = ListedAdapters(write_list(tmp_path, {"doll": "v1"}), clock)
+    first = adapters.find("doll")
+    write_list(tmp_path, {"doll": "v2"}, age_s=AGE_S / 2)
+    clock.now += LOOK_INTERVAL_S
+    second = adapters.find("doll")
+    assert first is not None
+    assert second is not None
+    assert (Path(first.path).name, Path(second.path).name) == ("v1", "v2")
