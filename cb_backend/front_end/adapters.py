@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,10 +20,11 @@ from cb_backend.contracts.errors import ConfigError, InvalidRequestError
 from cb_backend.contracts.scheduling import MAX_NAME_BYTES
 from cb_backend.support.adapter_files import LIST_NAME, Stamp, folder_stamp, read_adapter_list, stamp_of
 from cb_backend.support.native_paths import shown_path
-from cb_backend.support.version_folder import own_adapter
+from cb_backend.support.version_folder import adapter_models, own_adapter
 
 LOOK_INTERVAL_S = 1.0  # from one look at a file to the next
 MAX_LISTED = 100  # adapters that an error names
+MAX_PLACES_UNSET = 8  # of adapters in a batch, where `max_loras` is not set
 
 # Clients of vllm_backend compare with these texts.
 NOT_ENABLED = "LoRA feature is not enabled."
@@ -166,6 +168,17 @@ def make_adapters(config: EngineConfig, engine: Path, version: Path, model_name:
     if own is not None:
         return OneAdapter(model_name, own)
     return ListedAdapters(engine / LIST_NAME) if config.enable_lora else NoAdapters()
+
+
+def with_places(config: EngineConfig, engine: Path) -> EngineConfig:
+    """What the engine of this folder is started with: where nobody has said `max_loras`, a batch has room for as many
+    adapters as are foreseen, up to a limit. Where none is foreseen yet, the engine decides.
+    """
+    if not config.enable_lora or config.max_loras is not None:
+        return config
+    num_foreseen = len(read_adapter_list(engine / LIST_NAME)) + len(adapter_models(engine))
+    most = min(MAX_PLACES_UNSET, config.max_cpu_loras or MAX_PLACES_UNSET)
+    return replace(config, max_loras=min(num_foreseen, most)) if num_foreseen else config
 
 
 def _not_supported(name: str, names: list[str]) -> InvalidRequestError:

