@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "start a Triton server on a model repository and stay with it",
     "demo": "start a server, stream several prompts at once, show the batch change, stop",
     "check": "what a checkpoint is, whether it will be served, how much of a card it takes; needs no GPU",
+    "adapters": "which adapters (LoRA) a model names, and what would be refused of them; needs no GPU",
     "bench": "measure the engine",
     "openai": "OpenAI's HTTP API in front of a Triton server",
     "doctor": "what keeps a server from starting or serving here, and what to do about it",
