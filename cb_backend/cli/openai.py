@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.gateway_process import DEFAULT_PORT, add_reading_options
+from cb_backend.gateway.adapters import DEFAULT_SEPARATOR
 from cb_backend.gateway.settings import DEFAULT_BODY_MIB, ENVIRONMENT_VARIABLE, Settings, read_names
 
 PARENT_EVERY_S = 0.5
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--beside-server", action="store_true", help=argparse.SUPPRESS
     )  # of `serve`, which speaks for it
     add_reading_options(parser)
+    parser.add_argument(
+        "--lora-separator", default=DEFAULT_SEPARATOR, metavar="TEXT",
+        help=f"between a model's name and an adapter's (default: {DEFAULT_SEPARATOR}); '' for no adapters",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model-repository", type=Path, metavar="DIR", help="the server's, to list the adapters of its models"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         allow_origins=tuple(args.allow_origin),
         tool_parsers=read_names("--tool-parser", args.tool_parser),
         reasoning_parsers=read_names("--reasoning-parser", args.reasoning_parser),
+        lora_separator=args.lora_separator,
+        model_repository=None if args.model_repository is None else str(args.model_repository.absolute()),
     )
     settings.api_keys()  # a wrong file is told before anything listens
     if args.beside_server:

@@ -151,7 +151,12 @@ def _serve(args: argparse.Namespace, repository: Path, folder: Path) -> int:
 def _start_gateway(args: argparse.Namespace, server: ServerProcess, beside: contextlib.ExitStack) -> str | None:
     """Its address; None where the default port is somebody else's."""
     address = beside.enter_context(
-        gateway_beside(server.options.host, args.openai_port, server.grpc_address, reading_words(args))
+        gateway_beside(
+            server.options.host,
+            args.openai_port,
+            server.grpc_address,
+            [*reading_words(args), "--model-repository", str(server.options.model_repository)],
+        )
     )
     if address is None:
         _say(f"no OpenAI gateway: port {DEFAULT_PORT} is in use; --openai-port names another")

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from cb_backend.gateway.adapters import AdapterNames, Chosen
 from cb_backend.gateway.answers import Usage
 from cb_backend.gateway.bodies import read_body
 from cb_backend.gateway.calls import replies
@@ -87,6 +88,7 @@ class Gateway:
         self.triton = Triton(settings.url)
         self.readings = Readings(settings, self.triton)
         self.keys: ApiKeys | None = settings.api_keys()
+        self._adapters = AdapterNames(settings.lora_separator, settings.model_repository)
         self._started_at = int(time.time())
 
     def endpoint(self, answering: Answering, prefix: str) -> JsonEndpoint:
@@ -94,11 +96,17 @@ class Gateway:
         return JsonEndpoint(answering, lambda: self.triton, self.settings.max_body_bytes, prefix)
 
     async def list_models(self, request: Request) -> Response:
-        models = await self.triton.models()
-        return json_response({"object": "list", "data": [self._shown(name) for name in sorted(models)]})
+        names = self._adapters.names(await self.triton.models())
+        return json_response({"object": "list", "data": [self._shown(name) for name in names]})
 
     async def show_model(self, request: Request) -> Response:
-        return json_response(self._shown((await self.triton.model(request.path_params["name"])).name))
+        name = request.path_params["name"]
+        await self.choose(name)
+        return json_response(self._shown(name))
+
+    async def choose(self, name: str) -> Chosen:
+        """Raises `ApiError` 404."""
+        return self._adapters.choose(name, await self.triton.models())
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if await self.triton.is_ready() else 503)
@@ -126,26 +134,30 @@ class Generate:
 
     async def _answer(self, data: bytes, request_id: str, send: Send, scope: Scope) -> None:
         body = read_body(data)
-        model = await self._gateway.triton.model(body.need("model", str))
+        name = body.need("model", str)
+        model, adapter = await self._gateway.choose(name)
+        if adapter:
+            body.refuse("lora_name", f"the model {name!r} names one", (adapter,))
+            body.left["lora_name"] = adapter
         if self._is_chat:
             generation = read_chat(body, model, await self._gateway.readings.of(model, body))
         else:
             generation = read_completion(body, model)
-        head = {"id": request_id, "object": generation.object, "created": int(time.time()), "model": model.name}
+        head = {"id": request_id, "object": generation.object, "created": int(time.time()), "model": name}
         if generation.is_stream:
-            await self._stream(generation, {**head, "object": generation.chunk_object}, send)
+            await self._stream(model.name, generation, {**head, "object": generation.chunk_object}, send)
         else:
-            whole = await self._collect(generation, head)
+            whole = await self._collect(model.name, generation, head)
             await json_response(whole, headers={"x-request-id": request_id})(scope, _nothing, send)
 
-    async def _collect(self, generation: Generation, head: dict[str, Any]) -> dict[str, Any]:
+    async def _collect(self, model: str, generation: Generation, head: dict[str, Any]) -> dict[str, Any]:
         usage = Usage()
-        async for batch in replies(self._gateway.triton, head["model"], generation.inputs, head["id"]):
+        async for batch in replies(self._gateway.triton, model, generation.inputs, head["id"]):
             for number, reply in batch:
                 _push(generation, number, reply, usage)
         return {**head, "choices": [choice.whole() for choice in generation.choices], "usage": usage.shown()}
 
-    async def _stream(self, generation: Generation, head: dict[str, Any], send: Send) -> None:
+    async def _stream(self, model: str, generation: Generation, head: dict[str, Any], send: Send) -> None:
         """An error before the first token is the response's status; after it, an event."""
         events = EventStream(send, {"x-request-id": head["id"]})
         usage = Usage()
@@ -153,7 +165,7 @@ class Generate:
             head["usage"] = None
         begin = [first for choice in generation.choices if (first := choice.begin()) is not None]
         try:
-            async for batch in replies(self._gateway.triton, head["model"], generation.inputs, head["id"]):
+            async for batch in replies(self._gateway.triton, model, generation.inputs, head["id"]):
                 chunks, begin = begin, []
                 for number, reply in batch:
                     chunks += _push(generation, number, reply, usage)

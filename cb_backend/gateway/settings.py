@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.gateway.adapters import DEFAULT_SEPARATOR
 from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES, Reading
 
 ENVIRONMENT_VARIABLE = "CB_BACKEND_GATEWAY"
@@ -25,6 +26,8 @@ class Settings:
     allow_origins: tuple[str, ...] = ()
     tool_parsers: dict[str, str] = field(default_factory=dict)
     reasoning_parsers: dict[str, str] = field(default_factory=dict)
+    lora_separator: str = DEFAULT_SEPARATOR  # between a model's name and an adapter's; empty: no adapters
+    model_repository: str | None = None  # the server's, where names of adapters can be looked up
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

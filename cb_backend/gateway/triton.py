@@ -21,6 +21,7 @@ from cb_backend.gateway.errors import ApiError, from_rpc, from_stream
 
 MODELS_AGE_S = 2.0  # how old the list of models may be
 MAX_MESSAGE_BYTES = 1 << 30
+MAX_LISTED = 50  # models that an error names
 END_S = 5.0  # for the server to end a stream after its last response
 _CODED_SINCE = (2, 68)  # server 26.04: earlier ones can crash on the header that asks for codes
 _OPTIONS = [
@@ -63,6 +64,14 @@ class Reply:
     is_final: bool = False
 
 
+def no_such_model(name: str, known: list[str]) -> ApiError:
+    """404 with the names that there are, or the first of them."""
+    listed = ", ".join(known[:MAX_LISTED]) or "none"
+    more = f", and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
+    text = f"the model {name!r} does not exist here; there is: {listed}{more}"
+    return ApiError(404, text, param="model", code="model_not_found")
+
+
 class Triton:
     """One connection to one server, for as many requests at a time as come."""
 
@@ -98,10 +107,7 @@ class Triton:
         """Raises `ApiError` 404 with the names that there are."""
         models = await self.models()
         if name not in models:
-            known = ", ".join(sorted(models)) or "none"
-            raise ApiError(
-                404, f"the model {name!r} does not exist here; there is: {known}", param="model", code="model_not_found"
-            )
+            raise no_such_model(name, sorted(models))
         return models[name]
 
     async def is_ready(self) -> bool:

@@ -37,8 +37,8 @@ FIELDS = (
 class StandIn:
     """A server that answers every request with two replies, and checks that it could be sent."""
 
-    async def model(self, name: str) -> Model:
-        return MODEL
+    async def models(self) -> dict[str, Model]:
+        return {MODEL.name: MODEL}
 
     async def stream(self, model: str, inputs: Mapping[str, Any], request_id: str) -> AsyncIterator[Reply]:
         sampling = json.loads(inputs["sampling_parameters"])
@@ -73,7 +73,7 @@ def test_no_body_is_a_defect() -> None:
                 path = draw.choice(["/v1/chat/completions", "/v1/completions"])
                 answer = await client.post(path, content=json.dumps(values).encode())
                 statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
-                assert answer.status_code in (200, 400), (values, answer.text)
+                assert answer.status_code in (200, 400, 404), (values, answer.text)
                 if answer.status_code == 400:
                     assert answer.json()["error"]["message"], values
                 elif values.get("stream") is True:
