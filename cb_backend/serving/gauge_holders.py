@@ -64,6 +64,18 @@ class GaugeHolders:
             return True
 
     @contextlib.contextmanager
+    def dropping(self, key: str) -> Iterator[bool]:
+        """Hold one gauge no longer. Gives whether it may be given back while the context lasts. False: another front
+        end holds it too, or that cannot be told now, and it is held on."""
+        with self._door() as is_open:
+            is_alone = is_open and key in self._keys and key not in self._held_by_others()
+            yield is_alone
+            if is_alone:
+                self._keys.discard(key)
+                os.ftruncate(self._fd, 0)
+                os.write(self._fd, "".join(f"{each}\n" for each in sorted(self._keys)).encode())
+
+    @contextlib.contextmanager
     def leaving(self) -> Iterator[frozenset[str]]:
         """For good. Gives the keys that may be given back while the context lasts: those that nobody else holds."""
         if self._file is None:

@@ -132,6 +132,25 @@ class MetricExporter:
             metric.set(amount)
             self._last_value[key] = amount
 
+    def set_alone(self, name: str, description: str, amount: float, **labels: str) -> None:
+        """A gauge of which one set of labels is there at a time. What was set with others is given back, as soon as
+        that can be: where labels say what comes and goes, the registry would grow for ever."""
+        self.set(name, description, amount, **labels)
+        if _key(name, labels) in self._metrics:
+            for key in [key for key in self._gauges if key != _key(name, labels) and _name_of(key) == name]:
+                self._give_back(key)
+
+    def _give_back(self, key: str) -> None:
+        may_go = contextlib.nullcontext(True) if self._holders is None else self._holders.dropping(key)
+        with may_go as is_alone:
+            if not is_alone:
+                return
+            self._gauges.remove(key)
+            self._last_value.pop(key, None)
+            del self._metrics[key]
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._families[key]))
+            del self._families[key]
+
     def observe(self, name: str, description: str, bounds: Sequence[float], values: list[tuple[float, int]]) -> None:
         """Tell a histogram each value as often as said; none makes it appear."""
         if not self._has_histograms:
@@ -173,6 +192,10 @@ class MetricExporter:
         self._families[key], self._metrics[key] = family, metric
         self._gauges |= {key} if is_gauge else set()
         return metric
+
+
+def _name_of(key: str) -> str:
+    return str(json.loads(key)[0])
 
 
 def _key(name: str, labels: dict[str, str]) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cb_backend.contracts.messages import EngineStats, ModelInfo
 from cb_backend.serving import latency
+from cb_backend.serving.adapter_metrics import publish_adapter_counts, publish_adapter_state
 from cb_backend.serving.latency import Totals
 from cb_backend.serving.metric_exporter import MAX_OBSERVATIONS, HistogramFeed, MetricExporter
 
@@ -158,6 +159,8 @@ class Metrics:
         swap_text = "Of the waiting, preempted requests whose KV blocks are in host memory"
         self._exporter.set("cb_requests_swapped", swap_text, swapped)
         self._exporter.set("cb_engine_up", "Engines that can take requests", num_up)
+        adapters = [stats.adapters for stats, _, is_up in reports.values() if is_up and stats.adapters is not None]
+        publish_adapter_state(self._exporter, adapters)
         for index, report in reports.items():
             self._publish_counts(index, report.stats)
 
@@ -169,6 +172,8 @@ class Metrics:
             self._exporter.count(name, description, value - base)
         restarts = int(last is not None and before is None)
         self._exporter.count("cb_engine_restarts_total", "Engine processes after the first", restarts)
+        if stats.adapters is not None:
+            publish_adapter_counts(self._exporter, stats.adapters, before.adapters if before is not None else None)
         if stats.steps is not None:
             self._publish_steps(index, stats, before)
         self._last_stats[index] = stats
