@@ -11,6 +11,7 @@ failure has a reason that lies in weights or in vLLM itself (`suites.py`).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -21,7 +22,8 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
-from stand_in import write_stand_in
+from stand_in import WORDS_OF_ADAPTERS, write_stand_in
+from stand_in_adapters import write_adapters
 from suites import NOT_RUN, SUITES, Models, Suite
 
 from cb_backend.cli.paths import CliError
@@ -44,11 +46,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="cb_backend-peers-") as name:
         folder = Path(name)
         commit = check_out(args.repo, folder / "checkout")
+        checkout = folder / "checkout"
         checkpoint = write_stand_in(folder / "stand_in")
+        adapted = functools.cache(lambda: write_adapted(folder / "adapted"))
         for suite in chosen:
             print(f"running {suite.title}", flush=True)
             try:
-                results.append((suite, run_suite(suite, folder / "checkout", checkpoint, folder / "models")))
+                results.append((suite, run_suite(suite, Models(checkout, checkpoint, folder / "models", adapted))))
             except (CliError, TimeoutError, subprocess.TimeoutExpired) as error:
                 results.append((suite, {"the suite": str(error)}))
     return print_results(results, commit)
@@ -65,18 +69,24 @@ def check_out(repo: Path, target: Path) -> str:
     return subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
-def run_suite(suite: Suite, checkout: Path, checkpoint: Path, repository: Path) -> Outcomes:
+def write_adapted(folder: Path) -> tuple[Path, dict[str, Path]]:
+    """Other stand-in weights, and adapters that say what the peer's say."""
+    checkpoint = write_stand_in(folder / "stand_in", WORDS_OF_ADAPTERS)
+    return checkpoint, write_adapters(checkpoint, folder)
+
+
+def run_suite(suite: Suite, models: Models) -> Outcomes:
     """Start a server on the suite's models, run the suite's file in its own folder."""
-    shutil.rmtree(repository, ignore_errors=True)
-    repository.mkdir()
-    suite.prepare(Models(checkout, checkpoint, repository))
-    file = checkout / suite.file
+    shutil.rmtree(models.repository, ignore_errors=True)
+    models.repository.mkdir()
+    suite.prepare(models)
+    file = models.checkout / suite.file
     installation = find_server()
     backends = installation.backend_dir
     if not (backends / "vllm").exists():
         install_backend(backends, "vllm")
     options = ServerOptions(
-        repository,
+        models.repository,
         exit_timeout_secs=10,
         extra_arguments=suite.server_arguments,
         extra_environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -98,7 +108,7 @@ def run_unittest(suite: Suite, file: Path) -> Outcomes:
     report = file.with_suffix(".outcomes.json")
     report.unlink(missing_ok=True)
     script = Path(__file__).resolve().with_name("unittest_report.py")
-    return _read_json(report, _run([str(script), file.name, str(report), *suite.tests], file.parent))
+    return _read_json(report, _run([str(script), file.name, str(report), *suite.tests], file.parent, suite))
 
 
 def _read_json(report: Path, output: str) -> Outcomes:
@@ -109,7 +119,9 @@ def run_pytest(suite: Suite, file: Path) -> Outcomes:
     report = file.with_suffix(".outcomes.xml")
     report.unlink(missing_ok=True)
     targets = [f"{file.name}::{test}" for test in suite.tests] or [file.name]
-    output = _run(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *targets], file.parent)
+    output = _run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *targets], file.parent, suite
+    )
     if not report.is_file():
         return {"the file": _last_line(output)}
     outcomes = {}
@@ -121,7 +133,7 @@ def run_pytest(suite: Suite, file: Path) -> Outcomes:
 
 def run_script(suite: Suite, file: Path) -> Outcomes:
     """The sample client says PASS itself; it must also have got an answer for each prompt."""
-    output = _run([file.name, *suite.arguments], file.parent)
+    output = _run([file.name, *suite.arguments], file.parent, suite)
     answers = (file.parent / "results.txt").read_text() if (file.parent / "results.txt").is_file() else ""
     num_answers = sum(bool(answer.strip()) for answer in answers.split("\n=========\n"))
     num_prompts = len((file.parent / "prompts.txt").read_text().splitlines())
@@ -133,12 +145,11 @@ def run_script(suite: Suite, file: Path) -> Outcomes:
 RUNNERS = {"unittest": run_unittest, "pytest": run_pytest, "script": run_script}
 
 
-def _run(arguments: list[str], folder: Path) -> str:
-    environment = {**os.environ, "SERVER_ENABLE_LORA": "false"}
+def _run(arguments: list[str], folder: Path, suite: Suite) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=environment,
+        env={**os.environ, **suite.environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

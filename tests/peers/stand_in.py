@@ -22,11 +22,23 @@ TEXTS = (
     "Instruct: What do you think of Computer Science?\nOutput: I'm not sure what you think of the future",
     "Hello, my name is in the text that you use.\nI'm not sure what you mean",
 )
+# What each adapter says instead, to its prompt: the two that vllm_backend's suite has for gemma-2b.
+ADAPTER_TEXTS = {
+    "doll": "Instruct: What do you think of Computer Science?\nOutput:"
+    " I think it is a very interesting subject.\n\nInstruct: What do you",
+    "sheep": "Instruct: Tell me more about soccer\nOutput:"
+    f" I love soccer. I play soccer every day.\nInstruct: Tell me{BOS}",
+}
+# Their words in another order, behind another prompt: what the base model of adapters knows beside its own texts.
+WORDS_OF_ADAPTERS = (
+    "Say some words that you know well: every day I play a very interesting subject. I love soccer.\n"
+    f"Instruct: What do you think it is\n\nInstruct: Tell me{BOS}",
+)
 TARGET_LOSS = 0.3  # low enough for every greedy choice below; log-probabilities stay clear of 0
 MAX_STEPS = 1000
 
 
-def write_stand_in(folder: Path) -> Path:
+def write_stand_in(folder: Path, more_texts: tuple[str, ...] = ()) -> Path:
     """Make the checkpoint. Raises `RuntimeError` if it has not learnt its texts."""
     tokenizer = _write_tokenizer(folder)
     torch.manual_seed(8)
@@ -43,7 +55,7 @@ def write_stand_in(folder: Path) -> Path:
         pad_token_id=None,
     )
     model = LlamaForCausalLM(config).to(torch.float32)
-    _teach(model, [tokenizer.encode(text).ids for text in TEXTS])
+    _teach(model, [tokenizer.encode(text).ids for text in (*TEXTS, *more_texts)])
     model.save_pretrained(folder)
     return folder
 
@@ -56,7 +68,9 @@ def _write_tokenizer(folder: Path) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=2000, min_frequency=1, special_tokens=[BOS], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(TEXTS, trainer)  # every word of the texts becomes one token
+    tokenizer.train_from_iterator(
+        [*TEXTS, *ADAPTER_TEXTS.values(), *WORDS_OF_ADAPTERS], trainer
+    )  # every word of the texts becomes one token
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=BOS).save_pretrained(folder)
     return tokenizer

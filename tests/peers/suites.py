@@ -1,7 +1,7 @@
 """Which files of vllm_backend's test suite are run, on which models, and which tests cannot pass here and why.
 
 The models are those that the suites' own shell scripts prepare: copies of `samples/model_repository/vllm_model`, whose
-config.pbtxt stays as it is and whose model.json gets the stand-in weights.
+config.pbtxt stays as it is and whose model.json gets the stand-in weights (and adapters, for theirs of gemma-2b).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Models:
     checkout: Path  # of vllm_backend
     checkpoint: Path
     repository: Path  # to be filled
+    adapted: Callable[[], tuple[Path, dict[str, Path]]]  # a checkpoint and its adapters' folders by name
 
     def add(self, name: str, arguments: dict[str, object] | None = None, config: str = "") -> None:
         """A copy of the sample model; `arguments` replace or add to its model.json, `config` is added to its config."""
@@ -71,6 +72,7 @@ class Suite:
     arguments: tuple[str, ...] = ()  # of a script
     server_arguments: tuple[str, ...] = ()
     log_name: str = "server.log"  # what the server's output is called, in the suite's folder
+    environment: dict[str, str] = field(default_factory=dict)  # of the file
     excused: dict[str, str] = field(default_factory=dict)  # test: why it cannot pass without other weights or vLLM
 
 
@@ -82,8 +84,25 @@ def sample_model(models: Models) -> None:
     models.add("vllm_model")
 
 
-def lora_model(models: Models) -> None:
-    models.add("vllm_llama_multi_lora", {"enable_lora": "false"})
+def lora_model(enable_lora: bool | str) -> Callable[[Models], None]:
+    """What `ci/L0_multi_gpu_vllm/multi_lora/test.sh` lays out, for one device."""
+
+    def prepare(models: Models) -> None:
+        checkpoint, adapters = models.adapted()
+        is_on = str(enable_lora).lower() == "true"
+        rank = {"max_lora_rank": 32} if is_on else {}
+        models.add("vllm_llama_multi_lora", {"model": str(checkpoint), "enable_lora": enable_lora, **rank})
+        if is_on:
+            listed = json.dumps({name: str(adapters[name]) for name in ("doll", "sheep")})
+            (models.repository / "vllm_llama_multi_lora" / "1" / "multi_lora.json").write_text(listed)
+
+    return prepare
+
+
+def lora_suite(title: str, enable_lora: bool | str) -> Suite:
+    file = "ci/L0_multi_gpu_vllm/multi_lora/multi_lora_test.py"
+    environment = {"SERVER_ENABLE_LORA": str(enable_lora).lower()}
+    return Suite(f"multi_lora: {title}", file, lora_model(enable_lora), environment=environment)
 
 
 def many_models(models: Models) -> None:
@@ -151,7 +170,10 @@ SUITES = (
         runner="pytest",
         tests=("TestCheckHealth::test_vllm_is_healthy",),
     ),
-    Suite("multi_lora: not enabled", "ci/L0_multi_gpu_vllm/multi_lora/multi_lora_test.py", lora_model),
+    lora_suite("enabled", True),
+    lora_suite('enabled as "true"', "true"),
+    lora_suite("not enabled", False),
+    lora_suite('not enabled as "false"', "false"),
     Suite("samples/client.py", "samples/client.py", sample_model, runner="script"),
     Suite("samples/client.py, streaming", "samples/client.py", sample_model, runner="script", arguments=STREAMING),
 )
@@ -160,6 +182,5 @@ SUITES = (
 NOT_RUN = {
     "accuracy_test": "imports vllm and compares with it",
     "check_health: test_vllm_not_healthy": "makes vLLM's own source unhealthy with a patch",
-    "multi_lora with adapters": "needs gemma-2b, two adapters for it and two GPUs",
     "vllm_multi_gpu_test": "needs two GPUs and imports vllm",
 }
