@@ -6,8 +6,8 @@ DIR is a clone (or a bare copy) of triton-inference-server/server; DEPS has what
 packages (`pip install --no-deps --target DEPS openai partial_json_parser`). Its code checks OpenAI requests, makes
 Triton's of them and reads the responses; `in_process_api.py` stands for the server inside its process, and for vLLM one
 dataclass that it only fills in. Its HTTP layer is not run. Served with tiny weights are `llm_trtllm` (its format
-"tensorrtllm") and `vllm_model`, whose config names the backend "vllm". Exit code 0: every text and every usage is what
-our own client gets for the same prompt and parameters.
+"tensorrtllm") and `vllm_model`, whose config names the backend "vllm", with two adapters. Exit code 0: every text and
+every usage is what our own client gets for the same prompt and parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import in_process_api
+import openai_lora
 from openai_cases import Case, cases, read_events
+from openai_lora import add_adapters, lora_results
 
 from cb_backend.cli.server.backend_folder import install_backend
 from cb_backend.cli.server.local_server import find_server
@@ -58,6 +60,7 @@ def main() -> int:
             add_examples(repository)
             leave_prompts_out(repository / "llm_trtllm" / "config.pbtxt")
             add_vllm_model(repository)
+            add_adapters(repository, checkpoint, ("llm", openai_lora.MODEL))
 
         with running_server(checkpoint, folder / "models", front_ends=1, prepare=prepare) as server:
             results = asyncio.run(run_all(server, checkpoint, folder / "models"))
@@ -126,6 +129,7 @@ async def run_all(server: RunningServer, checkpoint: Path, repository: Path) -> 
                 except Exception as error:  # of the frontend or of the server: the case's result, whatever it is
                     reason = f"{type(error).__name__}: {error}"
                 results.append((title, reason))
+    results += [each async for each in lora_results(server.url, repository, str(checkpoint), server.client)]
     return results
 
 
