@@ -27,7 +27,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import in_process_api
-import openai_lora
 from openai_cases import Case, cases, read_events
 from openai_lora import add_adapters, lora_results
 
@@ -60,7 +59,7 @@ def main() -> int:
             add_examples(repository)
             leave_prompts_out(repository / "llm_trtllm" / "config.pbtxt")
             add_vllm_model(repository)
-            add_adapters(repository, checkpoint, ("llm", openai_lora.MODEL))
+            add_adapters(repository, checkpoint, ("llm", MODELS["vllm"]))
 
         with running_server(checkpoint, folder / "models", front_ends=1, prepare=prepare) as server:
             results = asyncio.run(run_all(server, checkpoint, folder / "models"))
