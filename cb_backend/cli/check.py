@@ -73,7 +73,7 @@ def _fit(found: Findings, config: EngineConfig, args: argparse.Namespace) -> tup
         faults = card_faults(card, config, found.quantization, dtype)
         num_tokens = None
         try:
-            num_tokens = cache_tokens(config, spec, dtype, layout, card, weight_bytes)
+            num_tokens = cache_tokens(config, spec, dtype, layout, card, weight_bytes, found.adapter_bytes or 0)
         except ConfigError as error:
             faults.append(str(error))
         fits.append(CacheFit(card.name, card.num_bytes, None if faults else num_tokens, tuple(faults)))

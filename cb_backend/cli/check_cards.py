@@ -15,7 +15,7 @@ from cb_backend.engine.runner.load_progress import lack_of_memory
 from cb_backend.engine.runner.runner_factory import fp8_faults
 from cb_backend.kernels.fp8 import MIN_CAPABILITY, fp8_needs_of
 from cb_backend.kv_cache.layout import KVLayout
-from cb_backend.kv_cache.storage import kv_not_capable, size_kv_cache
+from cb_backend.kv_cache.storage import kv_not_capable, show_bytes, size_kv_cache
 from cb_backend.models.spec import ModelSpec
 
 _GIB = 1 << 30
@@ -72,15 +72,27 @@ def card_faults(card: Card, config: EngineConfig, quantization: str | None, dtyp
 
 
 def cache_tokens(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, layout: KVLayout, card: Card, weight_bytes: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    layout: KVLayout,
+    card: Card,
+    weight_bytes: int,
+    adapter_bytes: int = 0,
 ) -> int:
-    """Tokens that the cache would hold. Raises `ConfigError` as the engine does where the weights do not fit, or no
-    cache beside them.
+    """Tokens that the cache would hold. Raises `ConfigError` as the engine does where the weights do not fit, or the
+    places for adapters, or no cache beside them.
     """
     free_bytes = card.num_bytes - _CONTEXT_BYTES
     if lack := lack_of_memory(config.model, weight_bytes, "cuda", free_bytes, card.num_bytes):
         raise ConfigError(lack)
-    free_bytes -= weight_bytes + _state_bytes(config, spec, dtype)
+    free_bytes -= weight_bytes
+    if adapter_bytes > free_bytes:
+        raise ConfigError(
+            f"not enough memory for adapters: they take {show_bytes(adapter_bytes)}, and {show_bytes(free_bytes)} are"
+            " left beside the weights; lower max_loras or max_lora_rank"
+        )
+    free_bytes -= adapter_bytes + _state_bytes(config, spec, dtype)
     # Graphs have a pool of their own for the largest step, beside the step itself.
     steps = 2 * _largest_step_bytes(config, spec, dtype) + GRAPH_MEMORY
     num_blocks = size_kv_cache(config, layout, torch.device("cuda"), steps, (free_bytes, card.num_bytes))

@@ -23,13 +23,14 @@ from cb_backend.engine.runner.runner_factory import (
     read_tokenizer_eos_ids,
     resolve_max_model_len,
 )
+from cb_backend.engine.runner.step_adapters import DEFAULT_MAX_LORAS
 from cb_backend.front_end.text.template_files import read_chat_templates
 from cb_backend.layers.placement import Placement
 from cb_backend.models.checkpoint import find_checkpoint
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.gguf.outline import GgufOutline, outline_gguf
 from cb_backend.models.gguf.tokenizer import write_tokenizer
-from cb_backend.models.registry import outline_model, outline_spec, read_model_config, resolve_dtype
+from cb_backend.models.registry import outline_adapters, outline_model, outline_spec, read_model_config, resolve_dtype
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import CheckpointFiles
 from cb_backend.support.tokenizer_files import load_tokenizer
@@ -76,6 +77,7 @@ class Findings:
     groups: list[ModuleGroup] | None = None
     has_own_head: bool | None = None
     tokenizer: TokenizerFindings | None = None
+    adapter_bytes: int | None = None  # of the places for adapters on the device; None: they are not enabled
 
     @property
     def weight_bytes(self) -> int | None:
@@ -156,6 +158,10 @@ def _examine_arguments(found: Findings, config: EngineConfig) -> None:
         found.quantization = choose_quantization(config, spec)
     with found.hearing():
         found.max_model_len = resolve_max_model_len(config, spec)
+    if config.enable_lora:
+        with found.hearing():
+            table = outline_adapters(spec, found.dtype, config.max_lora_rank)
+            found.adapter_bytes = (config.max_loras or DEFAULT_MAX_LORAS) * table.bytes_per_adapter
 
 
 def _examine_tokenizer(found: Findings, folder: Path) -> None:

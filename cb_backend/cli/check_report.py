@@ -42,6 +42,7 @@ def as_json(found: Findings, kv_bytes_per_token: int | None, fits: list[CacheFit
         "has_own_head": found.has_own_head,
         "tokenizer": None if found.tokenizer is None else asdict(found.tokenizer),
         "weight_bytes": found.weight_bytes,
+        "adapter_bytes": found.adapter_bytes,
         "modules": None if found.groups is None else [asdict(group) for group in found.groups],
         "kv_bytes_per_token": kv_bytes_per_token,
         "cards": [asdict(fit) for fit in fits],
@@ -135,7 +136,8 @@ def _rows(found: Findings, spec: ModelSpec) -> Iterator[tuple[str, str]]:
         quantised = f", weights: {found.quantization}" if found.quantization else ""
         yield "computed in", f"{str(found.dtype).removeprefix('torch.')}{quantised}"
     if found.weight_bytes is not None:
-        yield "memory", f"{show_bytes(found.weight_bytes)} of weights"
+        adapters = "" if found.adapter_bytes is None else f", {show_bytes(found.adapter_bytes)} for adapters"
+        yield "memory", f"{show_bytes(found.weight_bytes)} of weights{adapters}"
 
 
 def _windows(windows: tuple[int, ...]) -> str:

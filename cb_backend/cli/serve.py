@@ -31,6 +31,7 @@ from cb_backend.cli.server.model_repository import (
     check_model_repository,
     copy_with_model,
     plain_path,
+    read_adapters,
     served_checkpoints,
 )
 from cb_backend.cli.server.server_log import is_worth_showing
@@ -55,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_ID",
         help="serve this checkpoint (a folder, a .gguf file or a hub id) with the checkout's llm settings and the "
         "length of its own context",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="an adapter (LoRA, as PEFT saves it) that requests to the checkout's llm may name; may be given several "
+        "times",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every interface")
     parser.add_argument("--http-port", "--port", type=int, default=8000)
@@ -85,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
             f"{flag_of(next(iter(engine_arguments)))} changes the checkout's llm model; with --model-repository, set "
             f"{next(iter(engine_arguments))!r} in the model.json of the model that is meant"
         )
+    if args.adapter and args.model_repository is not None:
+        raise CliError("--adapter is for the checkout's llm model; with --model-repository, write a multi_lora.json")
     read_names("--tool-parser", args.tool_parser)  # a wrong name is told before anything starts
     read_names("--reasoning-parser", args.reasoning_parser)
     if args.exit_timeout_secs < 0:
@@ -95,6 +106,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _repository(args: argparse.Namespace, model: str | None, engine_arguments: dict[str, Any], folder: Path) -> Path:
     """The one that is there, or a copy in `folder` with what the command line changes."""
+    adapters = read_adapters(args.adapter)
+    if adapters:
+        engine_arguments = {"enable_lora": True, **engine_arguments}
     if model is None and not engine_arguments:
         return Path(args.model_repository or checkout_path("model_repository"))
     if model is not None:
@@ -105,7 +119,7 @@ def _repository(args: argparse.Namespace, model: str | None, engine_arguments: d
         except ConfigError as error:
             raise CliError(f"--model {error}") from None
     source = checkout_path("model_repository/llm")
-    return copy_with_model(source, model, folder / "models", engine_arguments=engine_arguments)
+    return copy_with_model(source, model, folder / "models", engine_arguments=engine_arguments, adapters=adapters)
 
 
 def _serve(args: argparse.Namespace, repository: Path, folder: Path) -> int:

@@ -86,36 +86,46 @@ class AdapterFolder:
             self._stamp = stamp
 
 
-class ListedAdapters:
-    """Those of a `multi_lora.json`."""
+class NamedAdapters:
+    """Folders by name."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises `ConfigError` for a list that is missing or wrong: at the start nothing else can count."""
-        self._path = path
+    def __init__(self, folders: Mapping[str, Path], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._stamp = stamp_of(path)  # before it is read: a change meanwhile is then seen as one
-        self._is_settled = False  # the list was read when it had not changed for a while
-        self._folders: dict[str, AdapterFolder] = {}
-        self._take(read_adapter_list(path))
-        self._next_look = 0.0
+        self._folders = {name: AdapterFolder(name, folder, clock) for name, folder in folders.items()}
 
     @property
     def names(self) -> list[str]:
-        """In the file's order."""
+        """In the order in which they were given."""
         return list(self._folders)
 
     def find(self, name: str) -> AdapterSource | None:
         if not name:
             return None
         with self._lock:
-            if name not in self._folders or self._clock() >= self._next_look:
-                self._look()
+            self._look(name)
             if name in self._folders:
                 return self._folders[name].source()
             raise _not_supported(name, self.names)
 
-    def _look(self) -> None:
+    def _look(self, name: str) -> None:
+        """Before the name is looked up."""
+
+
+class ListedAdapters(NamedAdapters):
+    """Those of a `multi_lora.json`, which may change."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises `ConfigError` for a list that is missing or wrong: at the start nothing else can count."""
+        self._path = path
+        self._stamp = stamp_of(path)  # before it is read: a change meanwhile is then seen as one
+        self._is_settled = False  # the list was read when it had not changed for a while
+        super().__init__(read_adapter_list(path), clock)
+        self._next_look = 0.0
+
+    def _look(self, name: str) -> None:
+        if name in self._folders and self._clock() < self._next_look:
+            return
         self._next_look = self._clock() + LOOK_INTERVAL_S
         stamp = stamp_of(self._path)
         if stamp == self._stamp and self._is_settled:

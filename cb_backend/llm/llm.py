@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,7 @@ from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, UnavailableError
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
 from cb_backend.engine.step_messages import Shares, failures, step_output
+from cb_backend.front_end.adapters import Adapters, NamedAdapters, NoAdapters
 from cb_backend.front_end.engines.request_sink import deliver
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ from cb_backend.llm.progress import progress_bar
 from cb_backend.llm.prompts import Prepared, Prompt, as_list, prepare
 from cb_backend.llm.results import Chunk, RequestOutput
 from cb_backend.llm.sampling import SamplingParams
+from cb_backend.support.native_paths import native_path
 
 _OF_A_SERVER = ("engine_python", "data_parallel_size", "watchdog_timeout_s", "stream_interval", "disable_log_stats")
 _HOLDING_S = 0.001  # between looks at requests that wait for their grammars
@@ -37,12 +39,17 @@ _HOLDING_S = 0.001  # between looks at requests that wait for their grammars
 class LLM:
     """A model to ask. Not for several threads at once. Close it, or use it as a context manager."""
 
-    def __init__(self, model: str, **engine_arguments: Any) -> None:
+    def __init__(self, model: str, *, adapters: Mapping[str, str] | None = None, **engine_arguments: Any) -> None:
         """Load the checkpoint: a folder, a GGUF file or a hub id. Arguments are those of `model.json`.
 
+        adapters: folders (as PEFT saves them) by the names that `SamplingParams.lora_name` gives; read at first use.
         Raises `ConfigError` with a one-line reason and remedy.
         """
+        if adapters is not None:
+            engine_arguments = {"enable_lora": True, **engine_arguments}
         self.config = _config(model, engine_arguments)
+        folders = {name: native_path(folder).expanduser().absolute() for name, folder in (adapters or {}).items()}
+        self._adapters: Adapters = NamedAdapters(folders) if self.config.enable_lora else NoAdapters()
         self._engine = create_engine(self.config)
         try:
             self._tokenizer = Tokenizer(self._engine.info.tokenizer_dir)
@@ -128,7 +135,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Prepared]:
         self._check_open()
-        return prepare(as_list(prompts), params, self.info, self._tokenizer, self._chat)
+        return prepare(as_list(prompts), params, self.info, self._tokenizer, self._chat, self._adapters)
 
     def _check_open(self) -> None:
         if not self._closing.alive:
@@ -179,6 +186,7 @@ class LLM:
             np.array(prepared.token_ids, np.int32),
             prepared.rules[index],
             prepared.generate.scheduling,
+            prepared.adapter,
         )
         self._engine.add_request(request)
         self._sinks[answer.request_id] = answer

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
+from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.front_end.adapters import Adapters
 from cb_backend.front_end.text.bad_words import bad_word_ids
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.prompt import prompt_token_ids
@@ -33,6 +35,7 @@ class Prepared(NamedTuple):
     generate: GenerateRequest
     token_ids: list[int]
     rules: list[TokenRules]  # of each of its answers
+    adapter: AdapterSource | None = None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -53,6 +56,7 @@ def prepare(
     info: ModelInfo,
     tokenizer: Tokenizer,
     chat: Chat,
+    adapters: Adapters,
 ) -> list[Prepared]:
     """Check everything before anything runs. Raises `InvalidRequestError`; of several prompts it names which."""
     if params is None or isinstance(params, SamplingParams):
@@ -66,7 +70,7 @@ def prepare(
     prepared = []
     for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
         try:
-            prepared.append(_prepare_one(prompt, own, info, tokenizer, chat))
+            prepared.append(_prepare_one(prompt, own, info, tokenizer, chat, adapters))
         except InvalidRequestError as error:
             if len(prompts) == 1:
                 raise
@@ -74,7 +78,9 @@ def prepare(
     return prepared
 
 
-def _prepare_one(prompt: Prompt, params: SamplingParams, info: ModelInfo, tokenizer: Tokenizer, chat: Chat) -> Prepared:
+def _prepare_one(
+    prompt: Prompt, params: SamplingParams, info: ModelInfo, tokenizer: Tokenizer, chat: Chat, adapters: Adapters
+) -> Prepared:
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
     inputs = {**_prompt_input(prompt), "exclude_input_in_output": np.array([True])}
@@ -84,7 +90,7 @@ def _prepare_one(prompt: Prompt, params: SamplingParams, info: ModelInfo, tokeni
     token_ids = prompt_token_ids(generate, tokenizer, chat, info.max_model_len)
     rules = generate.params.token_rules(bad_word_ids(generate.params.bad_words, tokenizer))
     check_token_choice(rules[0], info.eos_token_ids)
-    return Prepared(prompt, generate, token_ids, rules)
+    return Prepared(prompt, generate, token_ids, rules, adapters.find(generate.params.lora_name))
 
 
 def _prompt_input(prompt: Prompt) -> dict[str, np.ndarray[Any, Any]]:

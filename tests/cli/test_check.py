@@ -250,3 +250,32 @@ def test_no_gpu_is_asked_for_anything(plain: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was called"))
     assert main(["check", str(plain), "--card", "h200"]) == 0
     assert check_cards.CARDS["h200"].capability == (9, 0)
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_places_for_adapters_are_memory_that_the_cache_does_not_get(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*arguments: str) -> dict[str, Any]:
+        assert main(["check", str(plain), "--memory", "16GB", "--json", *arguments]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    without, two, wide = (
+        shown(*each)
+        for each in (
+            (),
+            ("--enable-lora", "--max-loras", "2"),
+            ("--enable-lora", "--max-loras", "20000", "--max-lora-rank", "64"),
+        )
+    )
+    assert without["adapter_bytes"] is None
+    assert 0 < two["adapter_bytes"] < wide["adapter_bytes"]
+    assert without["cards"][0]["num_tokens"] >= two["cards"][0]["num_tokens"] > wide["cards"][0]["num_tokens"]
+    lost = without["cards"][0]["num_tokens"] - wide["cards"][0]["num_tokens"]
+    assert lost * without["kv_bytes_per_token"] == pytest.approx(wide["adapter_bytes"], rel=0.01)
+    main(["check", str(plain), "--enable-lora"])
+    assert "for adapters" in capsys.readouterr().out
+    assert main(["check", str(plain), "--memory", "16GB", "--enable-lora", "--max-loras", "9000000"]) == 1
+    assert "not enough memory for adapters" in capsys.readouterr().out

@@ -21,7 +21,12 @@ from cb_backend.cli.paths import CliError, checkout_path, load_client
 from cb_backend.cli.server import server_process
 from cb_backend.cli.server.addresses import http_status
 from cb_backend.cli.server.local_server import ServerInstallation
-from cb_backend.cli.server.model_repository import check_model_repository, copy_with_model, served_checkpoints
+from cb_backend.cli.server.model_repository import (
+    check_model_repository,
+    copy_with_model,
+    read_adapters,
+    served_checkpoints,
+)
 from cb_backend.cli.server.processes import ProcessId, descendants
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
 from cb_backend.cli.server.server_process import (
@@ -305,6 +310,30 @@ def test_a_copy_finds_its_adapters(tmp_path: Path) -> None:
     listed.unlink()
     with pytest.raises(CliError, match=r"model 'llm': multi_lora.json is missing"):
         copy_with_model(source, "org/new", tmp_path / "copy2")
+
+
+def test_adapters_of_the_command_line_come_to_those_of_the_list(tmp_path: Path) -> None:
+    source = make_repository(tmp_path / "source", '{"model": "old"}') / "llm"
+    (source / "1" / "multi_lora.json").write_text('{"doll": "d", "sheep": "s"}')
+    own = read_adapters([f"sheep={tmp_path}", f"wolf={tmp_path}"])
+    copy = copy_with_model(source, "m/m", tmp_path / "copy", engine_arguments={"enable_lora": True}, adapters=own)
+    assert json.loads((copy / "llm" / "1" / "multi_lora.json").read_text()) == {
+        "doll": str(source / "1" / "d"), "sheep": str(tmp_path), "wolf": str(tmp_path)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["sheep"], "write NAME=FOLDER"),
+        (["=x"], "write NAME=FOLDER"),
+        (["sheep=/no/such"], "'/no/such' is no folder"),
+        (["a=/", "a=/"], "'a' is given twice"),
+    ],
+)
+def test_adapters_of_the_command_line_that_are_wrong(values: list[str], message: str) -> None:
+    with pytest.raises(CliError, match=message):
+        read_adapters(values)
 
 
 def test_a_model_that_is_an_adapter_is_checked_with_the_repository(tmp_path: Path) -> None:

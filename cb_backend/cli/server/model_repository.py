@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cb_backend.cli.paths import CliError
+from cb_backend.contracts.config import engine_config_from_dict
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.front_end.adapters import make_adapters
 from cb_backend.models.checkpoint import check_checkpoint_name
@@ -103,11 +104,13 @@ def copy_with_model(
     target: Path,
     front_ends: int | None = None,
     engine_arguments: Mapping[str, Any] = MappingProxyType({}),
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> Path:
     """A repository in `target` that holds a copy of one model folder serving another checkpoint; None: the same one.
 
     Every other engine argument of `1/model.json` that `engine_arguments` does not name is kept. `front_ends` replaces
-    the instance count. Raises `CliError` for arguments that cannot be served.
+    the instance count, `adapters` come to those of `1/multi_lora.json`. Raises `CliError` for arguments that cannot be
+    served.
     """
     _check_engine_arguments(model_folder.name, model_folder / "1", checkpoint)
     copy = target / model_folder.name
@@ -117,14 +120,31 @@ def copy_with_model(
     if checkpoint is not None:
         local = Path(checkpoint).expanduser()
         arguments["model"] = str(local.resolve()) if local.exists() else checkpoint
-    if arguments.get("enable_lora") and (copy / "1" / LIST_NAME).is_file():
-        listed = read_adapter_list(model_folder.absolute() / "1" / LIST_NAME)  # relative folders count from there
-        (copy / "1" / LIST_NAME).write_text(json.dumps({name: str(path) for name, path in listed.items()}, indent=2))
     arguments.update(engine_arguments)
+    if engine_config_from_dict(arguments).enable_lora:
+        listed = dict(adapters)
+        if (copy / "1" / LIST_NAME).is_file():  # relative folders count from where it stands
+            listed = {**read_adapter_list(model_folder.absolute() / "1" / LIST_NAME), **listed}
+        (copy / "1" / LIST_NAME).write_text(json.dumps({name: str(path) for name, path in listed.items()}, indent=2))
     arguments_file.write_text(json.dumps(arguments, indent=2) + "\n")
     if front_ends is not None:
         set_instance_count(copy / "config.pbtxt", front_ends)
     return target
+
+
+def read_adapters(values: list[str]) -> dict[str, Path]:
+    """Folders by name, of `NAME=FOLDER` each. Raises `CliError`."""
+    adapters = {}
+    for value in values:
+        name, is_pair, folder = value.partition("=")
+        if not (name and is_pair and folder):
+            raise CliError(f"--adapter {value!r}: write NAME=FOLDER")
+        if name in adapters:
+            raise CliError(f"--adapter {name!r} is given twice; keep one")
+        adapters[name] = Path(folder).expanduser().absolute()
+        if not adapters[name].is_dir():
+            raise CliError(f"--adapter {value!r}: {folder!r} is no folder")
+    return adapters
 
 
 def set_instance_count(config: Path, count: int) -> None:
