@@ -65,6 +65,7 @@ class FaultyRunner:
         self._runner = runner
         self._faults = faults
         self._leak: list[bytes] = []
+        self.adapters = runner.adapters
         compute_logits = runner.model.compute_logits
 
         def poisoned(*arguments: Any) -> torch.Tensor:

@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults import server_injections
+from tests.faults import adapter_injections, server_injections
 from tests.faults.checker import Verdict
 from tests.faults.history import Item
 from tests.faults.injections import FAULTS, Fault
 from tests.faults.world import World, make_plan, world
 from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
 
-ALL = {fault.name: fault for fault in (*FAULTS, *server_injections.FAULTS)}
-NOT_APPLICABLE = {"F14": "adapters that are corrupt or deleted: n/a, LoRA is not built"}
+ALL = {fault.name: fault for fault in (*FAULTS, *server_injections.FAULTS, *adapter_injections.FAULTS)}
 PAUSE_S = 1.0  # between injections, on top of the recovery
 
 
@@ -119,12 +118,8 @@ COLUMNS = {  # of the table: the figure, and how wide
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Lines to print: one a fault, in the order of their numbers."""
     yield f"{'':5}{'fault':48}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()) + "   verdict"
-    rows = {**results, **(dict.fromkeys(NOT_APPLICABLE) if len(results) == len(ALL) else {})}
-    for name in sorted(rows, key=lambda name: int(name[1:])):
-        result = rows[name]
-        if result is None:
-            yield f"{name:5}{NOT_APPLICABLE[name]}"
-            continue
+    for name in sorted(results, key=lambda name: int(name[1:])):
+        result = results[name]
         cells = ("-" if result[column] is None else str(result[column]) for column in COLUMNS)
         figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
         yield f"{name:5}{result['what'][:47]:48}{figures}   {'ok' if not result['problems'] else 'NOT ok'}"

@@ -40,7 +40,6 @@ def test_what_is_late_or_lost_is_not_ok() -> None:
         assert list(table({"F4": result}))[1].endswith("NOT ok")
 
 
-def test_all_faults_are_there_in_order_and_one_says_why_it_is_not() -> None:
+def test_all_faults_are_there_in_order() -> None:
     lines = list(table({name: result_of([verdict([1.0])], name) for name in ALL}))
     assert [line.split()[0] for line in lines[1:]] == [f"F{number}" for number in range(1, 21)]
-    assert "LoRA is not built" in lines[14]
