@@ -23,7 +23,7 @@ from tests.server.tiny_adapters import MergedReference, write_adapter
 
 PROMPT, NUM_TOKENS = "seven wizards", 12
 GOOD = ("doll", "sheep", "wolf")  # one more than there are places for
-NUM_CHANGES = 50  # of a list, in one injection
+NUM_CHANGES = 200  # of a list, in one injection: a thousand are --times 30
 SETTLE_S = 1.5  # longer than a file must not have changed
 
 

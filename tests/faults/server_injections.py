@@ -1,4 +1,4 @@
-"""The faults of the server and its machine, F6 and F11 to F20. (F14 is about adapters, which are not built yet.)"""
+"""The faults of the server and its machine, F6 and F11 to F20. (F14, of adapters, is in `adapter_injections`.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a run of faults: every figure is there, what is late or lost is not ok, F14 says why it is missing."""
+"""The table of a run of faults: every figure is there, what is late or lost is not ok."""
 
 from __future__ import annotations
 

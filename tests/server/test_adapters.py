@@ -191,7 +191,7 @@ def test_a_half_written_list_changes_nothing(adapted: Adapted, text: str) -> Non
 
 
 def test_many_changes_under_load(adapted: Adapted) -> None:
-    """Each adds a name of its own and takes the last one away. A thousand: python -m tests.faults.run --fault F14."""
+    """Each adds a name and takes the last one away. A thousand: python -m tests.faults.run --fault F14 --times 30."""
     adapted.add("turn", seed=5)
     version = adapted.version
 
