@@ -147,6 +147,7 @@ class ScriptedModelRunner(SlotRunner):
 
 class _ScriptedModel:
     dtype = torch.float32
+    adapters = None
 
     def __init__(self, runner: ScriptedModelRunner, vocab_size: int) -> None:
         self._runner = runner
