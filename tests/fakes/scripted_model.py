@@ -135,14 +135,14 @@ class ScriptedModelRunner(SlotRunner):
         return super().execute(plan, masks)
 
     def _compute_hidden(self, buffers: StepBuffers) -> Tensor:
-        """Instead of hidden states, (slot, position) of each token: the model needs no more. int64 [num_tokens, 2]."""
+        """Instead of hidden states, (slot, position) of each token: the model needs no more. float32 [num_tokens, 2]."""
         shape, rows, segments = buffers.shape, buffers.rows, buffers.segments
         self.ops.prepare_rows(buffers.slots, shape.num_decode, self.state, self.block_size, rows)
         slots = buffers.slots[: shape.num_decode]
         if shape.num_prefill:
             prompts = segments["prompt_slots"].repeat_interleave(segments["query_start_loc"].diff())
             slots = torch.cat((slots, prompts))
-        return torch.stack((slots, rows.positions), dim=1).long()
+        return torch.stack((slots, rows.positions), dim=1).float()
 
 
 class _ScriptedModel:
@@ -151,7 +151,7 @@ class _ScriptedModel:
 
     def __init__(self, runner: ScriptedModelRunner, vocab_size: int) -> None:
         self._runner = runner
-        self.spec = type("Spec", (), {"vocab_size": vocab_size})
+        self.spec = type("Spec", (), {"vocab_size": vocab_size, "hidden_size": 2, "generates": True})
         self.ropes = _NoRopes()
 
     def compute_logits(self, places: Tensor, out: Tensor | None = None) -> Tensor:
@@ -159,7 +159,7 @@ class _ScriptedModel:
         num_prompt_tokens = self._runner.batch.num_prompt_tokens
         rows = [
             self._runner.scripts[slot].logits(max(0, position + 1 - int(num_prompt_tokens[slot])))
-            for slot, position in places.tolist()
+            for slot, position in places.long().tolist()
         ]
         return torch.stack(rows)
 
