@@ -19,6 +19,8 @@ COMMANDS = {
     "adapters": "which adapters (LoRA) a model names, and what would be refused of them; needs no GPU",
     "bench": "measure the engine",
     "openai": "OpenAI's HTTP API in front of a Triton server",
+    "chat": "talk with a model on the terminal",
+    "status": "what runs here, on which ports, how full it is and how fast",
     "doctor": "what keeps a server from starting or serving here, and what to do about it",
     "models": "checkpoints on this machine's disk: list, fetch, remove",
     "study": "what in-flight batching gains on your own traffic, and which settings to run it with",

@@ -1,0 +1,211 @@
+"""`cb-backend chat` against a server that speaks the protocol and answers what the test says."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cb_backend.cli import chat as command
+from cb_backend.cli.main import main
+from cb_backend.cli.terminal.chat_commands import HELP, Commands
+from cb_backend.cli.terminal.conversation import Answer, Conversation
+from tests.fakes.triton_server import FakeTriton, fake_triton
+from tests.waiting import WAIT_S, eventually
+
+
+@pytest.fixture
+def triton() -> Iterator[tuple[FakeTriton, str]]:
+    with fake_triton(num_workers=8) as running:
+        yield running
+
+
+def messages(server: FakeTriton, index: int = -1) -> list[Any]:
+    asked = [inputs for inputs in server.asked if "tokenize" not in inputs]
+    return list(json.loads(asked[index]["messages"])["messages"])
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Lines at the prompt, then Ctrl-D."""
+    rest = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(rest)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
+
+def test_h16_chat_has_a_history(
+    triton: tuple[FakeTriton, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, address = triton
+    server.answer = ["Bon", "jour", "."]
+    typed(monkeypatch, "Hello", "", '"""two', "lines", 'of it"""', "/bye", "never said")
+    assert main(["chat", "--url", address, "--system", "Be brief.", "--temperature", "0"]) == 0
+    assert messages(server, 0) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert messages(server)[1:] == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Bonjour."},
+        {"role": "user", "content": "two\nlines\nof it"},
+    ]
+    assert len([inputs for inputs in server.asked if "tokenize" not in inputs]) == 2
+    sampling = json.loads(server.asked[-1]["sampling_parameters"])
+    assert sampling["temperature"] == 0
+    assert capsys.readouterr().out.count("Bonjour.\n") == 2
+
+
+def test_h16_chat_commands_change_what_is_asked(
+    triton: tuple[FakeTriton, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server, address = triton
+    server.answer = ["yes"]
+    kept = tmp_path / "kept.json"
+    typed(
+        monkeypatch, "one", "/retry", "two", "/undo", f"/save {kept}", "/clear", "three", "/system Be kind.",
+        f"/load {kept}", "/set top_k 5", "/set stop ]", "/unset top_k", "four", "/nonsense", "/show",
+    )  # fmt: skip
+    assert main(["chat", "llm", "--url", address]) == 0
+    texts = [[m["content"] for m in messages(server, i)] for i in range(5)]
+    assert texts[:4] == [["one"], ["one"], ["one", "yes", "two"], ["three"]]
+    assert texts[4] == ["one", "yes", "four"]
+    assert [m["role"] for m in messages(server)] == ["user", "assistant", "user"]
+    sampling = json.loads(server.asked[-1]["sampling_parameters"])
+    assert sampling["stop"] == "]"
+    assert "top_k" not in sampling
+    said = capsys.readouterr().out
+    assert "there is no command '/nonsense'" in said
+    assert "assistant: yes" in said
+
+
+def test_h16_chat_an_error_is_told_and_the_chat_goes_on(
+    triton: tuple[FakeTriton, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, address = triton
+    server.error = "prompt has 9000 tokens; at most 4095 fit"
+    typed(monkeypatch, "long", "/set nonsense {", "/set messages []", "/show")
+    assert main(["chat", "--url", address]) == 0
+    said = capsys.readouterr()
+    assert "error: prompt has 9000 tokens" in said.err
+    assert "nonsense = " in said.out
+    assert "'messages' is the chat's own" in said.out
+    assert "nothing has been said yet" in said.out  # a question without an answer is not kept
+
+
+def test_h16_chat_one_message(
+    triton: tuple[FakeTriton, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By an option, or through a pipe: stdout is the answer alone, without its reasoning."""
+    server, address = triton
+    server.answer = ["<think>", "Well.", "</think>", "\n\n", "42"]
+    assert main(["chat", "--url", address, "-q", "How much?", "--verbose"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "42\n"
+    assert "7 prompt tokens, 5 tokens, first after" in said.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many?\nAll?\n"))
+    assert main(["chat", "--url", address]) == 0
+    assert capsys.readouterr().out == "42\n"
+    assert messages(server) == [{"role": "user", "content": "How many?\nAll?"}]
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    assert main(["chat", "--url", address]) == 1
+    assert "there is no message" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["chat", "other"], "has no model 'other'; it has llm, second"),
+    (["chat", "--url", "127.0.0.1:1"], "no Triton server answers at 127.0.0.1:1"),
+])  # fmt: skip
+def test_h16_chat_without_its_model_or_server(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_triton(models=("llm", "second"), num_workers=4) as (_, address):
+        assert main(words if "--url" in words else [*words, "--url", address]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_h16_chat_says_how_to_start_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "DEFAULT_URL", "127.0.0.1:1")
+    assert main(["chat"]) == 1
+    said = capsys.readouterr().err
+    assert "cb-backend serve" in said
+    assert "cb-backend chat MODEL" in said
+    assert main(["chat", "/nowhere/checkpoint"]) == 1
+    assert "'/nowhere/checkpoint' is neither a folder" in capsys.readouterr().err
+
+
+def test_h16_chat_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
+    """On a real terminal; the answer would take minutes, and what has come of it stays in the history."""
+    with fake_triton(num_workers=8) as (server, address):
+        server.pause_s = 0.05
+        controller, terminal = pty.openpty()
+        words = [sys.executable, "-m", "cb_backend.cli.main", "chat", "--url", address, "--max-tokens", "5000"]
+        process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+        os.close(terminal)
+        try:
+            _read_until(controller, r">>> ")
+            os.write(controller, b"Tell me a story.\n")
+            _read_until(controller, r"word word")
+            process.send_signal(signal.SIGINT)
+            _read_until(controller, r"\(ended\)")
+            eventually(lambda: server.num_open == 0, "the stream at the server has ended")
+            server.answer = ["the", " end"]
+            os.write(controller, b"And now?\n")
+            _read_until(controller, r"the end")
+            first, second, third = messages(server)
+            assert (first["content"], third["content"]) == ("Tell me a story.", "And now?")
+            assert second["content"].startswith(" word word")
+            os.write(controller, b"\x04")
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(controller)
+
+
+def _read_until(terminal: int, pattern: str) -> str:
+    text, deadline = "", time.monotonic() + WAIT_S
+    while not re.search(pattern, text):
+        assert time.monotonic() < deadline, text
+        if select.select([terminal], [], [], 0.2)[0]:
+            text += os.read(terminal, 4096).decode(errors="replace")
+    return text
+
+
+def test_every_command_is_explained() -> None:
+    conversation = Conversation()
+    commands = Commands(conversation, lambda: ["llm", "second"])
+    said = commands.run("/?").text
+    assert all(name in said for name in HELP)
+    assert commands.run("/model").text == "llm\nsecond"
+    assert commands.run("/model second").model == "second"
+    assert "there is no model 'third'" in commands.run("/model third").text
+    assert commands.run("/quit").is_end
+    assert commands.run("/retry").text == "nothing has been asked yet"
+    assert "/load: " in commands.run("/load /nowhere/file").text
+    assert "give a file's name" in commands.run("/save").text
+
+
+def test_a_conversation_keeps_what_has_come() -> None:
+    conversation = Conversation()
+    conversation.say("a")
+    conversation.take(Answer("half of it"))
+    conversation.say("b")
+    conversation.take(Answer(""))
+    assert [m["content"] for m in conversation.messages] == ["a", "half of it"]
+    assert conversation.take_back() == "a"
+    assert conversation.messages == []
