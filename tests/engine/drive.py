@@ -15,6 +15,7 @@ import torch
 
 from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.request import FinishReason
 from cb_backend.contracts.step import NO_TOKEN, EngineOutput, Failure, Pooled, PromptLogprobs, TokenLogprobs
 from cb_backend.contracts.token_rules import TokenRules
@@ -74,7 +75,12 @@ def run(
         while to_come and (arrivals[to_come[0]] <= out.num_steps or not engine.has_unfinished()):
             index = to_come.pop(0)
             tokens, adapter = np.asarray(prompts[index], np.int32), (adapters or {}).get(index)
-            engine.add_request(engine.make_request(index, tokens, all_params[index], adapter=adapter))
+            request = engine.make_request(index, tokens, all_params[index], adapter=adapter)
+            try:
+                engine.add_request(request)
+            except InvalidRequestError as error:
+                assert adapter is not None, "nothing else is found out so late"
+                out.reasons[index], out.failures[index] = FinishReason.ERROR, str(error)
         for index in [index for index, step in cancels.items() if step <= out.num_steps]:
             del cancels[index]
             if engine.cancel(index):
