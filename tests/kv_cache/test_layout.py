@@ -117,6 +117,19 @@ def test_groups_that_cannot_share_blocks_are_refused(groups: tuple[KVGroup, ...]
         KVLayout(groups=groups, num_kv_heads=1, head_dim=8, block_size=4, element_bytes=2)
 
 
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ((0, 0, 4), [(0, 1), (0, 1), (4, 1)]),  # groups of one layer leave nothing empty
+        ((0,) * (MOST_GROUPS - 1) + (4,), [*[(0, 1)] * (MOST_GROUPS - 1), (4, 1)]),  # just so many
+        ((0,) * MOST_GROUPS + (4,), [*[(0, 2)] * (MOST_GROUPS // 2), (4, 1)]),  # one more would be too many
+    ],
+)
+def test_small_groups_as_long_as_they_are_few(windows: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
+    assert MOST_GROUPS == 8
+    assert [(group.window, len(group.layers)) for group in kv_groups(windows)] == expected
+
+
 def test_layers_in_order() -> None:
     assert one_group(4) == (KVGroup(ALL_TOKENS, (0, 1, 2, 3)),)
 

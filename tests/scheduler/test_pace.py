@@ -1,0 +1,101 @@
+"""How long steps take is learned, and how many prompt tokens ride along by it: against formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cb_backend.engine.scheduler.pace import MIN_PREFILL_TOKENS, Pace, StepTimeModel
+
+
+def fitted(seconds: tuple[float, float, float]) -> StepTimeModel:
+    """A model that has seen many steps of just these costs: of a step, a token, a pair."""
+    model, rng = StepTimeModel(), np.random.default_rng(0)
+    for _ in range(40):
+        tokens, pairs = rng.uniform(1, 2000, 8), rng.uniform(0, 4e6, 8)
+        model.observe(tokens, pairs, np.arange(8) % 2 == 0, seconds[0] + seconds[1] * tokens + seconds[2] * pairs)
+    return model
+
+
+COSTS = (4e-3, 2e-5, 3e-9)
+
+
+def test_an_outlier_counts_as_three_times_what_was_expected() -> None:
+    one, other = fitted(COSTS), fitted(COSTS)
+    expected = one.seconds(500, 1e5)
+    step = np.array([500.0]), np.array([1e5]), np.array([True])
+    one.observe(*step, np.array([100.0]))
+    other.observe(*step, np.array([3 * expected]))
+    assert one.coefficients() == pytest.approx(other.coefficients())
+    assert one.seconds(500, 1e5) < 1.5 * expected
+
+
+def test_the_error_moves_by_a_fiftieth() -> None:
+    model = fitted(COSTS)
+    before, expected = model.relative_error, model.seconds(500, 1e5)
+    model.observe(np.array([500.0]), np.array([1e5]), np.array([True]), np.array([1.5 * expected]))
+    assert model.relative_error == pytest.approx(before + 0.02 * (0.5 - before))
+
+
+def test_the_last_hundred_or_so_steps_of_a_kind_count() -> None:
+    model = fitted(COSTS)
+    other = (8e-3, 1e-5, 6e-9)
+    rng = np.random.default_rng(4)
+    for _ in range(600):
+        tokens, pairs, kinds = rng.uniform(1, 2000, 2), rng.uniform(0, 4e6, 2), np.array([True, False])
+        model.observe(tokens, pairs, kinds, other[0] + other[1] * tokens + other[2] * pairs)
+    assert model.coefficients() == pytest.approx(other, rel=0.01)
+
+
+def paced(limit_ms: float | None, costs: tuple[float, float, float] = COSTS, most_seen: int = 4000) -> Pace:
+    pace = Pace(limit_ms)
+    pace._model, pace._most_seen = fitted(costs), most_seen
+    pace._model.relative_error = 0.0
+    return pace
+
+
+@pytest.mark.parametrize("position", [0, 3000])
+@pytest.mark.parametrize("error", [0.0, 0.1, 0.9])
+def test_as_many_prompt_tokens_ride_along_as_the_limit_leaves_room_for(position: int, error: float) -> None:
+    pace = paced(20.0)
+    pace._model.relative_error = error
+    num_tokens = pace.most_prefill_tokens(10, 1e5, position)
+    limit_s = 0.02 / (1 + 2 * min(error, 0.5))
+
+    def seconds(count: int) -> float:
+        pairs = 1e5 + count * position + count * count / 2
+        return COSTS[0] + COSTS[1] * (10 + count) + COSTS[2] * pairs
+
+    assert seconds(num_tokens) <= limit_s * (1 + 1e-6) < seconds(num_tokens + 2)
+
+
+def test_no_more_than_twice_what_has_been_seen_and_no_less_than_what_must_go_on() -> None:
+    assert paced(1e6, most_seen=300).most_prefill_tokens(10, 1e5, 0) == 600
+    assert paced(1.0).most_prefill_tokens(10, 1e5, 0) == MIN_PREFILL_TOKENS, "nothing is left of the limit"
+    assert paced(4.25).most_prefill_tokens(10, 0.0, 0) == MIN_PREFILL_TOKENS, "less is left than must go on"
+    assert Pace(20.0).most_prefill_tokens(1, 0.0, 0) == 64, "of the first trials"
+    assert paced(20.0, (0.0, 0.0, 0.0), 100).most_prefill_tokens(1, 0.0, 0) == 200, "what costs nothing has no limit"
+
+
+def test_the_first_trials_are_four_and_no_longer_than_what_has_been_seen() -> None:
+    pace = Pace(1e6)
+    for number in range(1, 6):
+        known = pace.model.num_prefill_samples
+        assert known == number - 1
+        assert pace.most_prefill_tokens(0, 0.0, 0) == (64 if known < 4 else 2 * 32)
+        pace._model.observe(np.array([10.0]), np.array([0.0]), np.array([True]), np.array([1e-3]))
+
+
+def test_draining_is_weighed_by_what_a_prompt_token_costs_alone_and_beside_streams() -> None:
+    pace = paced(20.0)
+    num_mixed = pace.most_prefill_tokens(10, 1e5, 0)
+    saved, lost = pace.shares_by_draining(10, 1e5, 2000)
+    alone_s = COSTS[0] + COSTS[1] * 2000 + COSTS[2] * 2000 * 2000 / 2
+    mixed_s = COSTS[0] + COSTS[1] * (10 + num_mixed) + COSTS[2] * (1e5 + num_mixed * num_mixed / 2)
+    per_token_s = (alone_s + mixed_s) / (2000 + num_mixed)
+    assert saved == pytest.approx(1 - per_token_s * num_mixed / mixed_s, rel=1e-3)
+    assert lost == pytest.approx(alone_s / (alone_s + mixed_s), rel=1e-3)
+    assert pace.shares_by_draining(10, 1e5, num_mixed) == (0.0, 0.0), "no more fit alone than beside"
+    assert Pace(20.0).shares_by_draining(10, 1e5, 2000) == (0.0, 0.0), "nothing is known"
+    limited = paced(20.0, most_seen=num_mixed // 2)
+    assert limited.shares_by_draining(10, 1e5, 2000) == (0.0, 0.0), "no more has been seen"
