@@ -6,7 +6,7 @@ all experts' and is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,10 +86,12 @@ class Fp8Reader:
     name, kind, group, has_zeros, has_shifts = "fp8", "fp8", -1, False, False
 
     def tensors(self, out_size: int, in_size: int) -> dict[str, tuple[int, ...]]:
-        return {"weight": (out_size, in_size)}
+        return {"weight": (out_size, in_size), "weight_scale": (out_size,)}
 
-    def read(self, tensors: Any) -> StoredWeight:
-        raise NotImplementedError("rows are quantised where they come")
+    def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
+        """Of rows that have been quantised: `weight` [out_size, in_size] and `weight_scale` [out_size]."""
+        values, scales = tensors["weight"], tensors["weight_scale"]
+        return StoredWeight(values.view(torch.uint8), scales.unsqueeze(1), None, self.kind, values.shape[1])
 
 
 class Fp8ExpertProjection(ExpertProjection):
@@ -141,7 +143,7 @@ class ExpertRows(QuantizedRows):
         self.scales = torch.empty(self.shape[0], dtype=torch.float32, device=self.device)
 
     def _finish(self) -> None:
-        stored = StoredWeight(self.values.view(torch.uint8), self.scales.unsqueeze(1), None, "fp8", self.shape[1])
+        stored = Fp8Reader().read({"weight": self.values, "weight_scale": self.scales})
         del self.values, self.scales
         self._done(stored)
 
