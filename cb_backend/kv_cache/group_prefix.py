@@ -7,6 +7,8 @@ know requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cb_backend.kv_cache.block_needs import BlockNeeds
 from cb_backend.kv_cache.block_pool import NULL_BLOCK, BlockPool, CachedBlock
 
@@ -19,22 +21,19 @@ def group_digest(digest: bytes, group: int) -> bytes:
 class GroupPrefix:
     """A chain of rows whose blocks in the first group are cached."""
 
-    def __init__(self, pool: BlockPool, needs: BlockNeeds) -> None:
+    def __init__(self, pool: BlockPool, needs: BlockNeeds, rows: Sequence[CachedBlock]) -> None:
+        """`rows`: their links in the first group."""
         self._pool = pool
         self._needs = needs
-        self._rows: list[tuple[bytes, bytes, CachedBlock | bytes]] = []  # digest, content, parent
+        self._rows = rows
         self._known: dict[tuple[int, int], int] = {}  # by row and group
-
-    def add(self, digest: bytes, token_bytes: bytes, parent: CachedBlock | bytes) -> None:
-        """The next row, found in the first group."""
-        self._rows.append((digest, token_bytes, parent))
 
     def block_id(self, row: int, group: int) -> int:
         """The null block where none is cached."""
         known = self._known.get((row, group))
         if known is None:
-            digest, token_bytes, parent = self._rows[row]
-            link = self._pool.find(group_digest(digest, group), token_bytes, parent)
+            first = self._rows[row]
+            link = self._pool.find(group_digest(first.digest, group), first.token_bytes, first.parent)
             known = self._known[row, group] = NULL_BLOCK if link is None else link.block_id
         return known
 

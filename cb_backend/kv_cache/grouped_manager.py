@@ -96,18 +96,7 @@ class GroupedKVCacheManager(KVCacheManager):
 
         Nothing is touched before all of it is known to be there.
         """
-        if not self.enable_prefix_caching or not request.may_read_cache:
-            return [], 0
-        prefix = GroupPrefix(self.pool, self.needs)
-        parent: CachedBlock | bytes = request.cache_salt
-        for index in range((len(request.token_ids) - 1) // self.block_size):
-            token_bytes = self._token_bytes(request.token_ids, index)
-            digest = self._digest(request, index, token_bytes)
-            link = self.pool.find(digest, token_bytes, parent)
-            if link is None:
-                break
-            prefix.add(digest, token_bytes, parent)
-            parent = link
+        prefix = GroupPrefix(self.pool, self.needs, self._cached_chain(request))
         num_rows = prefix.longest_usable()
         return prefix.table(num_rows), num_rows * self.block_size
 

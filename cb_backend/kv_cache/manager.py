@@ -121,18 +121,21 @@ class KVCacheManager:
         because its logits are needed. Valid until the pool changes; pass the blocks to `allocate_slots` before
         anything else.
         """
-        if not self.enable_prefix_caching or not request.may_read_cache:
-            return [], 0
-        block_ids: list[int] = []
-        parent: CachedBlock | bytes = request.cache_salt
-        for index in range((len(request.token_ids) - 1) // self.block_size):
+        block_ids = [link.block_id for link in self._cached_chain(request)]
+        return block_ids, len(block_ids) * self.block_size
+
+    def _cached_chain(self, request: Request) -> list[CachedBlock]:
+        """The links that begin the request's tokens, all but the last token."""
+        chain: list[CachedBlock] = []
+        may_read = self.enable_prefix_caching and request.may_read_cache
+        for index in range((len(request.token_ids) - 1) // self.block_size if may_read else 0):
+            parent = chain[-1] if chain else request.cache_salt
             token_bytes = self._token_bytes(request.token_ids, index)
             link = self.pool.find(self._digest(request, index, token_bytes), token_bytes, parent)
             if link is None:
                 break
-            block_ids.append(link.block_id)
-            parent = link
-        return block_ids, len(block_ids) * self.block_size
+            chain.append(link)
+        return chain
 
     def num_findable_blocks(self, request: Request) -> int:
         """About how many blocks `get_computed_blocks` would find, in a few look-ups: digests only, by bisection."""
