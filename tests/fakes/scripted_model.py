@@ -135,7 +135,7 @@ class ScriptedModelRunner(SlotRunner):
         return super().execute(plan, masks)
 
     def _compute_hidden(self, buffers: StepBuffers) -> Tensor:
-        """Instead of hidden states, (slot, position) of each token: the model needs no more. float32 [num_tokens, 2]."""
+        """Instead of hidden states, (slot, position) of each token: no more is needed. float32 [num_tokens, 2]."""
         shape, rows, segments = buffers.shape, buffers.rows, buffers.segments
         self.ops.prepare_rows(buffers.slots, shape.num_decode, self.state, self.block_size, rows)
         slots = buffers.slots[: shape.num_decode]
