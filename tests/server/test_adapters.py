@@ -5,6 +5,7 @@ Texts are compared with transformers, the adapter merged into the weights.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -139,19 +140,19 @@ def test_request_parameters_over_http_and_the_peers_refusal(adapted: Adapted) ->
 
 
 def test_which_adapters_are_in_use_is_in_the_metrics(adapted: Adapted) -> None:
-    streams = [adapted.send(name, max_tokens=2000) for name in ("doll", "sheep", "wolf")]
-    for stream in streams[:2]:
-        stream.wait(num_texts=1)
-
     def told(label: str) -> list[str]:
         lines = [line for line in adapted.server.metrics().splitlines() if line.startswith("vllm:lora_requests_info{")]
         return sorted(line.partition(f'{label}="')[2].partition('"')[0] for line in lines)
 
-    eventually(lambda: told("running_lora_adapters") == ["doll,sheep"], "two adapters run, in one series")
-    eventually(lambda: told("waiting_lora_adapters") == ["wolf"], "the third waits for a place")
-    assert told("max_lora") == ["2"]
-    for stream in streams:
-        stream.close()
+    with contextlib.ExitStack() as stack:
+        for name in ("doll", "sheep", "wolf"):
+            stream = adapted.send(name, max_tokens=16000, ignore_eos=True)  # for as long as it is looked at
+            stack.callback(stream.close)
+            if name != "wolf":
+                stream.wait(num_texts=1)
+        eventually(lambda: told("running_lora_adapters") == ["doll,sheep"], "two adapters run, in one series")
+        eventually(lambda: told("waiting_lora_adapters") == ["wolf"], "the third waits for a place")
+        assert told("max_lora") == ["2"]
     eventually(lambda: told("running_lora_adapters") == [""], "nobody runs")
     assert (adapted.server.gauge("cb_adapters_resident", "llm") or 0) <= 2
     assert (adapted.server.gauge("cb_adapter_loads_total", "llm") or 0) >= 3
