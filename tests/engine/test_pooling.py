@@ -20,9 +20,10 @@ from transformers import (
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.pooling import PoolingRules
 from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
-from tests.engine.drive import Run, engine_for, run
+from tests.engine.drive import Run, engine_for, run, take_pooled
 from tests.models.tiny_checkpoints import random_tokens, write_checkpoint
 
 LENGTHS = (1, 3, 4, 5, 16, 17, 37, 50)
@@ -181,6 +182,28 @@ def test_preempted_and_cancelled(qwen_with_tokenizer: Path, changes: dict[str, A
     check(folder, _of(got, kept), [rules[index] for index in kept], [prompts[index] for index in kept])
     engine.scheduler.check_integrity()
     assert engine.stats().num_free_blocks == engine.info.num_blocks
+
+
+@pytest.mark.parametrize("rules", [LAST, MEAN], ids=["last", "mean"])
+def test_what_an_urgent_stream_puts_back_is_computed_again(qwen: Path, rules: TokenRules) -> None:
+    """The vector's request gives its blocks away half way; a mean begins anew, the other with what is still cached."""
+    engine = engine_for(
+        qwen, "slots", runner="both", max_num_batched_tokens=8, num_gpu_blocks_override=16, swap_space=0.01
+    )
+    vector = engine.make_request(0, np.array(PROMPTS[7], np.int32), rules, SchedulingParams(priority=1))
+    engine.add_request(vector)
+    for _ in range(4):
+        engine.step()
+    urgent = engine.make_request(1, np.array(PROMPTS[6], np.int32), STREAM, SchedulingParams(priority=-1))
+    engine.add_request(urgent)
+    pooled: dict[int, list[float]] = {}
+    while engine.has_unfinished():
+        output = engine.step()
+        if output is not None:
+            take_pooled(output, pooled)
+    assert (vector.num_preemptions, urgent.num_preemptions) == (1, 0)
+    assert_equal(pooled[0], expected(qwen, PROMPTS[7], rules))
+    assert engine.stats().num_free_blocks == 16
 
 
 def _of(got: Run, kept: list[int]) -> Run:

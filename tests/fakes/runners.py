@@ -1,10 +1,10 @@
 """Model runners without a model: they obey plans exactly, so a wrong plan shows as a wrong token.
 
 `HashRunner` (H): a KV cell holds (token, position, salt). The next token is a hash of everything that a request's
-block table leads to, so a single wrong, stale or foreign block changes the output. `lone_output` computes the same
-without blocks: the reference. Of several groups of layers each has cells of its own, of which it reads those in its
-window. `ScriptedRunner` (S): the test says which token comes at each position.
-Both keep a request's tokens from `JoinedRow` and their own sampling only, as the real runner does.
+block table leads to, so a single wrong, stale or foreign block changes the output; a pooling request is given the hash
+itself. `lone_output` and `lone_hash` compute the same without blocks: the reference. Of several groups of layers each
+has cells of its own, of which it reads those in its window. `ScriptedRunner` (S): the test says which token comes at
+each position. Both keep a request's tokens from `JoinedRow` and their own sampling only, as the real runner does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.contracts.step import (
+    HIDDEN_WANTED,
     NO_TOKEN,
+    NOTHING_WANTED,
     ROW_OK,
     TOKENS_WANTED,
     JoinedRow,
     MaskSource,
+    Pooled,
     RowStatus,
     StepPlan,
     StepResult,
@@ -85,6 +88,14 @@ class HashModel:
             read.update(_CELL.pack(token, position, number))
         return output
 
+    def lone_hash(self, prompt: Sequence[int], salt: bytes) -> list[float]:
+        """What a pooling request must be given."""
+        number, read, end = salt_number(salt), self.new_hash(), len(prompt)
+        for group, window in enumerate(self.windows):
+            for position in range(max(0, end - window) if window else 0, end):
+                read.update(_CELL.pack(prompt[position], position, number + group * GROUP_FACTOR))
+        return [float(byte) for byte in read.digest()]
+
     def _lone_output_of_groups(
         self, prompt: Sequence[int], salt: bytes, params: TokenRules, stop_ids: Sequence[int], max_total: int
     ) -> list[int]:
@@ -123,6 +134,8 @@ class _Slot:
     block_table: list[int]
     has_ended: bool = False  # its last token is out: later launched steps find nothing to compute
     has_misread: bool = False
+    digest: bytes = b""  # of what its last row has read
+    num_summed: int = 0  # tokens whose states are in its mean
     is_broken: bool = False  # a step with it was lost: what later launched steps compute for it is garbage
     cells: list[OwnCells] = field(default_factory=list)  # by group, where there are several
 
@@ -199,7 +212,7 @@ class _FakeRunner:
             masks.masks(slots, positions)
 
     def _rows(self, plan: StepPlan) -> list[tuple[_Slot, int, int, bool]]:
-        """(slot state, computed, scheduled, wants a token) of each row; the plan's changes are applied."""
+        """(slot state, computed, scheduled, wants anything) of each row; the plan's changes are applied."""
         joined = set()
         for row in plan.joined:
             self.slots[row.slot] = _Slot(row, row.token_ids.tolist(), list(row.block_ids))
@@ -218,11 +231,11 @@ class _FakeRunner:
         assert len(set(slots)) == len(slots), "a slot has two rows"
         assert joined <= set(slots), "a request joined without a row"
         computed, scheduled = plan.first.tolist(), plan.num_tokens.tolist()
-        is_sampling, num_decode_rows = (plan.wants == TOKENS_WANTED).tolist(), plan.num_decode_rows
+        is_asking, num_decode_rows = (plan.wants != NOTHING_WANTED).tolist(), plan.num_decode_rows
         assert scheduled[:num_decode_rows] == [1] * num_decode_rows, "a decode row computes one token"
-        assert all(is_sampling[:num_decode_rows]), "a decode row must sample"
+        assert (plan.wants[:num_decode_rows] == TOKENS_WANTED).all(), "a decode row must sample"
         assert all(scheduled), "a row computes at least one token"
-        return list(zip(map(self.slots.__getitem__, slots), computed, scheduled, is_sampling, strict=True))
+        return list(zip(map(self.slots.__getitem__, slots), computed, scheduled, is_asking, strict=True))
 
     def _written_blocks(self, work: list[tuple[_Slot, int, int, bool]]) -> set[int]:
         written, size = set(), len(self.windows)
@@ -249,15 +262,20 @@ class _FakeRunner:
     def _run(self, plan: StepPlan, work: list[tuple[_Slot, int, int, bool]]) -> StepResult:
         sampled: list[int] = []
         status: list[int] = []
+        pooled: dict[int, bytes] = {}
         self._swap(plan)
-        for slot, computed, scheduled, is_sampling in work:
+        for index, (slot, computed, scheduled, is_asking) in enumerate(work):
             end = computed + scheduled
             if slot.is_broken or slot.has_ended:
                 sampled.append(0 if slot.is_broken else NO_TOKEN)
                 status.append(ROW_OK if slot.is_broken else RowStatus.ENDED)
                 continue
             assert end <= len(slot.tokens), "the plan runs past the known tokens"
-            assert is_sampling == (end == len(slot.tokens)), "what the row wants is wrong"
+            assert is_asking == (end == len(slot.tokens)), "what the row wants is wrong"
+            is_pooling = slot.row.params.pooling is not None
+            is_sampling = is_asking and not is_pooling
+            if is_pooling:
+                _check_pooling(slot, computed, end, is_hidden=not is_asking or plan.wants[index] == HIDDEN_WANTED)
             request_id = slot.row.request_id
             self.num_computed[request_id] = self.num_computed.get(request_id, 0) + scheduled
             token, failed = self._compute(slot, computed, end)
@@ -268,9 +286,14 @@ class _FakeRunner:
             if is_sampling:
                 slot.tokens.append(token)
                 slot.has_ended = failed or self._is_last(slot, token)
+            elif is_asking:
+                slot.has_ended = True
+                if not failed:
+                    pooled[index] = slot.digest
         token_ids = np.array(sampled, np.int32)
         num_new = ((plan.wants == TOKENS_WANTED) & (token_ids != NO_TOKEN)).astype(np.uint8)
-        return StepResult(plan.step_id, token_ids[:, None], num_new, np.array(status, np.uint8))
+        attached = (_pooled(pooled),) if pooled else ()
+        return StepResult(plan.step_id, token_ids[:, None], num_new, np.array(status, np.uint8), attached)
 
     def _is_last(self, slot: _Slot, token: int) -> bool:
         row, num_tokens = slot.row, len(slot.tokens)
@@ -288,6 +311,20 @@ class _FakeRunner:
 
     def close(self) -> None:
         self.slots.clear()
+
+
+def _check_pooling(slot: _Slot, computed: int, end: int, *, is_hidden: bool) -> None:
+    assert is_hidden, "a pooling request has no token"
+    rules = slot.row.params.pooling
+    if rules is not None and rules.pooling == "mean":
+        assert computed == slot.num_summed, "a mean lacks the states of some tokens"
+        slot.num_summed = end
+
+
+def _pooled(digests: dict[int, bytes]) -> Pooled:
+    """By row; each byte is a number."""
+    values = [list(digest) for digest in digests.values()]
+    return Pooled(np.array(list(digests), np.int64), np.array(values, np.float32))
 
 
 def _break(work: list[tuple[_Slot, int, int, bool]]) -> None:
@@ -343,6 +380,7 @@ class HashRunner(_FakeRunner):
             return NO_TOKEN, failed
         read = self.model.new_hash()
         read.update(b"".join(blocks)[: end * _CELL.size])
+        slot.digest = read.digest()
         num_out = len(slot.tokens) - row.num_prompt_tokens
         return self.model.next_token(read, num_out, row.params, row.stop_token_ids), failed
 
@@ -370,6 +408,7 @@ class HashRunner(_FakeRunner):
             read.update(cells[(last - first) * _CELL.size :])
         if end < len(slot.tokens):
             return NO_TOKEN, failed
+        slot.digest = read.digest()
         num_out = len(slot.tokens) - row.num_prompt_tokens
         return self.model.next_token(read, num_out, row.params, row.stop_token_ids), failed
 

@@ -99,7 +99,7 @@ class CheckedEngine:
     def add_request(self, request: Request, is_held: bool = False) -> None:
         self.num_calls += 1
         limit = min(self.scenario.max_model_len, self.scenario.num_cache_tokens)
-        is_too_long = request.num_prompt_tokens + 1 > limit
+        is_too_long = request.num_prompt_tokens + (not request.is_pooling) > limit
         is_full, figure = refuses_by_queue(self.config, self.scheduler, self.kv, request.num_prompt_tokens)
         expected = InvalidRequestError if is_too_long else UnavailableError if is_full else None
         before, refusal = self.scheduler.stats(), None

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from cb_backend.contracts.errors import ErrorCode
-from cb_backend.contracts.packed_logprobs import Delivered
+from cb_backend.contracts.packed_logprobs import Delivered, PooledRow
 from cb_backend.contracts.request import FinishReason
 from cb_backend.front_end.text.output_text import OutputText
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -42,8 +42,17 @@ def byte_tokenizer() -> Tokenizer:
 class Answer:
     """What one client has heard. The engine client's sink for its request."""
 
-    def __init__(self, arrival: Arrival, client: SimulatedClient, expected_ids: list[int], arrived_at: float) -> None:
+    def __init__(
+        self,
+        arrival: Arrival,
+        client: SimulatedClient,
+        expected_ids: list[int],
+        arrived_at: float,
+        expected_pooled: list[float] | None = None,
+    ) -> None:
         self.arrival = arrival
+        self.expected_pooled = expected_pooled
+        self.pooled: list[list[float]] = []
         self.client = client
         self.expected_ids = expected_ids
         self.arrived_at = arrived_at
@@ -68,6 +77,7 @@ class Answer:
     def on_tokens(self, token_ids: tuple[int, ...], finish_reason: int, attached: Sequence[Delivered] = ()) -> None:
         if self.end is not None:
             self.violation = f"I5: tokens after the end ({self.end})"
+        self.pooled += [value.values.tolist() for value in attached if isinstance(value, PooledRow)]
         delta = self._output.push(token_ids, FinishReason(finish_reason))
         self.token_ids += token_ids
         self.text += delta.text
@@ -92,6 +102,9 @@ class Answer:
         """The whole history, once it has ended. `may_fail`: a step with it has failed, or its text has."""
         assert self.violation is None, self.violation
         assert self.end in ENDS, f"I5: ended with {self.end}"
+        if self.arrival.pooling is not None:
+            self._check_pooled(may_fail)
+            return
         expected_ids, end = self.expected_ids, _expected_end(self.arrival, self.expected_ids)
         if self.arrival.fails_at is not None:
             num_before = max(0, self.arrival.fails_at - len(self.arrival.prompt))
@@ -108,6 +121,18 @@ class Answer:
         assert self.token_ids == self.expected_ids[: len(self.token_ids)], "I7: begins otherwise than the lone run"
         if self.end != FAILED:  # an error is told without text, so what its end flushes is not
             assert text.startswith(self.text.rstrip("\ufffd")), f"I6: {self.text!r} is no beginning of {text!r}"
+
+    def _check_pooled(self, may_fail: bool) -> None:
+        """I5, I7 of a pooling request: one result and no token, or none and a reason."""
+        fails_at = self.arrival.fails_at
+        assert self.token_ids == [], "I5: a pooling request has tokens"
+        assert len(self.pooled) == 1 or self.end != STOP, "I5: no result, or several"
+        assert all(pooled == self.expected_pooled for pooled in self.pooled), "I7: differs from the lone run"
+        assert not self.pooled or self.end in (STOP, INTERNAL), "I5: a result beside an error"  # which a sink has made
+        assert self.end != LENGTH, "I5: a pooling request has no length"
+        will_fail = fails_at is not None and fails_at <= len(self.arrival.prompt)
+        assert self.end != STOP or not will_fail, "I14: a row that failed has a result"
+        assert self.end != FAILED or will_fail or may_fail, "I14: failed for nothing"
 
 
 def _expected_end(arrival: Arrival, ids: list[int]) -> str:

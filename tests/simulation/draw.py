@@ -35,6 +35,22 @@ def make_scenario(seed: int, num_groups: int | None = None) -> Scenario:
     return with_windows(_draw(seed), (0, *[window] * (num_groups - 1)))
 
 
+def with_pooling(scenario: Scenario) -> Scenario:
+    """The same world, in which some of the requests want vectors: as many as makes streams stand beside them."""
+    rng = random.Random(f"pooling of {scenario.seed}")
+    share = rng.choice((0.2, 0.5, 0.9))
+    arrivals = [
+        replace(arrival, params=RequestParams(), pooling=rng.choice(("last", "last", "mean")))
+        if rng.random() < share
+        else arrival
+        for arrival in scenario.arrivals
+    ]
+    config = scenario.config
+    if config.enable_chunked_prefill and rng.random() < 0.5:  # many steps a prompt, so that it meets more
+        config = replace(config, max_num_batched_tokens=rng.choice((3, 5)))
+    return replace(scenario, arrivals=tuple(arrivals), config=config)
+
+
 def with_windows(scenario: Scenario, windows: tuple[int, ...]) -> Scenario:
     """The same world, with a model of so many groups of layers, and a cache for as many tokens of one request."""
     if windows == (0,):

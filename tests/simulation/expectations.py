@@ -52,7 +52,7 @@ def lone_output(scenario: Scenario, model: HashModel, arrival: Arrival, salt: by
         scenario.max_model_len,
         scenario.num_cache_tokens,
     )
-    if total <= len(arrival.prompt):
+    if total <= len(arrival.prompt) or arrival.pooling is not None:
         return []
     return model.lone_output(arrival.prompt, salt, arrival.rules, arrival.params.stop_token_ids, total)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.pooling import Pooling, PoolingRules
 from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
@@ -29,11 +30,13 @@ class Arrival:
     fails_at: int | None = None  # its row fails once this many tokens are known
     cancel_at: int | None = None  # step of a cancel, whatever the request is doing
     cancel_in: str | None = None  # state in which it is cancelled, of `CANCEL_STATES`
+    pooling: Pooling | None = None  # a vector is wanted, and no tokens
 
     @property
     def rules(self) -> TokenRules:
         """What the engine is told of the one answer."""
-        return self.params.token_rules()[0]
+        rules = self.params.token_rules()[0]
+        return rules if self.pooling is None else TokenRules(seed=0, pooling=PoolingRules(pooling=self.pooling))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from cb_backend.contracts.messages import (
     encode,
     token_ids_to_bytes,
 )
+from cb_backend.contracts.pooling import ModelTasks
 from cb_backend.contracts.request import RequestStatus, split_request_id
 from cb_backend.engine.engine_process import EngineProcess, GaveUpError
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
@@ -102,6 +103,7 @@ class World:
             max_model_len=scenario.max_model_len, eos_token_ids=(), block_size=config.block_size,
             num_blocks=scenario.num_blocks - 1, max_num_seqs=config.max_num_seqs, dtype="float32", device="cpu",
             num_host_blocks=scenario.num_host_blocks, kv_windows=scenario.windows,
+            tasks=ModelTasks(embedding_size=8),
         )  # fmt: skip
         policy: PolicyKind = StaticAdmission if scenario.is_static else ContinuousAdmission
         engine = LLMEngine(config, runner, info, lambda: self.now, policy)
@@ -235,8 +237,10 @@ class World:
 
     def _arrive(self, arrival: Arrival) -> None:
         client = self.clients[split_request_id(arrival.request_id)[0]]
-        expected = lone_output(self.scenario, self.model, arrival, self.salts[arrival.request_id])
-        answer = self.answers[arrival.request_id] = Answer(arrival, client, expected, self.now)
+        salt = self.salts[arrival.request_id]
+        expected = lone_output(self.scenario, self.model, arrival, salt)
+        pooled = self.model.lone_hash(arrival.prompt, salt) if arrival.pooling else None
+        answer = self.answers[arrival.request_id] = Answer(arrival, client, expected, self.now, pooled)
         if arrival.cancel_at is not None or arrival.cancel_in is not None:
             self.to_cancel.append(answer)
         prompt = token_ids_to_bytes(list(arrival.prompt))
