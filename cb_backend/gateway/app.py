@@ -38,9 +38,11 @@ from cb_backend.gateway.responses import (
 from cb_backend.gateway.settings import ENVIRONMENT_VARIABLE, ApiKeys, Settings
 from cb_backend.gateway.tokens import detokenize, tokenize
 from cb_backend.gateway.triton import Reply, Triton
+from cb_backend.gateway.vectors import Vectors
 
 # Those who ask have no key: probes, and a browser before its page has asked for one.
 _OPEN_PATHS = ("/health", "/ping", "/")
+_RERANK_PATHS = ("/v1/rerank", "/rerank")  # clients of Jina's and of vLLM's
 
 logger = logging.getLogger("cb_backend.gateway")
 
@@ -54,11 +56,14 @@ def create_app(settings: Settings) -> Starlette:
         yield
         await gateway.triton.close()
 
+    vectors = Vectors(gateway.choose)
     routes = [
         Route("/v1/chat/completions", Generate(gateway, is_chat=True), methods=["POST"]),
         Route("/v1/completions", Generate(gateway, is_chat=False), methods=["POST"]),
         Route("/v1/models", gateway.list_models),
         Route("/v1/models/{name:path}", gateway.show_model),
+        Route("/v1/embeddings", gateway.endpoint(vectors.embeddings, "embd"), methods=["POST"]),
+        *(Route(path, gateway.endpoint(vectors.rerank, "rerank"), methods=["POST"]) for path in _RERANK_PATHS),
         Route("/tokenize", gateway.endpoint(tokenize, "tok"), methods=["POST"]),
         Route("/detokenize", gateway.endpoint(detokenize, "detok"), methods=["POST"]),
         Route("/", show_page),

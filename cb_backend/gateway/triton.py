@@ -61,6 +61,7 @@ class Reply:
     num_input_tokens: int | None = None
     num_output_tokens: list[int] = field(default_factory=list)
     tokenized: str = ""  # JSON about the prompt
+    numbers: bytes = b""  # float32 of an embedding, or of scores
     is_final: bool = False
 
 
@@ -132,6 +133,7 @@ class Triton:
                 if message is grpc.aio.EOF:
                     raise await _end_of(call, self.url)
                 if message.error_message:
+                    await _read_end(call)
                     raise from_stream(message.error_message)
                 reply = read_reply(message.infer_response)
                 is_final = reply.is_final
@@ -146,7 +148,7 @@ class Triton:
         """A request's one response. Raises `ApiError`."""
         stream = self.stream(model, inputs, request_id)
         try:
-            found = [reply async for reply in stream if reply.texts or not reply.is_final]
+            found = [reply async for reply in stream if reply.texts or reply.numbers or not reply.is_final]
         finally:
             await stream.aclose()  # type: ignore[attr-defined]  # an async generator
         if len(found) != 1:
@@ -196,7 +198,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def make_request(model: str, inputs: Mapping[str, Any], request_id: str) -> Any:
-    """The protocol's message. Texts become BYTES, flags BOOL, lists of token ids INT32."""
+    """The protocol's message. Texts and lists of them become BYTES, flags BOOL, lists of token ids INT32."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in inputs.items():
@@ -206,6 +208,9 @@ def make_request(model: str, inputs: Mapping[str, Any], request_id: str) -> Any:
         elif isinstance(value, str):
             text = value.encode()
             tensor.datatype, data = "BYTES", struct.pack("<I", len(text)) + text
+        elif value and isinstance(value[0], str):
+            texts = [text.encode() for text in value]
+            tensor.datatype, data = "BYTES", b"".join(struct.pack("<I", len(text)) + text for text in texts)
         else:
             tensor.datatype, data = "INT32", struct.pack(f"<{len(value)}i", *value)
         tensor.shape.append(len(value) if isinstance(value, list) else 1)
@@ -227,6 +232,8 @@ def read_reply(response: Any) -> Reply:
             reply.tokenized = _texts(data)[0]
         elif tensor.name == "logprobs":
             reply.logprobs = _texts(data)
+        elif tensor.name in ("embedding", "scores"):
+            reply.numbers = data
         elif tensor.name == "num_output_tokens":
             reply.num_output_tokens = list(struct.unpack(f"<{len(data) // 4}I", data))
         elif tensor.name == "num_input_tokens":

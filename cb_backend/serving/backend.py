@@ -214,7 +214,7 @@ class TritonPythonModel:
 
     def _submit_pooling(self, live: LiveRequest, pooling: PoolingRequest, timeout_us: int) -> None:
         """One engine request a text; the documents of a query share its blocks as any requests with one prefix do."""
-        info = self._info
+        info, adapter = self._info, self._adapters.find(pooling.lora_name)
         prompts = pooled_token_ids(pooling, self._tokenizer, info.max_model_len, info.tasks.score_template)
         num_tokens = sum(map(len, prompts))
         request_ids = [live.request_id, *(self._client.new_request_id() for _ in prompts[1:])]
@@ -228,7 +228,8 @@ class TritonPythonModel:
         for answer, token_ids in zip(answers, prompts, strict=True):
             if live.is_ended:  # cancelled, or one of them failed
                 return
-            self._start(live, answer, AddRequest(answer.request_id, token_ids_to_bytes(token_ids), rules, scheduling))
+            prompt = token_ids_to_bytes(token_ids)
+            self._start(live, answer, AddRequest(answer.request_id, prompt, rules, scheduling, adapter))
 
     def _new_answer(self, generate: GenerateRequest, prompt_ids: list[int], is_first: bool) -> Answer:
         params = generate.params

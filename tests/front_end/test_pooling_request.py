@@ -127,6 +127,7 @@ def test_inputs_that_do_not_go_together() -> None:
 def test_parameters_of_the_queue_and_no_others() -> None:
     request = parse(EMBEDS, {}, '{"priority": 3, "tenant": "a", "truncate_prompt_tokens": 5, "temperature": null}')
     assert (request.scheduling.priority, request.scheduling.tenant, request.truncate_prompt_tokens) == (3, "a", 5)
+    assert parse(EMBEDS, {}, '{"lora_name": "legal"}').lora_name == "legal"
     for parameters in ('{"temperature": 0}', '{"max_tokens": 1}', '{"guided_json": {}}', '{"nonsense": 1}'):
         assert "does not go with embeddings and scores" in refusal(EMBEDS, {}, parameters)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.pooling import POOLINGS, TASKS, Activation, ModelTasks, PoolingRules, Task
+from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.wire.json_values import load_json, read_bool, read_int, show
 from cb_backend.front_end.wire.parameters import PARAMETERS
@@ -39,7 +40,7 @@ _INPUTS = (
     "text_input", "input_ids", "text_pair", "sampling_parameters", "stream", "exclude_input_in_output",
     *POOLING_INPUTS, *_FLAGS, *_OTHER_FLAGS,
 )  # fmt: skip
-_PARAMETERS = {row.name for row in PARAMETERS if row.target == "scheduling"} | {"truncate_prompt_tokens"}
+_PARAMETERS = {row.name for row in PARAMETERS if row.target == "scheduling"} | {"lora_name", "truncate_prompt_tokens"}
 _KEYS = ("task", "pooling", "dimensions", "normalize", "activation")
 
 
@@ -57,6 +58,7 @@ class PoolingRequest:
     is_normalized: bool = True
     activation: Activation = "none"
     is_json: bool = False  # the answer is vllm_backend's
+    lora_name: str = ""  # of an adapter; empty: the model as it is
     scheduling: SchedulingParams
     return_finish_reason: bool = False
     return_num_input_tokens: bool = False
@@ -83,9 +85,14 @@ def parse_pooling(
     inputs, parameters, vocab_size: as of `protocol.parse_request`. model: its name, for error texts.
     """
     _refuse_others(inputs)
-    truncation, scheduling = _read_parameters(inputs, parameters, vocab_size)
+    params, scheduling = _read_parameters(inputs, parameters, vocab_size)
     flags = {name: bool(read_flag(inputs, name)) for name in _FLAGS}
-    common: dict[str, Any] = {"truncate_prompt_tokens": truncation, "scheduling": scheduling, **flags}
+    common: dict[str, Any] = {
+        "truncate_prompt_tokens": params.truncate_prompt_tokens,
+        "lora_name": params.lora_name,
+        "scheduling": scheduling,
+        **flags,
+    }
     own, theirs = (read_bytes(inputs, name) for name in ("pooling", "embedding_request"))
     if own and theirs:
         raise InvalidRequestError("inputs 'pooling' and 'embedding_request' are both given; send one of them")
@@ -158,7 +165,7 @@ def _refuse_others(inputs: Mapping[str, NDArray[Any]]) -> None:
 
 def _read_parameters(
     inputs: Mapping[str, NDArray[Any]], parameters: str, vocab_size: int
-) -> tuple[int | None, SchedulingParams]:
+) -> tuple[RequestParams, SchedulingParams]:
     """The parameters that are not about sampling; others are refused by name."""
     given = load_parameters(parameters, sampling_text(inputs))
     for name, value in given.items():
@@ -167,8 +174,7 @@ def _read_parameters(
                 f"{show(name)} does not go with embeddings and scores, which have no tokens to choose; they take"
                 f" {', '.join(sorted(_PARAMETERS))}"
             )
-    params, scheduling = read_params(given, vocab_size)
-    return params.truncate_prompt_tokens, scheduling
+    return read_params(given, vocab_size)
 
 
 def _read_asked(values: dict[str, Any], tasks: ModelTasks, model: str) -> dict[str, Any]:
