@@ -68,8 +68,8 @@ FAULTS = (
         STREAM_CLOSES_UNTIL,
         "later releases were not tried",
         "a gRPC stream that is cancelled just as it ends can keep its model for ever: an unload stays UNLOADING, and a "
-        "stop takes all of --exit-timeout-secs and gives exit code 1, though every request has ended; where streams are "
-        "cancelled by the thousand it was seen to hang and to crash, with any backend",
+        "stop takes all of --exit-timeout-secs and gives exit code 1, though every request has ended; under streams "
+        "that are cancelled by the thousand it was seen to hang and to crash, whatever the backend",
         lambda it: is_on(it.arguments, "allow-grpc"),
     ),
     Fault(
