@@ -12,13 +12,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey
 from cb_backend.contracts.step import (
     HIDDEN_WANTED,
     NO_TOKEN,
@@ -44,6 +46,11 @@ NULL_BLOCK = 0
 @cache
 def salt_number(salt: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(salt, digest_size=4).digest(), "little")
+
+
+def adapter_salt(key: AdapterKey) -> bytes:
+    """What an adapter adds to the salt of those who use it, as `engine.adapters` has it; nothing without one."""
+    return b"lora" + key if key else b""
 
 
 @dataclass
@@ -117,13 +124,13 @@ class OwnCells:
 
     def __init__(self, number: int) -> None:
         """`number` stands for the salt and the group."""
-        self._number = number
+        self.number = number
         self._cells = bytearray()
 
     def until(self, end: int, tokens: Sequence[int]) -> bytearray:
         """The cells of the first `end` tokens, or of more: those that were asked for before."""
         for position in range(len(self._cells) // _CELL.size, end):
-            self._cells += _CELL.pack(tokens[position], position, self._number)
+            self._cells += _CELL.pack(tokens[position], position, self.number)
         return self._cells
 
 
@@ -340,7 +347,7 @@ class HashRunner(_FakeRunner):
         model: HashModel,
         num_blocks: int,
         block_size: int,
-        salts: dict[int, bytes] | None = None,
+        salts: Mapping[int, bytes] | None = None,
         fails_at: dict[int, int] | None = None,
         is_delayed: bool = False,
         num_host_blocks: int = 0,
@@ -351,15 +358,24 @@ class HashRunner(_FakeRunner):
         # Bytes, block by block: rows write and read a few cells at a time, for which arrays are slow.
         self._blocks = [bytearray(self._empty_block) for _ in range(num_blocks)]
         self._host_blocks = [self._empty_block] * num_host_blocks
-        self.salts = salts or {}
+        self.salts = salts or {}  # of clients; adapters are told apart by what the slots hold
+        self.adapters: Any = None  # what reads them, where there are slots for any
+        self._adapter_slots: dict[int, AdapterKey] = {}
         self.fails_at = fails_at or {}
 
     def _swap(self, plan: StepPlan) -> None:
+        for slot, key in plan.adapter_loads:
+            self._adapter_slots[slot] = self.adapters.packed_of(key).key
         for device, host in plan.copies.out:
             self._host_blocks[host] = bytes(self._blocks[device])
         for device, host in plan.copies.back:
             self._blocks[device][:] = self._host_blocks[host]
             self._host_blocks[host] = self._empty_block
+
+    def _salt(self, row: JoinedRow) -> bytes:
+        """The client's, and the adapter that is in the row's slot now."""
+        own = self.salts.get(row.request_id, b"")
+        return own if row.adapter == NO_ADAPTER else own + adapter_salt(self._adapter_slots.get(row.adapter, b"?"))
 
     def cells(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
         """What is in these blocks: [num_blocks, block_size, 3] of (token, position, salt)."""
@@ -372,7 +388,7 @@ class HashRunner(_FakeRunner):
         row, size = slot.row, self.block_size
         blocks = [self._blocks[block_id] for block_id in slot.block_table]
         failed = end >= self.fails_at.get(row.request_id, end + 1)
-        salt = salt_number(self.salts.get(row.request_id, b""))
+        salt = salt_number(self._salt(row))
         for position in range(computed, end):
             token = -7 if failed else slot.tokens[position]
             _CELL.pack_into(blocks[position // size], position % size * _CELL.size, token, position, salt)
@@ -387,8 +403,8 @@ class HashRunner(_FakeRunner):
     def _compute_groups(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
         row, size, num_groups = slot.row, self.block_size, len(self.windows)
         failed = end >= self.fails_at.get(row.request_id, end + 1)
-        if not slot.cells:
-            salt = salt_number(self.salts.get(row.request_id, b""))
+        salt = salt_number(self._salt(row))
+        if not slot.cells or slot.cells[0].number != salt:
             slot.cells = [OwnCells(salt + group * GROUP_FACTOR) for group in range(num_groups)]
         read = self.model.new_hash()
         for group, (own, window) in enumerate(zip(slot.cells, self.windows, strict=True)):

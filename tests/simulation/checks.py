@@ -19,6 +19,7 @@ from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.fakes.runners import FakePending, HashRunner
+from tests.simulation.adapters import AdapterChecks, key_of
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue
 from tests.simulation.scenario import STEP_TRAITS, Scenario
@@ -55,6 +56,7 @@ class CheckedEngine:
         self.in_flight: dict[int, FakePending] = {}  # launched, not read; by step id
         self.planned: StepPlan | None = None  # and not handed to the runner
         self.plans: dict[int, StepPlan] = {}  # by step id
+        self.adapters = AdapterChecks(scenario.num_adapter_slots, counters)
         self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
         self.has_classes = len({arrival.scheduling.priority for arrival in scenario.arrivals}) > 1
         self.has_tenants = len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1
@@ -124,6 +126,7 @@ class CheckedEngine:
 
     def schedule(self) -> StepPlan | None:
         if self.planned is not None:
+            self.adapters.lost(self.planned)
             self.runner.lose(self.planned)
             self.planned = None
         num_free, preempted = self.kv.num_free_blocks, self.scheduler.num_preemptions
@@ -144,6 +147,7 @@ class CheckedEngine:
         """The engine has given up a step; one that was launched, and that nobody has read, is lost."""
         self.num_calls += 1
         if step_id in self.in_flight:
+            self.adapters.lost(self.plans[step_id])
             self.in_flight.pop(step_id).lose()
         return self._fail_step(step_id)
 
@@ -238,6 +242,8 @@ class CheckedEngine:
             assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
             self.computed[request_id] = computed + scheduled
             self.last_row[request_id] = plan.step_id
+        wanted = {slot: key_of(self.answers[self.slot_owner[slot]].arrival.adapter) for slot in slots}
+        self.adapters.check(plan, self.in_flight, wanted)
         for block_id in (*pending.written_blocks, *(device for device, _ in plan.copies.back)):
             assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
             assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"

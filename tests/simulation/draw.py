@@ -12,6 +12,7 @@ from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.support.fault_points import POINTS
+from tests.simulation.adapters import with_adapters
 from tests.simulation.grammars import SLOW_TURNS, make_grammar
 from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
 
@@ -30,7 +31,7 @@ def make_scenario(seed: int, num_groups: int | None = None) -> Scenario:
     """World number `seed`: as drawn, or the same with a model of so many groups of layers, the first of which keeps
     all."""
     if num_groups is None:
-        return with_windows(_draw(seed), _windows(seed))
+        return with_adapters(with_windows(_draw(seed), _windows(seed)))
     window = _window(random.Random(f"window of {seed}"))
     return with_windows(_draw(seed), (0, *[window] * (num_groups - 1)))
 

@@ -20,6 +20,10 @@ def check_nothing_left(
     assert stats.num_free_blocks == stats.num_blocks == scenario.num_blocks - 1, "I4: blocks are lost"
     assert (stats.num_running, stats.num_waiting) == (0, 0), "I4: requests are left"
     assert stats.num_free_host_blocks == scenario.num_host_blocks, "I4: host blocks are lost"
+    if engine.adapters is not None:
+        engine.adapters.tidy(checked.scheduler.adapters_in_use, engine._clock())
+        assert len(engine.adapters._kept) <= scenario.config.max_cpu_loras, "I4: adapters are kept for nobody"
+        assert not checked.scheduler.adapters_in_use(), "I4: adapters are used by nobody"
     assert not any(front_end.open_request_ids for front_end in link.front_ends.values()), "I4: ids are left"
     assert not any(client._sinks for client in clients), "I4: sinks are left"
     assert not engine.is_holding, "I4: grammars are waited for"

@@ -29,6 +29,7 @@ class Arrival:
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     fails_at: int | None = None  # its row fails once this many tokens are known
     cancel_at: int | None = None  # step of a cancel, whatever the request is doing
+    adapter: str = ""  # its path, which says what it is (`adapters`); empty: none
     cancel_in: str | None = None  # state in which it is cancelled, of `CANCEL_STATES`
     pooling: Pooling | None = None  # a vector is wanted, and no tokens
 
@@ -69,6 +70,7 @@ class Scenario:
     front_end_dies_at: int | None = None  # step at which front end 1 is gone, and all its clients
     resets_cache_at: int | None = None  # step
     windows: tuple[int, ...] = (0,)  # of each group of layers
+    num_adapter_slots: int = 0
     is_static: bool = False  # batches are filled, and then run until all in them have ended
 
     @cached_property

@@ -30,12 +30,13 @@ from tests.simulation.world import World
 # failure while somebody waits for an answer (once a scenario and point), a request that found no free blocks.
 LEAST_SHARE = {
     "with preemption": 550, "with swap": 300, "with a prefix hit": 500, "with a full cache": 500, "with faults": 200,
-    "with tenants": 330, "with text stops": 400, "with an engine death": 100,
+    "with tenants": 330, "with text stops": 400, "with an engine death": 100, "with adapters": 200,
     **{f"fault: {point}": 10 for point in POINTS},
 }  # fmt: skip
 LEAST_PER_THOUSAND = {
     "ended: stop": 1000, "ended: length": 2500, "failed rows": 200, "timed out: waiting": 300,
     "timed out: running": 100, "refused: grammar": 100, "guided steps": 2000,
+    "refused: adapter": 40, "adapter loads": 800, "steps of several adapters": 800,
     "refused: too long": 80, "refused: queue full": 150, "overtaken": 400, "resumed": 300, "stalled": 2000,
     "chunks": 3000, "whole prompts beyond the budget": 80, "front end deaths": 40, "cache resets": 100,
     "waits for a block": 200, "waits for a prefix": 200, "held back by a share": 300,
@@ -75,6 +76,7 @@ def run_seed(seed: int, num_groups: int | None = None) -> Counter[str]:
         "with tenants": len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1,
         "with text stops": any(arrival.params.stop for arrival in scenario.arrivals),
         "with an engine death": found["engine deaths"],
+        "with adapters": found["adapter loads"],
     }  # fmt: skip
     found.update({name: 1 for name, happened in is_in.items() if happened})
     found[f"groups: {len(scenario.windows)}"] = 1

@@ -32,6 +32,8 @@ from cb_backend.kv_cache.manager import HashBlock
 from cb_backend.study.static_admission import StaticAdmission
 from cb_backend.support import fault_points
 from tests.fakes.runners import HashModel, HashRunner
+from tests.simulation.adapters import Reader, ReadersInTurns, salt_of, source_of
+from tests.simulation.adapters import may_be_refused as may_refuse_adapter
 from tests.simulation.checks import CheckedEngine
 from tests.simulation.clients import FAILED, GONE, INTERNAL, REFUSED, UNAVAILABLE, Answer
 from tests.simulation.expectations import check_cached_content, check_counters, is_due, lone_output
@@ -98,16 +100,20 @@ class World:
             fails_at={a.request_id: a.fails_at for a in scenario.arrivals if a.fails_at is not None},
             is_delayed=scenario.is_delayed, num_host_blocks=scenario.num_host_blocks,
         )  # fmt: skip
+        runner.adapters = Reader()
         info = ModelInfo(
             model="fake", tokenizer_dir="", vocab_size=max(scenario.vocab_size, 261),
             max_model_len=scenario.max_model_len, eos_token_ids=(), block_size=config.block_size,
             num_blocks=scenario.num_blocks - 1, max_num_seqs=config.max_num_seqs, dtype="float32", device="cpu",
             num_host_blocks=scenario.num_host_blocks, kv_windows=scenario.windows,
             tasks=ModelTasks(embedding_size=8),
+            num_adapter_slots=scenario.num_adapter_slots,
         )  # fmt: skip
         policy: PolicyKind = StaticAdmission if scenario.is_static else ContinuousAdmission
         engine = LLMEngine(config, runner, info, lambda: self.now, policy)
         engine.grammars = SimulatedCompiler(lambda: self.turn)  # type: ignore[assignment]
+        if engine.adapters is not None:
+            engine.adapters._pool = ReadersInTurns(lambda: self.turn)  # type: ignore[assignment]
         if scenario.seed % REAL_THREADS_EVERY:
             engine._guided._threads = MasksInPlace()  # type: ignore[assignment]
         engine.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
@@ -237,7 +243,7 @@ class World:
 
     def _arrive(self, arrival: Arrival) -> None:
         client = self.clients[split_request_id(arrival.request_id)[0]]
-        salt = self.salts[arrival.request_id]
+        salt = salt_of(arrival, self.salts[arrival.request_id])
         expected = lone_output(self.scenario, self.model, arrival, salt)
         pooled = self.model.lone_hash(arrival.prompt, salt) if arrival.pooling else None
         answer = self.answers[arrival.request_id] = Answer(arrival, client, expected, self.now, pooled)
@@ -245,7 +251,8 @@ class World:
             self.to_cancel.append(answer)
         prompt = token_ids_to_bytes(list(arrival.prompt))
         try:
-            client.submit(AddRequest(arrival.request_id, prompt, arrival.rules, arrival.scheduling), answer)
+            wanted = AddRequest(arrival.request_id, prompt, arrival.rules, arrival.scheduling, source_of(arrival))
+            client.submit(wanted, answer)
         except UnavailableError:
             answer.end = UNAVAILABLE
 
@@ -352,6 +359,10 @@ class World:
             grammar = answer.arrival.params.structured_output
             assert not is_refused_grammar or may_be_refused(grammar, self.scenario.step_s), "a good grammar is refused"
             self.counters["refused: grammar"] += is_refused_grammar
+            is_refused_adapter = answer.end in (REFUSED, UNAVAILABLE) and "adapter 'name" in answer.message
+            may_refuse = may_refuse_adapter(answer.arrival, self.scenario.step_s)
+            assert not is_refused_adapter or may_refuse, "a good adapter is refused"
+            self.counters["refused: adapter"] += is_refused_adapter
             self.counters[f"ended: {answer.end}"] += 1
             self.counters["failed rows"] += answer.end == FAILED and not has_step_failed
         self.counters["requests"] += sum(answer.end != REFUSED for answer in self.answers.values())
