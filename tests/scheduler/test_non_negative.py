@@ -24,6 +24,21 @@ def test_nothing_negative_and_nothing_better_nearby() -> None:
     assert num_bound > 100
 
 
+@pytest.mark.parametrize("share", [0.9, 0.97])
+def test_columns_that_are_nearly_the_same(share: float) -> None:
+    """Then coefficients come and go on the way, several at a time."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        features = (1 - share) * rng.normal(size=(40, 12)) + share * rng.normal(size=(40, 1))
+        target = rng.normal(size=40)
+        matrix, side = features.T @ features, features.T @ target
+        found = non_negative_solution(matrix, side)
+        slope = matrix @ found - side
+        assert found.min() >= 0
+        assert slope.min() > -1e-7
+        assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-7
+
+
 def test_by_hand() -> None:
     """min (x + y - 1)^2 + (x - 3)^2: freely (3, -2); with y at zero, x is the mean of 1 and 3."""
     features, target = np.array([[1.0, 1.0], [1.0, 0.0]]), np.array([1.0, 3.0])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
+from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.scheduler.pace import MIN_PREFILL_TOKENS, Pace, StepTimeModel
 
 
@@ -84,6 +87,29 @@ def test_the_first_trials_are_four_and_no_longer_than_what_has_been_seen() -> No
         assert known == number - 1
         assert pace.most_prefill_tokens(0, 0.0, 0) == (64 if known < 4 else 2 * 32)
         pace._model.observe(np.array([10.0]), np.array([0.0]), np.array([True]), np.array([1e-3]))
+
+
+def timed(pace: Pace, times: list[float], num_decode_rows: int) -> Pace:
+    """Steps of two rows that end at these times, each launched when the one before it ends."""
+    first, num_tokens = np.array([50, 0], np.int32), np.array([1, 30], np.int32)
+    for step_id, (begin, end) in enumerate(itertools.pairwise(times), 1):
+        pace.launched(StepPlan(step_id, first, num_tokens, num_tokens, num_tokens > 0, num_decode_rows), begin)
+        pace.completed(step_id, end)
+    return pace
+
+
+def test_a_step_that_took_no_time_teaches_nothing_and_one_of_decode_rows_nothing_of_prompts() -> None:
+    assert timed(Pace(20.0), [1.0, 1.0, 2.0], 1).model.num_prefill_samples == 1
+    decoding = timed(Pace(20.0), [1.0, 2.0, 3.0], 2)
+    assert decoding.model.num_prefill_samples == 0
+    assert decoding.model.seconds(31, 30 * 15 + 50.5) > 0
+    assert decoding.most_prefill_tokens(0, 0.0, 0) == 64
+
+
+def test_what_is_still_to_be_learned_never_piles_up() -> None:
+    pace = timed(Pace(None), [float(second) for second in range(257)], 1)
+    assert not pace._unlearned, "256 are learned at once, though nobody has asked"
+    assert len(timed(pace, [256.0, 257.0], 1)._unlearned) == 1
 
 
 def test_draining_is_weighed_by_what_a_prompt_token_costs_alone_and_beside_streams() -> None:

@@ -91,7 +91,7 @@ def test_before_anything_is_known_answers_are_short_and_from_the_first_eight_on_
         lengths.add(100, 1000)
     assert lengths.still_to_come(np.array([50]))[0].tolist() == [50.0], "seven are too few: as much again"
     lengths.add(100, 1000)
-    assert lengths.still_to_come(np.array([40]))[0].tolist() == [60.0]
+    assert lengths.still_to_come(np.array([0, 40]))[0].tolist() == [100.0, 60.0], "what was believed counts no more"
     assert lengths.still_to_come(np.array([100]))[0].tolist() == [100.0]
 
 
