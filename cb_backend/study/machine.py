@@ -218,7 +218,7 @@ class StartUp:
 
     def __init__(self) -> None:
         at_entry = seconds_since_process_start()
-        self._stages: dict[str, float] = {} if at_entry is None else {"interpreter_s": at_entry}
+        self._stages: dict[str, float] = {} if at_entry is None else {"python_and_imports_s": at_entry}
         self._last = time.perf_counter()
 
     def stage(self, name: str) -> None:

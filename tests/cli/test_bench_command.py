@@ -43,7 +43,7 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     stages = {name: value for name, value in start_up.items() if name.endswith("_s")}
     total = stages.pop("total_s")
     assert total == pytest.approx(sum(stages.values()), abs=0.01)
-    assert {"import_torch_s", "engine_s", "first_token_s"} <= set(stages)
+    assert {"config_s", "engine_s", "first_token_s"} <= set(stages)
     for record in (alone, together):
         assert (record["prompt_tokens"], record["output_tokens"]) == (819, 585)
         assert (record["dtype"], record["num_blocks"], record["temperature"]) == ("float32", 200, 0.6)

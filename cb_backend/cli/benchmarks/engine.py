@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     start = machine.StartUp()
     names = expand_names(args.workload)
     folder, model_config = _read_model(args.model)
-    start.stage("import_torch_s")
+    start.stage("config_s")
     engine = create_engine(_engine_config(args, _max_model_len(args, names, model_config.vocab_size)))
     start.stage("engine_s")
     first = fixed("first-token", 1, 128, 1, Draw(model_config.vocab_size))
