@@ -80,20 +80,30 @@ def test_no_more_than_twice_what_has_been_seen_and_no_less_than_what_must_go_on(
     assert paced(20.0, (0.0, 0.0, 0.0), 100).most_prefill_tokens(1, 0.0, 0) == 200, "what costs nothing has no limit"
 
 
-def test_the_first_trials_are_four_and_no_longer_than_what_has_been_seen() -> None:
+def test_the_first_trials_are_four_and_short() -> None:
     pace = Pace(1e6)
-    for number in range(1, 6):
-        known = pace.model.num_prefill_samples
-        assert known == number - 1
-        assert pace.most_prefill_tokens(0, 0.0, 0) == (64 if known < 4 else 2 * 32)
+    pace._most_seen = 1000
+    for known in range(5):
+        assert pace.model.num_prefill_samples == known
+        assert pace.most_prefill_tokens(0, 0.0, 0) == (64 if known < 4 else 2000)
         pace._model.observe(np.array([10.0]), np.array([0.0]), np.array([True]), np.array([1e-3]))
+
+
+def test_a_chunks_tokens_look_at_half_of_itself_and_all_before_it() -> None:
+    rng, pace, now = np.random.default_rng(5), Pace(None), 0.0
+    for step_id in range(1, 301):
+        first, num_tokens = rng.integers(0, 300, 1).astype(np.int32), rng.integers(1, 400, 1).astype(np.int32)
+        pace.launched(StepPlan(step_id, first, first, num_tokens, num_tokens > 0, 0), now)
+        now += 1e-3 + 1e-6 * float((num_tokens * (first + num_tokens / 2)).sum())
+        pace.completed(step_id, now)
+    assert pace.model.coefficients() == pytest.approx((1e-3, 0.0, 1e-6), rel=1e-3, abs=1e-9)
 
 
 def timed(pace: Pace, times: list[float], num_decode_rows: int) -> Pace:
     """Steps of two rows that end at these times, each launched when the one before it ends."""
     first, num_tokens = np.array([50, 0], np.int32), np.array([1, 30], np.int32)
     for step_id, (begin, end) in enumerate(itertools.pairwise(times), 1):
-        pace.launched(StepPlan(step_id, first, num_tokens, num_tokens, num_tokens > 0, num_decode_rows), begin)
+        pace.launched(StepPlan(step_id, first, first, num_tokens, num_tokens > 0, num_decode_rows), begin)
         pace.completed(step_id, end)
     return pace
 
@@ -122,6 +132,8 @@ def test_draining_is_weighed_by_what_a_prompt_token_costs_alone_and_beside_strea
     assert saved == pytest.approx(1 - per_token_s * num_mixed / mixed_s, rel=1e-3)
     assert lost == pytest.approx(alone_s / (alone_s + mixed_s), rel=1e-3)
     assert pace.shares_by_draining(10, 1e5, num_mixed) == (0.0, 0.0), "no more fit alone than beside"
-    assert Pace(20.0).shares_by_draining(10, 1e5, 2000) == (0.0, 0.0), "nothing is known"
+    for num_samples, is_asked in ((3, False), (4, True)):
+        pace._model.num_prefill_samples = num_samples
+        assert (pace.shares_by_draining(10, 1e5, 2000) != (0.0, 0.0)) == is_asked, "after four trials"
     limited = paced(20.0, most_seen=num_mixed // 2)
     assert limited.shares_by_draining(10, 1e5, 2000) == (0.0, 0.0), "no more has been seen"
