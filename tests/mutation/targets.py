@@ -24,6 +24,7 @@ _SCHEDULING = tuple(
     )
 )
 _DIR = "tests/scheduler"
+_ADAPTERS = f"{_DIR}/test_adapters.py"
 _COUNTERS = f"{_DIR}/test_counters.py"
 _GROUPS = tuple(f"tests/kv_cache/test_{name}.py" for name in ("grouped_manager", "promises", "block_needs"))
 _REUSE = "tests/scheduler/test_prefix_cache_use.py"
@@ -41,7 +42,8 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             *_SCHEDULING,
         ),
     ),
-    "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, _REUSE, *_WORLDS)),
+    "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, _ADAPTERS, _REUSE, *_WORLDS)),
+    "adapter_slots": (f"{_SCHEDULER}.adapter_slots", (f"{_DIR}/test_adapter_slots.py", _ADAPTERS, *_WORLDS)),
     "order": (
         f"{_SCHEDULER}.order",
         (
