@@ -147,7 +147,7 @@ def test_which_adapters_are_in_use_is_in_the_metrics(adapted: Adapted) -> None:
     with contextlib.ExitStack() as stack:
         for name in ("doll", "sheep", "wolf"):
             stream = adapted.send(name, max_tokens=16000, ignore_eos=True)  # for as long as it is looked at
-            stack.callback(stream.close)
+            stack.callback(stream.close, cancel=True)
             if name != "wolf":
                 stream.wait(num_texts=1)
         eventually(lambda: told("running_lora_adapters") == ["doll,sheep"], "two adapters run, in one series")
