@@ -168,6 +168,7 @@ class Generate:
         usage = Usage()
         if generation.wants_usage:
             head["usage"] = None
+        before = encode(head)[:-1] + b',"choices":['  # of every chunk: only its choice differs
         begin = [first for choice in generation.choices if (first := choice.begin()) is not None]
         try:
             async for batch in replies(self._gateway.triton, model, generation.inputs, head["id"]):
@@ -175,7 +176,7 @@ class Generate:
                 for number, reply in batch:
                     chunks += _push(generation, number, reply, usage)
                 if chunks:
-                    await events.push([encode({**head, "choices": [chunk]}) for chunk in chunks])
+                    await events.push([before + encode(chunk) + b"]}" for chunk in chunks])
         except ApiError as error:
             if not events.has_begun:
                 raise

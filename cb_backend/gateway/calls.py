@@ -22,18 +22,18 @@ class Prompt:
 
 
 def make_inputs(
-    prompt: Prompt, sampling: dict[str, Any], *, is_stream: bool, has_logprobs: bool
+    prompt: Prompt, sampling: dict[str, Any], *, is_stream: bool, has_logprobs: bool, has_usage: bool = True
 ) -> dict[str, str | bool | list[int]]:
-    """The tensors of one request to the server."""
+    """The tensors of one request to the server. `has_usage`: each response counts its tokens, which costs time."""
     inputs: dict[str, str | bool | list[int]] = {
         prompt.tensor: prompt.value,
         "stream": is_stream,
         "sampling_parameters": json.dumps(sampling),
         "exclude_input_in_output": True,
         "return_finish_reason": True,
-        "return_num_input_tokens": True,
-        "return_num_output_tokens": True,
     }
+    if has_usage:
+        inputs |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
     if has_logprobs:
         inputs["return_logprobs"] = True
     return inputs
@@ -46,11 +46,18 @@ async def replies(
 
     Closing the iterator cancels every request that is open. Raises `ApiError` for the first that fails.
     """
+    if len(all_inputs) == 1:  # the usual case, without a queue and a task between: a fifth of a chunk's time
+        stream = triton.stream(model, all_inputs[0], request_id)
+        try:
+            async for reply in stream:
+                yield [(0, reply)]
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+        return
     queue: asyncio.Queue[tuple[int, Reply | BaseException | None]] = asyncio.Queue(MAX_UNREAD)
 
     async def read(number: int, inputs: dict[str, Any]) -> None:
-        own_id = request_id if len(all_inputs) == 1 else f"{request_id}-{number}"
-        stream = triton.stream(model, inputs, own_id)
+        stream = triton.stream(model, inputs, f"{request_id}-{number}")
         try:
             async for reply in stream:
                 await queue.put((number, reply))

@@ -100,7 +100,13 @@ def _add(generation: Generation, prompts: list[Prompt], sampling: dict[str, Any]
     if num_logprobs is not None:
         sampling["logprobs"] = num_logprobs
     generation.inputs = [
-        make_inputs(prompt, sampling, is_stream=generation.is_stream, has_logprobs=num_logprobs is not None)
+        make_inputs(
+            prompt,
+            sampling,
+            is_stream=generation.is_stream,
+            has_logprobs=num_logprobs is not None,
+            has_usage=generation.wants_usage or not generation.is_stream,
+        )
         for prompt in prompts
     ]
 

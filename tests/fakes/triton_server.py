@@ -113,29 +113,33 @@ class FakeTriton:
         pieces = self.answer if self.answer is not None else [TOKEN] * min(sampling.get("max_tokens", 16), 100_000)
         if not inputs.get("stream"):
             pieces = ["".join(pieces)]
-        middle = response(TOKEN, "None")
+        has_counts = bool(inputs.get("return_num_output_tokens"))
+        middle = response(TOKEN, "None", has_counts=has_counts)
         for index, piece in enumerate(pieces):
             if self.pause_s:
                 time.sleep(self.pause_s)
             if not context.is_active():
                 return
-            is_last = index == len(pieces) - 1
-            yield (
-                middle if piece == TOKEN and not is_last else response(piece, "length" if is_last else "None", is_last)
-            )
+            if index == len(pieces) - 1:
+                yield response(piece, "length", is_final=True, has_counts=has_counts)
+            else:
+                yield middle if piece == TOKEN else response(piece, "None", has_counts=has_counts)
         context.is_answered = True
 
 
-def response(text: str, reason: str, is_final: bool = False, tokenized: str | None = None) -> bytes:
+def response(
+    text: str, reason: str, *, is_final: bool = False, has_counts: bool = False, tokenized: str | None = None
+) -> bytes:
     """One response, serialised, as the real server writes it: outputs beside their raw contents."""
     infer = service_pb2.ModelInferResponse(model_name="llm", model_version="1")
     infer.parameters["triton_final_response"].bool_param = is_final
     outputs: dict[str, tuple[str, bytes]] = {
         "text_output": ("BYTES", _text(text)),
         "finish_reason": ("BYTES", _text(reason)),
-        "num_input_tokens": ("UINT32", struct.pack("<I", NUM_INPUT_TOKENS)),
-        "num_output_tokens": ("UINT32", struct.pack("<I", 1)),
     }
+    if has_counts:
+        outputs["num_input_tokens"] = ("UINT32", struct.pack("<I", NUM_INPUT_TOKENS))
+        outputs["num_output_tokens"] = ("UINT32", struct.pack("<I", 1))
     if tokenized is not None:
         outputs["tokenized"] = ("BYTES", _text(tokenized))
     for name, (datatype, data) in outputs.items():

@@ -50,9 +50,10 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def body(self) -> dict[str, Any]:
-        """Of a chat completion. Raises `ApiError` nowhere: what is wrong is found where it is read."""
+        """Of a chat completion."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return {**self.sampling, "messages": [*system, *self.messages], "stream": True}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return {**self.sampling, "messages": [*system, *self.messages], **options}
 
     def say(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
