@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
 
 BOS = "</s>"  # OPT's first token and its last one
 TEXTS = (
@@ -57,6 +57,19 @@ def write_stand_in(folder: Path, more_texts: tuple[str, ...] = ()) -> Path:
     model = LlamaForCausalLM(config).to(torch.float32)
     _teach(model, [tokenizer.encode(text).ids for text in (*TEXTS, *more_texts)])
     model.save_pretrained(folder)
+    return folder
+
+
+def write_embedding(folder: Path) -> Path:
+    """A decoder without a head, untaught: a suite looks at the form of its embeddings. It knows ids as high as BERT's,
+    which the suite sends."""
+    _write_tokenizer(folder)
+    torch.manual_seed(9)
+    config = LlamaConfig(
+        vocab_size=30_522, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    LlamaModel(config).to(torch.float32).save_pretrained(folder)
     return folder
 
 

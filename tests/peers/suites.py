@@ -44,6 +44,7 @@ class Models:
     checkpoint: Path
     repository: Path  # to be filled
     adapted: Callable[[], tuple[Path, dict[str, Path]]]  # a checkpoint and its adapters' folders by name
+    embedding: Callable[[], Path]  # another checkpoint, that only embeds
 
     def add(self, name: str, arguments: dict[str, object] | None = None, config: str = "") -> None:
         """A copy of the sample model; `arguments` replace or add to its model.json, `config` is added to its config."""
@@ -73,6 +74,7 @@ class Suite:
     server_arguments: tuple[str, ...] = ()
     log_name: str = "server.log"  # what the server's output is called, in the suite's folder
     environment: dict[str, str] = field(default_factory=dict)  # of the file
+    is_newer: bool = False  # not every commit of vllm_backend has it
     excused: dict[str, str] = field(default_factory=dict)  # test: why it cannot pass without other weights or vLLM
 
 
@@ -103,6 +105,11 @@ def lora_suite(title: str, enable_lora: bool | str) -> Suite:
     file = "ci/L0_multi_gpu_vllm/multi_lora/multi_lora_test.py"
     environment = {"SERVER_ENABLE_LORA": str(enable_lora).lower()}
     return Suite(f"multi_lora: {title}", file, lora_model(enable_lora), environment=environment)
+
+
+def embedding_model(models: Models) -> None:
+    """The suite sends ids of BERT's vocabulary, so the weights know more ids than the tokenizer."""
+    models.add("vllm_embed", {"model": str(models.embedding()), "runner": "pooling"})
 
 
 def many_models(models: Models) -> None:
@@ -147,6 +154,13 @@ SUITES = (
         "ci/L0_backend_vllm/vllm_backend/vllm_backend_test.py",
         many_models,
         server_arguments=("--model-control-mode=explicit", "--load-model=vllm_opt"),
+    ),
+    Suite(
+        "embed_request",
+        "ci/L0_backend_vllm/vllm_backend/embed_request_test.py",
+        embedding_model,
+        server_arguments=("--model-control-mode=explicit",),
+        is_newer=True,
     ),
     metrics_suite("not asked for", "test_vllm_metrics_disabled", metrics_model(None)),
     metrics_suite("asked for with false", "test_vllm_metrics_disabled", metrics_model("false")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
+from cb_backend.cli.paths import checkout_path
 from tests.server.conftest import RunningServer, running_server
 from tests.server.tiny_checkpoint import Reference
 from tests.waiting import WAIT_S
@@ -127,3 +129,44 @@ def test_a_model_that_only_generates_says_so(server: RunningServer) -> None:
         ask(server, text_input="hi", pooling="{}")
     with pytest.raises(InferenceServerException, match="does not support 'score' request; it serves generate"):
         ask(server, text_input="hi", pooling='{"task": "score"}')
+
+
+# ---- search: an example around it ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def searching(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    def add_search(repository: Path) -> None:
+        shutil.copytree(checkout_path("model_repository/search"), repository / "search")
+
+    folder = tmp_path_factory.mktemp("search")
+    with running_server(
+        checkpoint, folder, prepare=add_search, runner="both", classifier_from_token=["n", "y"]
+    ) as running:
+        yield running
+
+
+def test_search_retrieves_reranks_and_answers(searching: RunningServer, reference: Reference) -> None:
+    lines = checkout_path("model_repository/search/1/documents.txt").read_text().splitlines()
+    encode = reference.tokenizer.encode
+
+    def embedded(text: str) -> np.ndarray[Any, Any]:
+        return unit(states(reference, encode(text).ids)[-1])
+
+    def score(question: str, document: str) -> float:
+        no, yes = (encode(text).ids[0] for text in "ny")
+        with torch.inference_mode():
+            row = reference.model(torch.tensor([encode(question, document).ids])).logits[0, -1].double()
+        return float(row[[no, yes]].softmax(0)[1])
+
+    for question in ("Which animal jumps?", "What is the capital of France?"):
+        near = sorted(lines, key=lambda line: -float(embedded(line) @ embedded(question)))[:3]
+        best = sorted(near, key=lambda line: -score(question, line))
+        status, text = searching.post("/v2/models/search/generate", {"question": question})
+        assert status == 200, text
+        answer = json.loads(text)
+        assert answer["documents"] == best
+        assert answer["scores"] == pytest.approx([score(question, line) for line in best], abs=1e-5)
+        prompt = f"Document: {best[0]}\nQuestion: {question}\nAnswer:"
+        assert answer["text_output"] == reference.greedy_text(prompt, 64)
+    searching.wait_idle()
