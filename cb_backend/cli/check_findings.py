@@ -20,6 +20,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.runner.runner_factory import (
     choose_quantization,
     find_tokenizer,
+    plain_encoder,
     read_tokenizer_eos_ids,
     resolve_max_model_len,
 )
@@ -32,6 +33,7 @@ from cb_backend.models.gguf.outline import GgufOutline, outline_gguf
 from cb_backend.models.gguf.tokenizer import write_tokenizer
 from cb_backend.models.registry import outline_adapters, outline_model, outline_spec, read_model_config, resolve_dtype
 from cb_backend.models.spec import ModelSpec
+from cb_backend.models.tasks import resolve_tasks
 from cb_backend.models.weights import CheckpointFiles
 from cb_backend.support.tokenizer_files import load_tokenizer
 
@@ -114,7 +116,8 @@ def examine(config: EngineConfig) -> Findings:
 
 def _examine_folder(found: Findings, config: EngineConfig, folder: Path) -> None:
     with found.hearing():
-        found.spec = read_model_config(folder)
+        encode = plain_encoder(find_tokenizer(config, folder)) if config.classifier_from_token else None
+        found.spec, _ = resolve_tasks(folder, read_model_config(folder), config, encode)
     _examine_arguments(found, config)
     if found.spec is not None:
         spec, dtype = found.spec, found.dtype or torch.bfloat16

@@ -18,6 +18,7 @@ from cb_backend.models.checkpoint import resolve_checkpoint
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.registry import load_model, read_model_config
 from tests.cli.test_check import look_at
+from tests.engine.test_pooling import classifier_folder
 from tests.models.published_checkpoints import published_checkpoints
 from tests.models.published_gguf import published_gguf
 from tests.models.published_shape import PublishedShape
@@ -55,6 +56,23 @@ def test_every_family_is_served_and_takes_what_is_said(name: str, tmp_path: Path
     assert found.has_own_head == model.has_own_head
     stored = {tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()}
     assert found.num_parameters == sum(tensor.numel() for _, tensor in stored if tensor is not None)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
+def test_a_classifier_and_an_embedding_model(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """Neither has a head of its own; a classifier has its labels' weight beside the decoder."""
+    folder = classifier_folder(name, tmp_path)
+    found = look_at(folder, tokenizer, dtype="bfloat16")
+    assert found.refusals == []
+    assert found.has_own_head is False
+    engine = create_engine(EngineConfig(model=str(folder), tokenizer=str(tokenizer), device="cpu", dtype="bfloat16"))
+    assert found.weight_bytes == bytes_of(engine.runner.model)
+    embedding = look_at(tmp_path / "base", tokenizer, runner="pooling")
+    assert embedding.refusals == []
+    assert embedding.has_own_head is False
+    told = look_at(folder, tokenizer, runner="generate").refusals
+    assert len(told) == 1
+    assert "has no head to generate with" in told[0]
 
 
 @pytest.mark.parametrize("name", FORMATS)
