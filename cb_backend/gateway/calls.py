@@ -46,7 +46,7 @@ async def replies(
 
     Closing the iterator cancels every request that is open. Raises `ApiError` for the first that fails.
     """
-    if len(all_inputs) == 1:  # the usual case, without a queue and a task between: a fifth of a chunk's time
+    if len(all_inputs) == 1:  # the usual case, without a queue and a task between
         stream = triton.stream(model, all_inputs[0], request_id)
         try:
             async for reply in stream:
