@@ -155,7 +155,7 @@ def test_which_adapters_are_in_use_is_in_the_metrics(adapted: Adapted) -> None:
         assert told("max_lora") == ["2"]
     eventually(lambda: told("running_lora_adapters") == [""], "nobody runs")
     assert (adapted.server.gauge("cb_adapters_resident", "llm") or 0) <= 2
-    assert (adapted.server.gauge("cb_adapter_loads_total", "llm") or 0) >= 3
+    assert (adapted.server.gauge("cb_adapter_loads_total", "llm") or 0) >= 2
 
 
 # ---- lists that change ----------------------------------------------------------------------------------------------
