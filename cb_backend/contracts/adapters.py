@@ -6,6 +6,8 @@ import msgspec
 
 NO_ADAPTER = -1  # in place of a device slot: the model as it is
 
+CPU_FACTOR = 4  # see `num_kept`
+
 AdapterKey = bytes  # blake2b-128 of packed weights and scales: equal keys are equal contents, whatever their names
 
 
@@ -17,3 +19,8 @@ class AdapterSource(msgspec.Struct, frozen=True):
     path: str  # folder
     mtime_ns: int  # of the newer of its files; 0: they are not there
     size: int  # bytes of both
+
+
+def num_kept(max_cpu_loras: int | None, num_slots: int) -> int:
+    """Adapters that stay in host memory: as configured, or several times those that the device has slots for."""
+    return max(CPU_FACTOR * num_slots if max_cpu_loras is None else max_cpu_loras, num_slots)

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from cb_backend.contracts.adapters import AdapterKey, AdapterSource
+from cb_backend.contracts.adapters import AdapterKey, AdapterSource, num_kept
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import CbError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AdapterStats, ModelInfo
@@ -29,7 +29,6 @@ from cb_backend.engine.held_requests import Condition
 NUM_THREADS = 2
 READ_TIMEOUT_S = 30.0  # of a request that waits
 REFUSAL_LASTS_S = 5.0  # files that were refused are not read again for so long, however many ask
-CPU_FACTOR = 4  # so many times the device's slots are kept where max_cpu_loras is not given
 MAX_KNOWN = 4096  # files whose contents are known
 
 logger = logging.getLogger("cb_backend.engine")
@@ -82,11 +81,12 @@ class AdapterStore:
         """The adapter in these files; None while they are read. Raises a `CbError` for what cannot be served."""
         key = self._known.get(source)
         if key is not None and key in self._kept:
+            self._known.move_to_end(source)
             self._kept.move_to_end(key)
             return key
         until, refusal = self._refused.get(source, (now, None))
         if refusal is not None and now < until:
-            raise refusal
+            raise refusal.with_traceback(None)  # the same object again: what raised it before would stay with it
         self._refused.pop(source, None)
         future = self._reading.get(source)
         if future is None:
@@ -220,5 +220,5 @@ def new_adapter_store(config: EngineConfig, info: ModelInfo, runner: Runner) -> 
     """None where no adapters are taken."""
     if not info.num_adapter_slots:
         return None
-    most_kept = max(config.max_cpu_loras or CPU_FACTOR * info.num_adapter_slots, info.num_adapter_slots)
+    most_kept = num_kept(config.max_cpu_loras, info.num_adapter_slots)
     return AdapterStore(cast(AdaptedRunner, runner).adapters, most_kept)

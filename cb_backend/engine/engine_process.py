@@ -97,8 +97,8 @@ class EngineProcess:
     def turn(self) -> None:
         """Messages, a step if there is something to do, and what must happen now and then."""
         self._take_messages()
+        self._expire()
         if self.engine.has_unfinished():
-            self._expire()
             self._step()
         self._tell_room()
         self._look_around()

@@ -155,10 +155,8 @@ class LLMEngine:
 
     def release_held(self) -> list[tuple[int, CbError]]:
         """Let requests start that have what they waited for; returns those that ended because it will not come."""
-        if not len(self._held):
-            return []
         refused = []
-        for request_id, error in self._held.settled(self._clock()):
+        for request_id, error in self._held.settled(self._clock()) if len(self._held) else ():
             if error is None:
                 self.scheduler.release(request_id)
             elif self.cancel(request_id):

@@ -14,6 +14,7 @@ from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import CbError, ConfigError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AdapterStats, ModelInfo
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine import adapters
 from cb_backend.engine.adapters import READ_TIMEOUT_S, REFUSAL_LASTS_S, AdapterStore, AdapterWait
 from cb_backend.engine.llm_engine import LLMEngine
 from tests.fakes.engine import info_of
@@ -164,6 +165,22 @@ def test_what_was_read_for_somebody_who_left_is_forgotten_in_its_turn() -> None:
     store.close()
 
 
+def test_of_many_files_those_not_asked_for_longest_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_KNOWN", 2)
+    reader = Reader({f"/adapters/{name}": name.encode() for name in "abc"})
+    store = AdapterStore(reader, 9)
+    for name in "abac":
+        found(store, source(name))
+    assert len(reader.read_paths) == 3
+    found(store, source("a"))
+    assert len(reader.read_paths) == 3
+    found(store, source("b"))
+    assert reader.read_paths[3:] == ["/adapters/b"]
+    store.close()
+    with pytest.raises(KeyError):
+        store.packed_of(b"a")
+
+
 def test_who_waits_too_long_is_told_where() -> None:
     reader = Reader({"/adapters/a": b"a"})
     reader.gate.clear()
@@ -258,6 +275,19 @@ def test_an_engine_without_adapters_says_so() -> None:
     with pytest.raises(InvalidRequestError, match=r"^LoRA feature is not enabled\.$"):
         add(engine, 1, source("doll"))
     assert engine.stats().adapters is None
+    engine.close()
+
+
+def test_when_nobody_needs_them_no_more_are_kept_than_is_configured() -> None:
+    reader = Reader({f"/adapters/{name}": name.encode() * 16 for name in "abcdefghijkl"})
+    engine = engine_of(reader)  # 2 slots, so 8 are kept
+    for number, name in enumerate("abcdefghijkl"):
+        add(engine, number, source(name))
+    assert len(run(engine)) == 12
+    assert engine.release_held() == []
+    stats = engine.stats().adapters
+    assert stats is not None
+    assert stats.num_kept == 8
     engine.close()
 
 

@@ -61,7 +61,7 @@ class StuckEngine:
         self.num_steps += 1
 
     def stats(self) -> EngineStats:
-        return EngineStats(**{**dict.fromkeys(EngineStats.__struct_fields__, 0), "steps": None})
+        return EngineStats(**{**dict.fromkeys(EngineStats.__struct_fields__, 0), "steps": None, "adapters": None})
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
     )
     account.weights(model)
     if adapters is not None:
-        allocate_adapters(adapters, log)
+        allocate_adapters(adapters, config.max_cpu_loras, log)
         account.ends("adapters", "adapters", None if device.type == "cuda" else adapters.nbytes)
     windows = () if config.disable_hybrid_kv_cache_manager else kept_windows(spec.windows, max_model_len)
     layout = layout_of(spec, config.block_size, kv_dtype.itemsize, windows)

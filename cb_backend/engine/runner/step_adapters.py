@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cb_backend.contracts.adapters import num_kept
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.step import StepPlan
@@ -67,8 +68,11 @@ def new_adapter_table(config: EngineConfig, dtype: torch.dtype, device: torch.de
     return AdapterTable(max_adapters=max_adapters, max_rank=config.max_lora_rank, dtype=dtype, device=device)
 
 
-def allocate_adapters(table: AdapterTable, log: Callable[[str], None]) -> None:
-    """Make the slab of a model that has been built. Raises `ConfigError` where there is not so much memory."""
+def allocate_adapters(table: AdapterTable, max_cpu_loras: int | None, log: Callable[[str], None]) -> None:
+    """Make the slab of a model that has been built, and tell what adapters take on the device and on the host.
+
+    Raises `ConfigError` where the device has not so much memory.
+    """
     free_bytes, _ = free_memory(table.device)
     sizes = f"{table.max_adapters} slots of rank {table.max_rank}, {show_bytes(table.nbytes)}"
     if table.nbytes > free_bytes:
@@ -78,4 +82,6 @@ def allocate_adapters(table: AdapterTable, log: Callable[[str], None]) -> None:
             "lower one of them"
         )
     table.allocate()
-    log(f"adapters: {sizes} on the {table.device.type} device")
+    kept = num_kept(max_cpu_loras, table.max_adapters)
+    on_host = show_bytes(kept * table.bytes_per_adapter)
+    log(f"adapters: {sizes} on the {table.device.type} device, {kept} in host memory, up to {on_host}")
