@@ -1,8 +1,8 @@
 """Adapters in host memory: read by threads beside the engine's loop, kept for those who ask again.
 
 An adapter is known by its contents: two names for the same files share everything, and a name whose files have changed
-shares nothing with what it was. Files are told apart by path, time and size, as front ends saw them, so that nothing is
-read twice. What cannot be served is an error of the request that named it, and of nobody else.
+shares nothing with what it was. Files are told apart by path, time, size and inode, as front ends saw them, so that
+nothing is read twice. What cannot be served is an error of the request that named it, and of nobody else.
 """
 
 from __future__ import annotations

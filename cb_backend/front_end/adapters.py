@@ -71,8 +71,8 @@ class AdapterFolder:
         if now >= self._next_look:
             self._next_look = now + LOOK_INTERVAL_S
             self._look()
-        mtime_ns, size, _ = self._stamp or Stamp(0, 0, 0)
-        return AdapterSource(self._name, shown_path(self.folder), mtime_ns, size)
+        mtime_ns, size, inode = self._stamp or Stamp(0, 0, 0)
+        return AdapterSource(self._name, shown_path(self.folder), mtime_ns, size, inode)
 
     def _look(self) -> None:
         stamp = folder_stamp(self.folder)

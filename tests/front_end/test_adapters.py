@@ -270,6 +270,32 @@ def test_a_name_that_moves_to_another_folder_is_another_source(tmp_path: Path, c
     assert (Path(first.path).name, Path(second.path).name) == ("v1", "v2")
 
 
+@pytest.mark.parametrize("way", ["link", "rename"])
+def test_other_files_of_the_same_time_and_size_are_another_source(tmp_path: Path, clock: Clock, way: str) -> None:
+    """As of archives and images whose files all have one time: adapters of one model and rank are of one size too."""
+    for name, weights in (("v1", b"weights"), ("v2", b"WEIGHTS")):
+        for file in write_adapter(tmp_path / name, weights).iterdir():
+            os.utime(file, (10**9, 10**9))
+    place = tmp_path / "d"
+    if way == "link":
+        place.symlink_to("v1")
+    else:
+        (tmp_path / "v1").rename(place)
+    folder = AdapterFolder("doll", place, clock)
+    first = folder.source()
+    clock.now += LOOK_INTERVAL_S
+    assert folder.source() == first
+    if way == "link":
+        (tmp_path / "new").symlink_to("v2")
+        (tmp_path / "new").replace(place)
+    else:
+        (tmp_path / "v2" / WEIGHTS_NAME).replace(place / WEIGHTS_NAME)
+    clock.now += LOOK_INTERVAL_S
+    second = folder.source()
+    assert (second.mtime_ns, second.size) == (first.mtime_ns, first.size)
+    assert second != first
+
+
 # ---- what a model's folder makes of it ------------------------------------------------------------------------------
 
 

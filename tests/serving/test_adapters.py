@@ -90,7 +90,8 @@ def version_of(folder: Path) -> Path:
 def test_a_named_adapter_goes_to_the_engine_as_its_files(model: Any, folder: Path, submitted: list[AddRequest]) -> None:
     assert ask(model, "a", sampling={"lora_name": "doll", "max_tokens": 2}).sender.wait().error is None
     path = str(version_of(folder) / "adapters" / "doll")
-    assert [request.adapter for request in submitted] == [AdapterSource("doll", path, 10**18, 4)]
+    inode = os.stat(f"{path}/{WEIGHTS_NAME}").st_ino ^ os.stat(f"{path}/{CONFIG_NAME}").st_ino
+    assert [request.adapter for request in submitted] == [AdapterSource("doll", path, 10**18, 4, inode)]
 
 
 @pytest.mark.parametrize("name", [None, ""])
