@@ -99,7 +99,7 @@ class TritonPythonModel:
             self._info = self._supervisor.start()
             self._tokenizer = Tokenizer(self._info.tokenizer_dir)
             self._chat = Chat(self._tokenizer)
-            try_adapter(self._supervisor.client, self._adapters.find(""))
+            try_adapter(self._supervisor.client, self._adapters.find(""), self._info.tasks)
         except BaseException:
             self._supervisor.close()
             raise

@@ -273,3 +273,34 @@ def test_experts_refuse_adapters_and_attention_takes_them(tmp_path: Path) -> Non
         {f"{PREFIX}.mlp.experts.0.down_proj.lora_A.weight": torch.zeros(2, 40)}
     ))  # fmt: skip
     refused(folder, adapter, "experts.0.down_proj.lora_A.weight is of experts, whose matrices take no adapters")
+
+
+def test_a_factor_beyond_float32_is_refused(model: Path, adapter: Path) -> None:
+    with_config(adapter, lora_alpha=1e39)
+    refused(model, adapter, "lora_alpha")
+    with_config(adapter, lora_alpha=8, alpha_pattern={"q_proj": -1e300})
+    refused(model, adapter, "q_proj")
+    with_config(adapter, alpha_pattern={"q_proj": 10**400})
+    refused(model, adapter, "q_proj")
+    with_config(adapter, alpha_pattern={"q_proj": -1.5, "v_proj": 0})
+    read(model, adapter)
+
+
+def test_two_tensors_for_one_place_are_refused(model: Path, adapter: Path) -> None:
+    """Under two names of one module: one of them would be lost."""
+
+    def twice(tensors: dict[str, Tensor]) -> None:
+        for half in "AB":
+            tensors[f"layers.0.self_attn.q_proj.lora_{half}.weight"] = torch.ones_like(
+                tensors[f"{PREFIX}.self_attn.q_proj.lora_{half}.weight"]
+            )
+
+    with_tensors(adapter, twice)
+    refused(model, adapter, r"layers\.0\.self_attn\.q_proj\.lora_A\.weight")
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("key", ["([a-z0-9_.]+)+!", "(.|.)" * 40 + "!", ".*" * 12 + "!"])
+def test_a_pattern_that_would_never_end_is_refused(model: Path, adapter: Path, pattern: str, key: str) -> None:
+    with_config(adapter, **{pattern: {key: 4}})
+    refused(model, adapter, pattern)

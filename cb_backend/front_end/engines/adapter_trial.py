@@ -1,4 +1,4 @@
-"""Whether an engine can serve an adapter: found out by asking for one token with it.
+"""Whether an engine can serve an adapter: found out by asking for one token with it, or for what it gives instead.
 
 So a model that is an adapter fails its load with the reason that its requests would get, and one that is loaded has an
 adapter in host memory. It keeps no state.
@@ -14,6 +14,7 @@ from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.errors import ConfigError, ErrorCode, UnavailableError
 from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
 from cb_backend.contracts.packed_logprobs import Delivered
+from cb_backend.contracts.pooling import ModelTasks, PoolingRules
 from cb_backend.contracts.scheduling import MAX_PRIORITY, SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.engines.engine_group import EngineGroup
@@ -44,8 +45,10 @@ class _Outcome:
         self.is_over.set()
 
 
-def try_adapter(client: EngineGroup, adapter: AdapterSource | None, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
-    """Returns when the adapter has been served once; at once if there is none to try.
+def try_adapter(
+    client: EngineGroup, adapter: AdapterSource | None, tasks: ModelTasks, timeout_s: float = TRIAL_TIMEOUT_S
+) -> None:
+    """Returns when the adapter has been served once; at once if there is none to try. tasks: the model's.
 
     Raises `ConfigError` with the engine's reason, also if the engine does not come to it in time.
     """
@@ -54,7 +57,7 @@ def try_adapter(client: EngineGroup, adapter: AdapterSource | None, timeout_s: f
     deadline = time.monotonic() + timeout_s
     reason = "the engine does not answer"
     while (left := deadline - time.monotonic()) > 0:
-        error = _ask(client, adapter, left)
+        error = _ask(client, adapter, _least(tasks), left)
         if error is None:
             return
         code, reason = error
@@ -64,13 +67,26 @@ def try_adapter(client: EngineGroup, adapter: AdapterSource | None, timeout_s: f
     raise ConfigError(f"the adapter could not be tried within {timeout_s:g} s: {reason}")
 
 
-def _ask(client: EngineGroup, adapter: AdapterSource, timeout_s: float) -> tuple[ErrorCode, str] | None:
-    """Why there was no token; None: there was one."""
+def _least(tasks: ModelTasks) -> TokenRules:
+    """The least that the model can be asked for."""
+    if tasks.can_generate:
+        return TokenRules(max_tokens=1)
+    if tasks.embedding_size:
+        return TokenRules(pooling=PoolingRules())
+    if tasks.labels:
+        return TokenRules(pooling=PoolingRules(readout="classifier"))
+    return TokenRules(pooling=PoolingRules(readout="head", token_ids=tasks.score_token_ids))
+
+
+def _ask(
+    client: EngineGroup, adapter: AdapterSource, rules: TokenRules, timeout_s: float
+) -> tuple[ErrorCode, str] | None:
+    """Why there was no answer; None: there was one."""
     outcome = _Outcome()
     request_id = client.new_request_id()
     # Before everybody who waits: the load of a model waits for it.
     scheduling = SchedulingParams(priority=-MAX_PRIORITY)
-    request = AddRequest(request_id, token_ids_to_bytes([0]), TokenRules(max_tokens=1), scheduling, adapter)
+    request = AddRequest(request_id, token_ids_to_bytes([0]), rules, scheduling, adapter)
     try:
         client.submit(request, outcome)
     except UnavailableError as error:
