@@ -27,7 +27,7 @@ from cb_backend.contracts.step import Runner
 from cb_backend.engine.held_requests import Condition
 
 NUM_THREADS = 2
-READ_TIMEOUT_S = 30.0  # of a request that waits
+READ_TIMEOUT_S = 30.0  # of a request that waits, from when it is its turn
 REFUSAL_LASTS_S = 5.0  # files that were refused are not read again for so long, however many ask
 MAX_KNOWN = 4096  # files whose contents are known
 
@@ -104,6 +104,11 @@ class AdapterStore:
             raise
         return self._keep(source, packed)
 
+    def turn_of(self, source: AdapterSource) -> int | None:
+        """Files that are not read yet: how many others have been by now; None once a thread is at them."""
+        future = self._reading.get(source)
+        return None if future is None or future.running() else self.num_reads
+
     def tidy(self, in_use: Callable[[], Container[AdapterKey]], now: float) -> None:
         """Forget the least recently used, down to the number that is kept; those in use stay.
 
@@ -170,7 +175,11 @@ class AdapterStore:
 
 
 class AdapterWait:
-    """A condition of a held request: met once its adapter is in host memory. `found` is told which one it is."""
+    """A condition of a held request: met once its adapter is in host memory. `found` is told which one it is.
+
+    The time that it may take begins when a thread is at its files; while it stands behind others, whenever one of
+    these is done: many that are asked for at once are no fault of the disk.
+    """
 
     def __init__(
         self, store: AdapterStore, source: AdapterSource, found: Callable[[AdapterKey], None], since: float
@@ -179,6 +188,7 @@ class AdapterWait:
         self._source = source
         self._found = found
         self._since = since
+        self._turn: int | None = 0
 
     def __call__(self, now: float) -> CbError | bool:
         try:
@@ -188,6 +198,8 @@ class AdapterWait:
         if key is not None:
             self._found(key)
             return True
+        if (turn := self._store.turn_of(self._source)) != self._turn:
+            self._turn, self._since = turn, now
         if now - self._since > READ_TIMEOUT_S:
             return UnavailableError(
                 f"adapter {self._source.name!r} was not read from {self._source.path} within {READ_TIMEOUT_S:.0f} s; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -187,6 +188,8 @@ def test_who_waits_too_long_is_told_where() -> None:
     store = AdapterStore(reader, 1)
     keys: list[bytes] = []
     wait = AdapterWait(store, source("a"), keys.append, 10.0)
+    store.find(source("a"), 10.0)
+    eventually(lambda: store.turn_of(source("a")) is None, "the reader")
     assert wait(10.0) is False
     assert wait(10.0 + READ_TIMEOUT_S) is False
     late = wait(10.1 + READ_TIMEOUT_S)
@@ -194,6 +197,46 @@ def test_who_waits_too_long_is_told_where() -> None:
     assert "/adapters/a" in str(late)
     assert "30 s" in str(late)
     assert keys == []
+    reader.gate.set()
+    store.close()
+
+
+def test_who_waits_behind_others_is_not_late_while_they_are_read() -> None:
+    """One read in 20 seconds, two at a time: the last is there after two minutes, and nobody was late."""
+    names = "abcdef"
+    reader = Reader({f"/adapters/{name}": name.encode() for name in names})
+    may_read = threading.Semaphore(0)
+    reader.gate.wait = lambda timeout=None: may_read.acquire()  # type: ignore[method-assign]
+    store = AdapterStore(reader, len(names))
+    keys: list[bytes] = []
+    waits = {name: AdapterWait(store, source(name), keys.append, 0.0) for name in names}
+    open_names, now = set(names), 0.0
+    for num_read in range(1, len(names) + 1):
+        for name in sorted(open_names):
+            assert waits[name](now) is False
+        now += 20.0
+        may_read.release()
+        eventually(partial(lambda done: store.num_reads == done, num_read), "a read")
+
+        def take(now: float = now, num_left: int = len(names) - num_read) -> bool:
+            open_names.difference_update(name for name in sorted(open_names) if waits[name](now) is True)
+            return len(open_names) == num_left
+
+        eventually(take, "what was read")
+    assert sorted(keys) == [name.encode() for name in names]
+    store.close()
+
+
+def test_who_stands_behind_files_that_hang_is_told() -> None:
+    reader = Reader({f"/adapters/{name}": name.encode() for name in "abc"})
+    reader.gate.clear()
+    store = AdapterStore(reader, 3)
+    wait = None
+    for name in "abc":
+        wait = AdapterWait(store, source(name), lambda key: None, 0.0)
+        assert wait(0.0) is False
+    assert wait is not None
+    assert isinstance(wait(READ_TIMEOUT_S + 0.1), UnavailableError)
     reader.gate.set()
     store.close()
 
