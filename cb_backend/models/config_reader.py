@@ -30,7 +30,10 @@ class ConfigReader:
                 raise ConfigError(f"{self.where} does not set {key!r}; the checkpoint is incomplete")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                value = math.inf
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{self.where}: {key!r} must be of type {kind.__name__}, found {value!r}")
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no such numbers, but Python's writer does

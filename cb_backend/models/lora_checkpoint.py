@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.adapter_table import AdapterSite, AdapterTable
-from cb_backend.models.lora_config import LoraConfig, read_lora_config
+from cb_backend.models.lora_config import CONFIG, LoraConfig, read_lora_config
 from cb_backend.models.safetensors_files import StoredTensor, read_header
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weight_reader import Read, read_tensors
@@ -25,6 +25,7 @@ from cb_backend.models.weights import Complain, refuse
 
 WEIGHTS = "adapter_model.safetensors"
 KEY_BYTES = 16
+_MOST_SCALE = torch.finfo(torch.float32).max
 _WRAPPING = "base_model.model."  # PEFT's own, before the names of the model's modules
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -59,10 +60,13 @@ def read_adapter(folder: Path, spec: ModelSpec, table: AdapterTable) -> PackedAd
     """The adapter, as a row of `table`'s slab.
 
     Raises `ConfigError` that names file, field or tensor, and value, for what `check_adapter` complains of, for numbers
-    that are not finite in the table's dtype, and for a file that changes while it is read.
+    that are not finite in the table's dtype, and for a file that changes while it is read. Raises `MemoryError`.
     """
     config, halves = _checked(folder, spec, table, refuse)
-    data = torch.zeros(table.bytes_per_adapter, dtype=torch.uint8, pin_memory=table.device.type == "cuda")
+    try:
+        data = torch.zeros(table.bytes_per_adapter, dtype=torch.uint8, pin_memory=table.device.type == "cuda")
+    except RuntimeError as error:  # as torch says it
+        raise MemoryError(str(error)) from None
     reads = [Read(half.stored.name, half.stored, take=_taking(half, data, table.rank)) for half in halves]
     read_tensors(reads, data.device)
     for half in halves:
@@ -94,8 +98,15 @@ def _checked(folder: Path, spec: ModelSpec, table: AdapterTable, complain: Compl
     halves = [half for stored in read_header(path) if (half := _placed(stored, spec, modules, complain)) is not None]
     if not halves:
         complain(f"{WEIGHTS} holds no weights of an adapter")
+    placed: dict[tuple[AdapterSite, int, bool], _Half] = {}
     for half in halves:
         _check_shape(half, config, table, complain)
+        if not abs(scale := config.scale_of(half.module)) <= _MOST_SCALE:
+            complain(f"{CONFIG}: the scale of {half.module} is {scale}, beyond float32; lower its lora_alpha")
+        first = placed.setdefault((half.site, half.part, half.is_b), half)
+        if first is not half:
+            names = f"{first.stored.name} and {half.stored.name}"
+            complain(f"{WEIGHTS}: tensors {names} are for one place of the model; save the adapter again")
     found = {(half.module, half.is_b) for half in halves}
     for module, is_b in sorted(found):
         if (module, not is_b) not in found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,23 @@ _OF_NO_MATTER = {
     "target_modules", "task_type", "velora_config",
 }  # fmt: skip
 
+_MOST_REPEATS = 3  # in a key of a pattern
+
+
+class ByModule:
+    """Values by regular expressions of the ends of modules' names, from a dot on; the first that fits counts."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """Raises `ConfigError` for a key that is no regular expression, or may take for ever to match."""
+        self._values = [(_compiled(key, where), value) for key, value in values.items()]
+        self._found: dict[str, Any] = {}  # by module: there may be as many expressions as modules
+
+    def of(self, module: str, default: Any) -> Any:
+        if module not in self._found:
+            self._found[module] = next((value for key, value in self._values if key.match(module)), None)
+        found = self._found[module]
+        return default if found is None else found
+
 
 class LoraConfig(NamedTuple):
     """What is computed: y = W x + scale * B (A x), scale and rank a module's own."""
@@ -54,22 +71,17 @@ class LoraConfig(NamedTuple):
     rank: int
     alpha: float
     is_rank_stabilised: bool
-    rank_pattern: dict[str, int]  # by regular expressions of the ends of modules' names
-    alpha_pattern: dict[str, float]
+    ranks: ByModule
+    alphas: ByModule
 
     def rank_of(self, module: str) -> int:
         """module: its full name in the model that the adapter was trained on."""
-        return _matching(self.rank_pattern, module, self.rank)
+        return int(self.ranks.of(module, self.rank))
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        alpha = _matching(self.alpha_pattern, module, self.alpha)
+        alpha = float(self.alphas.of(module, self.alpha))
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
-
-
-def _matching(pattern: dict[str, Any], module: str, default: Any) -> Any:
-    """The value of the first key that is the end of the module's name, from a dot on."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
@@ -82,12 +94,13 @@ def read_lora_config(folder: Path) -> LoraConfig:
     reader = ConfigReader(read_json_object(path), CONFIG)
     for fault in _faults(reader):
         raise ConfigError(fault)
+    ranks, alphas = _section(reader, "rank_pattern"), _section(reader, "alpha_pattern")
     return LoraConfig(
         rank=reader.positive("r", 8),
         alpha=reader.get("lora_alpha", float, 8.0),
         is_rank_stabilised=reader.get("use_rslora", bool, False),
-        rank_pattern={key: reader.section("rank_pattern").positive(key) for key in _keys(reader, "rank_pattern")},
-        alpha_pattern={key: reader.section("alpha_pattern").get(key, float) for key in _keys(reader, "alpha_pattern")},
+        ranks=ByModule({key: ranks.positive(key) for key in ranks.values}, f"{CONFIG}: rank_pattern"),
+        alphas=ByModule({key: alphas.get(key, float) for key in alphas.values}, f"{CONFIG}: alpha_pattern"),
     )
 
 
@@ -117,12 +130,24 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _keys(reader: ConfigReader, pattern: str) -> list[str]:
-    """Those of a pattern, which are regular expressions."""
-    keys = [*reader.get(pattern, dict, {})]
-    for key in keys:
-        try:
-            re.compile(key)
-        except re.error as error:
-            raise ConfigError(f"{CONFIG}: {pattern} has the key {key!r}, no regular expression: {error}") from None
-    return keys
+def _section(reader: ConfigReader, key: str) -> ConfigReader:
+    """An object that may be missing."""
+    return ConfigReader(reader.get(key, dict, {}), f"{CONFIG} ({key})")
+
+
+def _compiled(key: str, where: str) -> re.Pattern[str]:
+    try:
+        re.compile(key)
+        compiled = re.compile(rf"(.*\.)?({key})$")
+    except re.error as error:
+        raise ConfigError(f"{where} has the key {key!r}, no regular expression: {error}") from None
+    # NOTE: matching cannot be interrupted and lets no other thread run, so what might take very long never begins: a
+    # repeated group, or many repeats or choices, each of which multiplies the ways to match.
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", key).replace("(?", "(")
+    num_repeats, num_choices = len(re.findall(r"[*+?{]", plain)), len(re.findall(r"\([^()]*\|", plain))
+    if re.search(r"\)[*+{]", plain) or max(num_repeats, num_choices) > _MOST_REPEATS:
+        raise ConfigError(
+            f"{where} has the key {_shown(key)}, which may take very long to match; name the modules without repeated "
+            f"groups, and with at most {_MOST_REPEATS} repeats and as many choices"
+        )
+    return compiled

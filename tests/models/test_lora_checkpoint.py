@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.adapter_table import AdapterTable
 from cb_backend.models.lora_checkpoint import PackedAdapter, check_adapter, read_adapter
+from cb_backend.models.lora_config import ByModule
 from cb_backend.models.registry import outline_adapters, read_model_config
 from tests.models.adapters import ALL_MODULES, modules_of, write_adapter
 from tests.models.tiny_checkpoints import write_checkpoint
@@ -276,7 +278,7 @@ def test_experts_refuse_adapters_and_attention_takes_them(tmp_path: Path) -> Non
 
 
 def test_a_factor_beyond_float32_is_refused(model: Path, adapter: Path) -> None:
-    with_config(adapter, lora_alpha=1e39)
+    with_config(adapter, lora_alpha=1e40)
     refused(model, adapter, "lora_alpha")
     with_config(adapter, lora_alpha=8, alpha_pattern={"q_proj": -1e300})
     refused(model, adapter, "q_proj")
@@ -300,7 +302,33 @@ def test_two_tensors_for_one_place_are_refused(model: Path, adapter: Path) -> No
 
 
 @pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
-@pytest.mark.parametrize("key", ["([a-z0-9_.]+)+!", "(.|.)" * 40 + "!", ".*" * 12 + "!"])
+@pytest.mark.parametrize("key", ["([a-z0-9_.]+)+!", "(.|.)" * 40 + "!", ".*" * 12 + "!", r"(\w{1,9}){9}!"])
 def test_a_pattern_that_would_never_end_is_refused(model: Path, adapter: Path, pattern: str, key: str) -> None:
     with_config(adapter, **{pattern: {key: 4}})
     refused(model, adapter, pattern)
+
+
+def test_patterns_of_every_module_of_a_large_model_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that were shared out module by module: more expressions than `re` remembers."""
+    names = [f"model.layers.{layer}.{part}_proj" for layer in range(80) for part in "qkvogud"]
+    patterns = ByModule({name: rank for rank, name in enumerate(names, 1)}, "rank_pattern")
+    for call in ("compile", "match"):
+        monkeypatch.setattr(re, call, lambda *given: pytest.fail(f"{given} is compiled again"))
+    assert [patterns.of(name, 0) for name in names] == [*range(1, 1 + len(names))]
+    assert [patterns.of(f"base.{name}", 0) for name in names] == [*range(1, 1 + len(names))]
+    assert patterns.of("model.layers.80.q_proj", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "key", [r"^model\.layers\.(\d+)\.self_attn.*", "(q|k|v)_proj", r"layers\.[0-9*+?{]+\.mlp", r"(?:o|q)_proj"]
+)
+def test_patterns_as_people_write_them_are_taken(model: Path, adapter: Path, key: str) -> None:
+    with_config(adapter, rank_pattern={key: 4})
+    read(model, adapter)
+
+
+def test_no_memory_is_no_fault_of_the_adapter(model: Path, made: Path) -> None:
+    table = table_of(model)
+    table.bytes_per_adapter = 1 << 60
+    with pytest.raises(MemoryError):
+        read_adapter(made, read_model_config(model), table)
