@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     loop = asyncio.new_event_loop()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a diff may hold another encoding's letters
+        sys.stdin.reconfigure(errors="replace")
     with contextlib.ExitStack() as beside:
         beside.callback(loop.close)
         server, name = _server(args, loop, beside)

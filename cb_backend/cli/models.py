@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.terminal.cached_models import CachedModel, cached_models, fetch, find_cached, remove
@@ -51,12 +52,19 @@ def _row(model: CachedModel, now: float) -> tuple[str, ...]:
     return model.name, bytes_text(model.num_bytes), age_text(now - model.used_at), model.origin
 
 
+def _is_of(served: str, model: CachedModel) -> bool:
+    """Whether what an engine was told to serve is this checkpoint: by its name, its folder, or one inside of it."""
+    if not served or served == model.name:
+        return bool(served)
+    return Path(served).is_absolute() and model.folder.resolve() in (path := Path(served).resolve(), *path.parents)
+
+
 def _remove(args: argparse.Namespace) -> int:
     """Names are looked up before anything is removed: a wrong one removes nothing."""
-    models = [model for name in args.ids for model in find_cached(name)]
-    in_use = {model_of(life): life.pid for life in running_engines()}
+    models = [model for name in dict.fromkeys(args.ids) for model in find_cached(name)]
+    in_use = [(model_of(life), life.pid) for life in running_engines()]
     for model in models:
-        if pid := in_use.get(model.name) or in_use.get(str(model.folder)):
+        if pid := next((pid for served, pid in in_use if _is_of(served, model)), None):
             raise CliError(f"{model.name} is being served by engine {pid}; stop that server first")
     if not args.yes:
         for model in models:

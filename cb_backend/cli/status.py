@@ -39,7 +39,14 @@ def run(args: argparse.Namespace) -> int:
     if args.metrics_url is not None and args.url is None:
         raise CliError("--metrics-url belongs to a server that --url names")
     while True:
-        found = _look(args)
+        try:
+            found = _look(args)
+        except CliError as error:
+            if not args.watch:
+                raise
+            print(f"{CLEAR if not args.json and sys.stdout.isatty() else ''}{error}", file=sys.stderr, flush=True)
+            time.sleep(args.interval)
+            continue
         if args.json:
             print(json.dumps(found, indent=None if args.watch else 2), flush=True)
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cb_backend.cli.terminal.conversation import Conversation
+from cb_backend.gateway.errors import ApiError
 
 HELP = {
     "/help": "these lines; /? too",
@@ -25,6 +26,7 @@ HELP = {
     "/bye": "end; Ctrl-D too",
 }
 _HINT = 'Ctrl-C ends an answer. """ begins and ends a message of several lines.'
+_OWN = ("messages", "stream", "model", "n", "tools", "tool_choice")
 _WORDS = tuple(name.split()[0] for name in HELP)
 
 
@@ -58,7 +60,7 @@ class Commands:
             return Outcome(f"there is no command {word!r}; /help tells them (a space before it makes it a message)")
         try:
             return Outcome(self._plain[name](rest.strip())) if name in self._plain else self._other(name, rest)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ApiError) as error:  # the last: the server is away
             return Outcome(f"{word}: {error}")
 
     def _other(self, name: str, rest: str) -> Outcome:
@@ -96,8 +98,7 @@ class Commands:
             return json.dumps(self._conversation.sampling) if self._conversation.sampling else "nothing is set"
         if not text:
             raise ValueError("give a name and a value: /set temperature 0.7")
-        if name in ("messages", "stream", "model", "n", "tools", "tool_choice"):
-            raise ValueError(f"{name!r} is the chat's own")
+        _check_free(name)
         self._conversation.sampling[name] = _value(text.strip())
         return f"{name} = {json.dumps(self._conversation.sampling[name])}"
 
@@ -119,15 +120,25 @@ class Commands:
         messages = values.get("messages") if isinstance(values, dict) else None
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise ValueError(f"{path} holds no conversation of /save")
-        self._conversation.system = values.get("system")
+        system, sampling = values.get("system"), values.get("sampling") or {}
+        if not isinstance(system, str | None) or not isinstance(sampling, dict):
+            raise ValueError(f"{path} holds no conversation of /save: system must be a text, sampling an object")
+        for name in sampling:
+            _check_free(name)
+        self._conversation.system = system
         self._conversation.messages[:] = messages
-        self._conversation.sampling.update(values.get("sampling") or {})
+        self._conversation.sampling.update(sampling)
         return f"{len(messages)} messages from {path}"
 
     def _show(self, rest: str) -> str:
         system = [] if self._conversation.system is None else [f"system: {self._conversation.system}"]
         said = [f"{message['role']}: {message.get('content')}" for message in self._conversation.messages]
         return "\n".join([*system, *said]) or "nothing has been said yet"
+
+
+def _check_free(name: str) -> None:
+    if name in _OWN:
+        raise ValueError(f"{name!r} is the chat's own")
 
 
 def _path(text: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.error
@@ -16,6 +17,7 @@ TIMEOUT_S = 5.0
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'([\w:]+)="((?:[^"\\]|\\.)*)"')
 COUNTER = "cb_output_tokens_total"
+_PORTS = "name a server's HTTP port (8000 unless it was told otherwise)"
 ASKED_OF = "model"  # the label that names whose figure it is
 
 
@@ -72,8 +74,9 @@ def ask_server(
 
     Raises `CliError` where nobody answers there.
     """
-    about = json.loads(_get(http, "/v2", timeout))
-    index = json.loads(_get(http, "/v2/repository/index", timeout, headers, data=b"{}"))
+    about = _json(http, "/v2", _get(http, "/v2", timeout), dict)
+    index_path = "/v2/repository/index"
+    index = _json(http, index_path, _get(http, index_path, timeout, headers, data=b"{}"), list)
     try:
         samples = read_samples(_get(metrics, "/metrics", timeout)) if metrics is not None else []
     except CliError:  # off, or somewhere else
@@ -141,5 +144,18 @@ def _get(
             return str(answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         raise CliError(f"http://{address}{path} answers {error.code} {error.reason}") from None
+    except http.client.HTTPException:  # gRPC's port, say
+        raise CliError(f"what answers at {address} does not speak HTTP; {_PORTS}") from None
     except (OSError, ValueError) as error:
         raise CliError(f"no server answers at {address} ({error}); start one: cb-backend serve") from None
+
+
+def _json(address: str, path: str, text: str, kind: type[Any]) -> Any:
+    """The value of an answer. Raises `CliError` for one that no Triton server gives."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, kind):
+        raise CliError(f"http://{address}{path} does not answer as a Triton server does; {_PORTS}")
+    return value

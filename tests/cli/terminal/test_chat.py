@@ -200,6 +200,56 @@ def test_every_command_is_explained() -> None:
     assert "give a file's name" in commands.run("/save").text
 
 
+def test_h16_chat_goes_on_while_its_server_is_away(
+    triton: tuple[FakeTriton, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, address = triton
+    lines = iter(["one", "/model", "two", "/show"])
+
+    def read(prompt: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        if line == "/model":
+            server.stop()
+            monkeypatch.setattr("cb_backend.gateway.triton.MODELS_AGE_S", 0.0)
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    server.answer = ["yes"]
+    assert main(["chat", "--url", address]) == 0
+    said = capsys.readouterr()
+    assert f"/model: no Triton server answers at {address}" in said.out
+    assert "user: one" in said.out
+    assert f"error: no Triton server answers at {address}" in said.err
+
+
+@pytest.mark.parametrize(("kept", "text"), [
+    ({"messages": [], "sampling": [1]}, "sampling an object"),
+    ({"messages": [], "sampling": {"n": 2}}, "'n' is the chat's own"),
+    ({"messages": [], "system": 7}, "system must be a text"),
+    ({"messages": 7}, "holds no conversation of /save"),
+])  # fmt: skip
+def test_a_file_that_is_no_conversation_changes_nothing(kept: dict[str, Any], text: str, tmp_path: Path) -> None:
+    conversation = Conversation("Be brief.", {"seed": 1})
+    conversation.say("kept")
+    path = tmp_path / "kept.json"
+    path.write_text(json.dumps(kept))
+    assert text in Commands(conversation, list).run(f"/load {path}").text
+    assert (conversation.system, conversation.sampling, len(conversation.messages)) == ("Be brief.", {"seed": 1}, 1)
+
+
+def test_h16_chat_a_pipe_with_letters_of_another_encoding(triton: tuple[FakeTriton, str]) -> None:
+    """As a diff of an old file has them."""
+    server, address = triton
+    server.answer = ["42"]
+    words = [sys.executable, "-m", "cb_backend.cli.main", "chat", "--url", address]
+    done = subprocess.run(words, input=b"caf\xe9 is coffee", capture_output=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (0, b"42\n"), done.stderr
+    assert messages(server) == [{"role": "user", "content": "caf\N{REPLACEMENT CHARACTER} is coffee"}]
+
+
 def test_a_conversation_keeps_what_has_come() -> None:
     conversation = Conversation()
     conversation.say("a")

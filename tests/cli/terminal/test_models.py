@@ -134,6 +134,25 @@ def test_h16_models_leaves_what_is_being_served(
     assert listed(capsys)["org/small"] == 4000
 
 
+def test_h16_models_leaves_a_snapshot_that_is_being_served(
+    caches: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its folder, as a server without a network is given it."""
+    served = [str(caches[0] / "models--org--small" / "snapshots" / TWO), "", "org/none"]
+    monkeypatch.setattr(command, "running_engines", lambda: [EngineLife(pid, 1, "/nowhere/a") for pid in range(1, 4)])
+    monkeypatch.setattr(command, "model_of", lambda life: served[life.pid - 1])
+    assert main(["models", "remove", "--yes", "org/small"]) == 1
+    assert "org/small is being served by engine 1" in capsys.readouterr().err
+    assert main(["models", "remove", "--yes", "org/other"]) == 0
+
+
+def test_h16_models_a_name_given_twice_is_removed_once(
+    caches: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "remove", "--yes", "Org/Demo-1B", "Org/Demo-1B"]) == 0
+    assert capsys.readouterr().out.count("removed Org/Demo-1B") == 1
+
+
 def test_h16_models_fetches_as_a_server_does(
     caches: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -181,6 +182,52 @@ def test_h16_status_one_that_hangs_does_not_hide_the_others(
     assert "it starts, or it hangs" in said
     assert "has not answered for 0.05 s" in said
     assert "server 10  2.51.0  ready" in said
+
+
+@pytest.mark.parametrize(("answer", "text"), [
+    (b"\0\0\x12\x04\0\0\0\0\0\0\x03\x7f\xff\xff\xff\0\x04\0\x01\0\0\0\x05\0\0\x40\0", "does not speak HTTP"),
+    (b"HTTP/1.0 200 OK\r\ncontent-length: 6\r\n\r\n<html>", "/v2 does not answer as a Triton server does"),
+    (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n[]", "/v2 does not answer as a Triton server does"),
+])  # fmt: skip
+def test_h16_status_of_a_port_that_is_something_else(
+    answer: bytes, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gRPC's, as `chat --url` has it, or another program's."""
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        assert main(["status", "--url", f"127.0.0.1:{listening.getsockname()[1]}"]) == 1
+        thread.join()
+    said = capsys.readouterr().err
+    assert text in said
+    assert "HTTP port" in said
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_h16_status_watches_through_a_restart(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    servers = [LocalServer(10, stand.address, None, stand.address, {}, ())]
+    looks = iter([servers, [], servers])
+
+    def look() -> list[LocalServer]:
+        found = next(looks, None)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(command, "local_servers", look)
+    assert main(["status", "--watch", "--interval", "0.05", *options]) == 130
+    said = capsys.readouterr()
+    assert said.out.count("2.51.0") == 2
+    assert "no engine of yours is running here" in said.err
 
 
 def test_an_index_for_those_who_know_a_key(stand: Stand) -> None:
