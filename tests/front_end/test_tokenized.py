@@ -149,3 +149,9 @@ def test_reasoning_that_the_prompt_leaves_open(
 ) -> None:
     asked = Asked(tmp_path, getattr(shapes, shape))
     assert asked.about({"messages": USER, **arguments})["is_reasoning_open"] is is_open
+
+
+@pytest.mark.parametrize("options", [{}, {"add_special_tokens": True}, {"add_special_tokens": False}])
+def test_a_text_far_beyond_the_model_is_refused_unread(ask: Asked, options: dict[str, bool]) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt has at least"):
+        ask.prompt(options, text_input="x" * 4_000_000)

@@ -46,7 +46,7 @@ def tokenize_prompt(generate: GenerateRequest, tokenizer: Tokenizer, chat: Chat,
     elif options.get("add_special_tokens", True) and (generate.text or tokenizer.adds_bos):
         token_ids = tokenizer.encode(generate.text, max_model_len, MAX_TRUNCATION)
     else:
-        token_ids = tokenizer.encode_plain(generate.text)
+        token_ids = tokenizer.encode_plain(generate.text, max_model_len, MAX_TRUNCATION)
     is_listing = options.get("return_token_strs", False)
     about: dict[str, Any] = {
         "tokens": token_ids,

@@ -94,11 +94,13 @@ class Tokenizer:
         self._check_size(text + pair, max_model_len, times)
         return _encode(self._backend, (text, pair), adds_special=True)
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, max_model_len: int | None = None, times: int = 1) -> list[int]:
         """Token ids of a piece of text: nothing is added around it. Special tokens spelled in it become these.
 
-        Raises `InvalidRequestError` for lone surrogates.
+        Lengths as in `encode`. Raises `InvalidRequestError` for them, and for lone surrogates.
         """
+        if max_model_len is not None:
+            self._check_size(text, max_model_len, times)
         return _encode(self._backend, text, adds_special=False)
 
     def encode_characters(self, text: str) -> list[int]:
