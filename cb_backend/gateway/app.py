@@ -36,7 +36,7 @@ from cb_backend.gateway.responses import (
     request_id_of,
 )
 from cb_backend.gateway.settings import ENVIRONMENT_VARIABLE, ApiKeys, Settings
-from cb_backend.gateway.tokens import detokenize, tokenize
+from cb_backend.gateway.tokens import Tokens
 from cb_backend.gateway.triton import Reply, Triton
 from cb_backend.gateway.vectors import Vectors
 
@@ -56,7 +56,7 @@ def create_app(settings: Settings) -> Starlette:
         yield
         await gateway.triton.close()
 
-    vectors = Vectors(gateway.choose)
+    vectors, tokens = Vectors(gateway.choose), Tokens(gateway.choose)
     routes = [
         Route("/v1/chat/completions", Generate(gateway, is_chat=True), methods=["POST"]),
         Route("/v1/completions", Generate(gateway, is_chat=False), methods=["POST"]),
@@ -64,8 +64,8 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/models/{name:path}", gateway.show_model),
         Route("/v1/embeddings", gateway.endpoint(vectors.embeddings, "embd"), methods=["POST"]),
         *(Route(path, gateway.endpoint(vectors.rerank, "rerank"), methods=["POST"]) for path in _RERANK_PATHS),
-        Route("/tokenize", gateway.endpoint(tokenize, "tok"), methods=["POST"]),
-        Route("/detokenize", gateway.endpoint(detokenize, "detok"), methods=["POST"]),
+        Route("/tokenize", gateway.endpoint(tokens.tokenize, "tok"), methods=["POST"]),
+        Route("/detokenize", gateway.endpoint(tokens.detokenize, "detok"), methods=["POST"]),
         Route("/", show_page),
         Route("/health", gateway.health),
         Route("/ping", gateway.health),

@@ -15,12 +15,13 @@ from typing import Any
 
 from cb_backend.gateway.adapters import Chosen
 from cb_backend.gateway.bodies import Body
-from cb_backend.gateway.errors import bad_request
+from cb_backend.gateway.errors import ApiError, bad_request
 from cb_backend.gateway.triton import Reply, Triton
 
 MAX_INPUTS = 2048  # texts of one body, as OpenAI has it
 _AT_ONCE = 64  # of them that are at the server; a connection carries about a hundred requests
 _WITHOUT_EFFECT = ("user", "input_type")
+_OF_POOLING = ("normalize", "pooling")  # fields of a body that go into the input `pooling`
 
 Choose = Callable[[str], Awaitable[Chosen]]
 
@@ -86,9 +87,15 @@ async def ask_all(triton: Triton, model: str, all_inputs: Sequence[dict[str, Any
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def ask(number: int, inputs: dict[str, Any]) -> Reply:
+        if len(all_inputs) == 1:
+            return await triton.ask(model, inputs, request_id)
         async with places:
-            own_id = request_id if len(all_inputs) == 1 else f"{request_id}-{number}"
-            return await triton.ask(model, inputs, own_id)
+            try:
+                return await triton.ask(model, inputs, f"{request_id}-{number}")
+            except ApiError as error:
+                if error.status != 400:
+                    raise
+                raise bad_request(f"input[{number}]: {error.message}", "input") from None
 
     tasks = [asyncio.create_task(ask(number, inputs)) for number, inputs in enumerate(all_inputs)]
     try:
@@ -132,8 +139,10 @@ def _documents(body: Body) -> list[str]:
 def _parameters(body: Body, chosen: Chosen) -> dict[str, Any]:
     """What else the body says goes to the model under its own name, which refuses what it does not know."""
     body.drop(*_WITHOUT_EFFECT)
-    adapter = {"lora_name": chosen.adapter} if chosen.adapter else {}
-    return {**body.left, **adapter}
+    if chosen.adapter:
+        body.refuse("lora_name", "the model's name names one", (chosen.adapter,))
+        body.left["lora_name"] = chosen.adapter
+    return body.left
 
 
 def _common(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -143,10 +152,10 @@ def _common(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def _own_form(prompt: str | list[int], dimensions: int | None, parameters: dict[str, Any]) -> dict[str, Any]:
     pooling: dict[str, Any] = {"task": "embed"} | ({} if dimensions is None else {"dimensions": dimensions})
-    for name in ("normalize", "pooling"):
+    for name in _OF_POOLING:
         if name in parameters:
             pooling[name] = parameters[name]
-    rest = {name: value for name, value in parameters.items() if name not in pooling}
+    rest = {name: value for name, value in parameters.items() if name not in _OF_POOLING}
     tensor = "text_input" if isinstance(prompt, str) else "input_ids"
     return {tensor: prompt, "pooling": json.dumps(pooling), **_common(rest)}
 
