@@ -30,3 +30,5 @@ class StepDump(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_ids: bytes  # int64 [sum of num_rows]
     joined: list[tuple[int, int, int, int, int]]  # index of the step, slot, request_id, tokens, of them cached
     ended: list[tuple[int, int, int]]  # index of the step, request_id, FinishReason
+    adapters: list[tuple[int, str]] = []  # request_id, name of the adapter it goes through; none for the model as it is
+    adapter_loads: list[tuple[int, int]] = []  # index of the step that loaded one, request_id that it was loaded for

@@ -88,7 +88,7 @@ class LLMEngine:
         self.run_ahead = by_itself if config.run_ahead is None else config.run_ahead
         kv = make_manager(config, info, self.run_ahead)
         self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks, policy, info.num_adapter_slots)
-        self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, clock=clock)
+        self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, self.scheduler.running, clock)
         self.grammars = GrammarCompiler(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         self.adapters = new_adapter_store(config, info, runner)
         self._held = HeldRequests()
@@ -243,7 +243,7 @@ class LLMEngine:
     def _launch(self, plan: StepPlan) -> None:
         if plan.joined and self.scheduler.num_guided:
             for row in plan.joined:
-                guide = self.scheduler.guide_of(row.request_id)
+                guide = self.scheduler.running(row.request_id).guide
                 if guide is not None:
                     self._guided.join(row, cast(Guide, guide))
         step = LaunchedStep(plan, self.runner.execute(plan, self._guided))

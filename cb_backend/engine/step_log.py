@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import NO_ADAPTER
 from cb_backend.contracts.messages import Buckets, StepStats
-from cb_backend.contracts.request import FinishReason
+from cb_backend.contracts.request import FinishReason, Request
 from cb_backend.contracts.step import EngineOutput, StepPlan
 from cb_backend.contracts.step_dump import StepDump
 from cb_backend.support.buckets import BucketCounts, one_two_five
@@ -48,6 +49,8 @@ class StepRecord(msgspec.Struct, eq=False):
     num_free_blocks: int
     num_preemptions: int  # since the engine's start
     ended: tuple[tuple[int, int], ...] = ()  # request_id, FinishReason
+    adapters: tuple[tuple[int, str], ...] = ()  # request_id, adapter's name: of those joined that go through one
+    adapter_loads: tuple[int, ...] = ()  # for each adapter that was loaded, the request_id it was loaded for
 
 
 class StepLog:
@@ -58,13 +61,16 @@ class StepLog:
         num_slots: int,
         num_blocks: int,
         block_size: int,
-        capacity: int = CAPACITY,
+        request_of: Callable[[int], Request] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        capacity: int = CAPACITY,
     ) -> None:
+        """`request_of` knows running requests by their ids; without it no adapter has a name."""
         self.records: deque[StepRecord] = deque(maxlen=capacity)
         self.first_tokens: dict[int, float] = {}  # request_id -> its first launch; first tokens of the last step
         self._sizes = (num_slots, num_blocks, block_size)
         self._clock = clock
+        self._request_of = request_of
         self._request_ids = np.full(num_slots, -1, np.int64)
         self._open: dict[int, StepRecord] = {}  # by step_id
         self._scheduled_at: dict[int, float] = {}  # request_id -> its first launch, until its first token
@@ -176,6 +182,15 @@ class StepLog:
             self._scheduled_at.setdefault(row.request_id, record.begin)
             joined.append((row.slot, row.request_id, len(row.token_ids), computed[row.slot]))
         record.request_ids, record.joined = self._request_ids, tuple(joined)
+        through = [(row.adapter, row.request_id) for row in plan.joined if row.adapter != NO_ADAPTER]
+        if through:  # an adapter is only ever loaded for one who joins: for the first, if several want it
+            record.adapters = tuple((request_id, self._adapter_name(request_id)) for _, request_id in through)
+            first = dict(reversed(through))
+            record.adapter_loads = tuple(first[slot] for slot, _ in plan.adapter_loads)
+
+    def _adapter_name(self, request_id: int) -> str:
+        source = None if self._request_of is None else self._request_of(request_id).adapter_source
+        return "" if source is None else source.name
 
     def _count(self) -> None:
         """Sort what was collected into buckets: many at once cost a tenth of one by one."""
@@ -234,7 +249,15 @@ class StepLog:
             request_ids=rows("<i8", [owners[id(record.request_ids), id(record.slots)] for record in records]),
             joined=[(i, *joined) for i, record in enumerate(records) for joined in record.joined],
             ended=[(i, *ended) for i, record in enumerate(records) for ended in record.ended],
+            adapters=self._adapters_of(owners.values()),
+            adapter_loads=[(i, rid) for i, record in enumerate(records) for rid in record.adapter_loads],
         )
+
+    def _adapters_of(self, request_ids: Iterable[NDArray[np.int64]]) -> list[tuple[int, str]]:
+        """Of those that go through one, also where their join is older than what is asked for."""
+        names = {request_id: name for record in self.records for request_id, name in record.adapters}
+        shown = set[int]().union(*(ids.tolist() for ids in request_ids)) if names else ()
+        return [(request_id, names[request_id]) for request_id in shown if request_id in names]
 
 
 def _as_message(buckets: BucketCounts) -> Buckets:

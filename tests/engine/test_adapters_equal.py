@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from cb_backend.cli.timelines.steps import from_dump
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
 from tests.engine.adapted import adapted_engine, source_of
@@ -139,3 +140,8 @@ def test_more_adapters_than_slots(max_loras: int, kind: str, made: Path) -> None
     assert stats is not None
     assert stats.num_resident == max_loras
     assert stats.num_loads >= len(ADAPTERS)
+    log = from_dump(engine.log.dump(10_000))
+    assert sum(len(step.adapter_loads) for step in log.steps) == stats.num_loads
+    assert {log.header.adapters[request_id] for step in log.steps for request_id in step.adapter_loads} == {
+        f"llama-gqa-{seed}" for seed in range(len(ADAPTERS))
+    }

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from cb_backend.cli.timelines.steps import StepLogFile, from_dump
+from cb_backend.contracts.adapters import NO_ADAPTER, AdapterSource
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.messages import ModelInfo
-from cb_backend.contracts.request import FinishReason
-from cb_backend.contracts.step import EngineOutput, StepPlan
+from cb_backend.contracts.request import FinishReason, Request
+from cb_backend.contracts.step import EngineOutput, JoinedRow, StepPlan
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.step_log import StepLog
@@ -136,6 +137,74 @@ def test_first_tokens_tell_when_their_request_began() -> None:
         told.append(dict(engine.log.first_tokens))
     assert told == [{}, {}, {1: engine.log.records[0].begin}, {}, {}]
     assert begin <= told[2][1] <= engine.log.records[0].end
+
+
+def adapted_requests() -> dict[int, Request]:
+    """1 and 4 go through `sql`, 2 through `law`, 3 through none."""
+    wanted = {1: "sql", 2: "law", 3: None, 4: "sql"}
+    requests = {}
+    for request_id, name in wanted.items():
+        source = None if name is None else AdapterSource(name, f"/adapters/{name}", 1, 1)
+        prompt = np.ones(2, np.int32)
+        requests[request_id] = Request(request_id, prompt, 2, TokenRules(seed=0), (), 10, adapter_source=source)
+    return requests
+
+
+def plan_of(
+    step_id: int, joined: list[tuple[int, int, int]], loads: tuple[tuple[int, bytes], ...] = (), num_rows: int = 4
+) -> StepPlan:
+    """A step of the first slots. joined: slot, request_id, slot of its adapter."""
+    rows = [
+        JoinedRow(slot, request_id, np.ones(2, np.int32), 2, (), TokenRules(seed=0), (), 10, adapter)
+        for slot, request_id, adapter in joined
+    ]
+    numbers = np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
+    return StepPlan(step_id, *numbers, np.ones(num_rows, np.uint8), num_rows, joined=tuple(rows), adapter_loads=loads)
+
+
+def log_of(plans: list[StepPlan], capacity: int = 10) -> StepLog:
+    log = StepLog(4, 10, 4, adapted_requests().__getitem__, capacity=capacity)
+    nothing = EngineOutput(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
+    for plan in plans:
+        log.begin()
+        log.launching(plan, num_waiting=0, num_free_blocks=10, num_preemptions=0)
+        log.completed(plan.step_id, nothing, is_going_on=True)
+    return log
+
+
+def test_adapters_of_who_joins_and_what_was_loaded_for_them() -> None:
+    """Two want `sql`, which is loaded once, for the first; 3 goes through the model as it is; 2 finds its own there."""
+    together = plan_of(1, [(0, 1, 1), (1, 4, 1), (2, 3, NO_ADAPTER)], ((1, b"sql"),), num_rows=3)
+    log = from_dump(log_of([together, plan_of(2, [(3, 2, 0)]), plan_of(3, [])]).dump(10))
+    assert log.header.adapters == {1: "sql", 2: "law", 4: "sql"}
+    assert [step.adapter_loads for step in log.steps] == [[1], [], []]
+    assert [(join.slot, join.request_id) for step in log.steps for join in step.joined] == [
+        (0, 1),
+        (1, 4),
+        (2, 3),
+        (3, 2),
+    ]
+
+
+def test_two_loads_in_one_step_are_two() -> None:
+    log = from_dump(log_of([plan_of(1, [(0, 1, 1), (1, 2, 0)], ((0, b"law"), (1, b"sql")), num_rows=2)]).dump(10))
+    assert log.steps[0].adapter_loads == [2, 1]
+
+
+def test_adapters_are_known_of_who_joined_before_the_steps_that_are_asked_for() -> None:
+    log = log_of([plan_of(1, [(0, 1, 1), (1, 2, 0)], num_rows=2), *(plan_of(i, [], num_rows=1) for i in (2, 3))])
+    dump = from_dump(log.dump(1))
+    assert [step.step_id for step in dump.steps] == [3]
+    assert dump.header.adapters == {1: "sql"}, "2 has no row in what is asked for"
+
+
+def test_without_adapters_nothing_is_said_of_them() -> None:
+    engine = make_engine(0, max_num_seqs=2)
+    add(engine, 1, 5, 3)
+    log = finish(engine)
+    assert log.header.adapters == {}
+    assert {record.adapters for record in engine.log.records} == {()}
+    assert all(step.adapter_loads == [] for step in log.steps)
 
 
 @pytest.mark.parametrize("is_at_once", [False, True])

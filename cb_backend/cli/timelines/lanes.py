@@ -5,9 +5,11 @@ Out of a step log, without any drawing. A *stay* is a request in a slot, from it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from types import MappingProxyType
 
 from cb_backend.cli.timelines.steps import Step
 from cb_backend.contracts.request import FinishReason
@@ -62,14 +64,19 @@ class Stay:
     chunks: list[Chunk] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     leave: Leave = Leave.STILL_THERE
+    adapter: str = ""  # name of the one it goes through; "": the model as it is
+    has_loaded: bool = False  # that adapter was loaded for it when it joined
 
     @property
     def num_decode_steps(self) -> int:
         return sum(run.last - run.first + 1 for run in self.runs)
 
 
-def find_stays(steps: list[Step]) -> list[Stay]:
-    """All stays, in the order of their first step. Rows of a request past its end (run-ahead) are left out."""
+def find_stays(steps: list[Step], adapters: Mapping[int, str] = MappingProxyType({})) -> list[Stay]:
+    """All stays, in the order of their first step. Rows of a request past its end (run-ahead) are left out.
+
+    `adapters`: names by request_id, as in the log's header.
+    """
     ends = {ended.request_id: (i, ended.reason) for i, step in enumerate(steps) for ended in step.ended}
     stays: list[Stay] = []
     here: dict[int, Stay] = {}  # by slot
@@ -85,6 +92,8 @@ def find_stays(steps: list[Step]) -> list[Stay]:
                 if row.slot in joined:
                     stay.num_tokens_at_join = joined[row.slot].num_tokens
                     stay.num_cached_tokens = joined[row.slot].num_cached_tokens
+                stay.adapter = adapters.get(row.request_id, "")
+                stay.has_loaded = row.request_id in step.adapter_loads
                 here[row.slot] = stay
                 stays.append(stay)
             stay.last = i
@@ -129,6 +138,7 @@ class Summary:
     num_decode_tokens: int
     num_prefill_tokens: int
     num_preemptions: int
+    num_adapter_loads: int
     utilisation: float  # rows computed / (steps x slots)
 
 
@@ -142,5 +152,6 @@ def summarise(steps: list[Step], stays: list[Stay], num_slots: int) -> Summary:
         num_decode_tokens=sum(1 for row in rows if not row.is_prefill),
         num_prefill_tokens=sum(row.num_tokens for row in rows if row.is_prefill),
         num_preemptions=sum(stay.leave is Leave.PREEMPTED for stay in stays),
+        num_adapter_loads=sum(len(step.adapter_loads) for step in steps),
         utilisation=len(rows) / max(len(steps) * num_slots, 1),
     )

@@ -28,6 +28,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     num_blocks: int
     block_size: int
+    adapters: dict[int, str] = {}  # request_id -> name; who is not in it goes through the model as it is
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +66,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_used_blocks: int
     num_preemptions: int  # since the engine's start
+    adapter_loads: list[int] = []  # for each adapter that the step loaded, the request_id it was loaded for
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ def from_dump(dump: StepDump, title: str = "") -> StepLogFile:
     ended: dict[int, list[Ended]] = defaultdict(list)
     for index, request_id, reason in dump.ended:
         ended[index].append(Ended(request_id, reason))
+    loads: dict[int, list[int]] = defaultdict(list)
+    for index, request_id in dump.adapter_loads:
+        loads[index].append(request_id)
     figures = zip(
         np.frombuffer(dump.step_ids, "<i8").tolist(),
         np.frombuffer(dump.begins, "<f8").tolist(),
@@ -136,7 +141,9 @@ def from_dump(dump: StepDump, title: str = "") -> StepLogFile:
                 num_waiting=num_waiting,
                 num_used_blocks=dump.num_blocks - num_free_blocks,
                 num_preemptions=num_preemptions,
+                adapter_loads=loads[index],
             )
         )
-    header = Header(title=title, num_slots=dump.num_slots, num_blocks=dump.num_blocks, block_size=dump.block_size)
+    sizes = {"num_slots": dump.num_slots, "num_blocks": dump.num_blocks, "block_size": dump.block_size}
+    header = Header(title=title, adapters=dict(dump.adapters), **sizes)
     return StepLogFile(header, steps)

@@ -20,6 +20,7 @@ TOP = 80
 LANES_HEIGHT, MIN_LANE, MAX_LANE = 620, 2.5, 24.0
 AXIS_HEIGHT = 34
 MIN_LABEL_PX = 7.0  # a character of a label, roughly
+LOAD_PX, LOAD_PAINT = 7.0, 'fill="#fff" stroke="#1a1a1a" stroke-width="0.7"'  # the corner of who had an adapter loaded
 PAUSE_LABEL_PX = 110.0
 
 # States are told by pattern and shade: the colours belong to the requests.
@@ -75,7 +76,7 @@ def draw(
     """The picture as `<svg>`. `span` as for `TimeAxis`; `peaks`: what the panels' heights stand for, so that pictures
     can be compared (`panels.peaks_of` all of them); None: the log's own."""
     steps = log.steps
-    stays = find_stays(steps)
+    stays = find_stays(steps, log.header.adapters)
     slots = lanes_of(stays, log.header.num_slots)
     lane_of, num_lanes = {slot: index for index, slot in enumerate(slots)}, len(slots)
     axis = TimeAxis(steps, is_by_time, span)
@@ -109,6 +110,8 @@ def _heading(log: StepLogFile, summary: Summary, num_lanes: int, axis: TimeAxis 
         f"{summary.num_prefill_tokens:,} computed of prompts, in {summary.num_steps:,} steps{seconds}"
     )
     batch = f"slots in use {summary.utilisation:.0%}; {summary.num_preemptions} preemptions"
+    if summary.num_adapter_loads:
+        batch += f"; {summary.num_adapter_loads} adapters loaded"
     if num_lanes < num_slots:
         batch += f"; the other {num_slots - num_lanes} of {num_slots} slots were idle"
     if axis is not None and axis.pauses:
@@ -181,6 +184,9 @@ def _stay(stay: Stay, axis: TimeAxis, index: int, lane: float) -> list[str]:
     for chunk in stay.chunks:
         parts.append(bar("prefill", axis.begin(chunk.step), axis.end(chunk.step), f"hsl({hue} 65% 36%)"))
         parts.append(bar("hatch", axis.begin(chunk.step), axis.end(chunk.step), "url(#prompt)"))
+    if stay.has_loaded:
+        size = min(LOAD_PX, height / 2)
+        parts.append(f'<path class="loaded" d="M{left:.2f} {y:.2f}h{size:.1f}l-{size:.1f} {size:.1f}z" {LOAD_PAINT}/>')
     if stay.leave is not Leave.STILL_THERE:
         thick = LEAVE_PX[stay.leave] * (1.0 if lane >= 8 else 0.6)
         colour, kind = LEAVE_FILL[stay.leave], f"leave {stay.leave.value}"
@@ -204,12 +210,14 @@ def _labels(stay: Stay, axis: TimeAxis, index: int, lane: float) -> list[str]:
 
 
 def _name(stay: Stay, axis: TimeAxis, middle: float) -> list[str]:
-    """The request's name in the widest decoded stretch, if it fits."""
-    text = request_name(stay.request_id)
+    """The request's name in the widest decoded stretch, if it fits, with that of its adapter, if both do."""
+    name = request_name(stay.request_id)
     widest = max(stay.runs, key=lambda run: axis.end(run.last) - axis.begin(run.first), default=None)
-    if widest is None or axis.end(widest.last) - axis.begin(widest.first) < MIN_LABEL_PX * len(text) + 8:
-        return []
-    return [_label("name", axis.begin(widest.first) + 4, middle, text, "#222")]
+    room = 0.0 if widest is None else axis.end(widest.last) - axis.begin(widest.first) - 8
+    for text in (f"{name} {stay.adapter}", name) if stay.adapter else (name,):
+        if widest is not None and MIN_LABEL_PX * len(text) <= room:
+            return [_label("name", axis.begin(widest.first) + 4, middle, text, "#222")]
+    return []
 
 
 def _label(kind: str, x: float, middle: float, text: str, colour: str) -> str:
@@ -225,6 +233,8 @@ def describe(stay: Stay) -> str:
         begin = f"joined with {stay.num_tokens_at_join} tokens, {stay.num_cached_tokens} of them cached"
     else:
         begin = "was there before"
+    if stay.adapter:
+        begin += f", through adapter {stay.adapter}" + (", loaded for it" if stay.has_loaded else "")
     return (
         f"request {request_name(stay.request_id)}, slot {stay.slot}: {begin}; {len(stay.chunks)} prompt chunks, "
         f"{stay.num_decode_steps} tokens decoded; {REASON_TEXT[stay.leave]}"
@@ -275,6 +285,7 @@ def page(title: str, pictures: list[str], note: str = "") -> str:
         *((f'<rect x="5" width="8" height="12" fill="{LEAVE_FILL[leave]}"/>', text) for leave, text in (
             (Leave.STOP, "end"), (Leave.PREEMPTED, "preempted"), (Leave.CANCELLED, "cancelled"), (Leave.ERROR, "error"),
         )),
+        (f'<path d="M5 1h9l-9 9z" {LOAD_PAINT}/>', "adapter loaded for the request; its name beside the request's"),
     ]  # fmt: skip
     items = "".join(
         f'<span><svg class="key" viewBox="0 0 18 12">{drawing}</svg>{escape(text)}</span>' for drawing, text in legend

@@ -99,9 +99,9 @@ class Scheduler:
         """Running requests of structured output."""
         return self._table.num_guided
 
-    def guide_of(self, request_id: int) -> object | None:
-        """The guide of a running request of structured output; None for any other."""
-        return self._table.by_id[request_id].guide
+    def running(self, request_id: int) -> Request:
+        """A request that has a slot. Raises `KeyError` for any other."""
+        return self._table.by_id[request_id]
 
     @property
     def num_slots(self) -> int:
