@@ -23,12 +23,13 @@ from cb_backend.cli.study_session import Session
 from cb_backend.cli.teller import Teller
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.study import machine
+from cb_backend.study.adapter_mix import AdapterMix
 from cb_backend.study.bench import Setting
 from cb_backend.study.report import html_report, text_report
 from cb_backend.study.sample import Sample, sample_lengths, sample_trace
 from cb_backend.study.step_times import StepTimes
 from cb_backend.study.sweep import Target
-from cb_backend.support.argument_types import ints, json_object, unwritable
+from cb_backend.support.argument_types import ints, json_object, positive_float, positive_int, unwritable
 from cb_backend.support.json_files import read_json_object
 
 HELP = "what in-flight batching gains on your own traffic, and which settings to run it with"
@@ -79,6 +80,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--html", type=Path, metavar="FILE", help="write the report here")
     how.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    _add_adapter_arguments(parser)
+
+
+def _add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
+    lora = parser.add_argument_group("adapters, with --simulate and --no-confirm (max_loras: in --engine-args)")
+    lora.add_argument("--adapters", type=positive_int, metavar="N", help="each request goes through one of so many")
+    lora.add_argument(
+        "--adapter-skew", type=float, default=1.0, metavar="S",
+        help="how unevenly: the exponent of Zipf's law; 0: all alike (%(default)s)",
+    )  # fmt: skip
+    lora.add_argument(
+        "--adapter-mib", type=positive_float, metavar="MIB",
+        help="of one on the device: what the log of a start says of all slots, over their number",
+    )  # fmt: skip
+    lora.add_argument(
+        "--adapter-gb-s", type=positive_float, default=20.0, metavar="GB/S",
+        help="by which one is copied from the host to the device (%(default)s)",
+    )  # fmt: skip
 
 
 def _ints(text: str) -> list[int]:
@@ -112,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         say=teller,
         note=teller.note,
         conditions=machine.conditions,
+        adapters=_adapters(args, config),
     )
     study = session.run()
     study.made_at = f"cb_backend {__version__}, {datetime.now().astimezone().isoformat(' ', 'minutes')}"
@@ -146,9 +166,28 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is not None and (reason := unwritable(path)) is not None:
             raise CliError(f"--{name.replace('_', '-')} {path}: {reason}")
+    if args.adapters is not None:
+        if not (args.simulate and args.no_confirm):
+            raise CliError("--adapters is for the simulator alone: add --simulate and --no-confirm")
+        if args.adapter_mib is None:
+            raise CliError(
+                "--adapters needs --adapter-mib: what the log of a start says of all slots, over their number"
+            )
     is_without_engine = args.simulate and args.times is not None and args.no_confirm
     if args.model is None and args.model_json is None and not is_without_engine:
         raise CliError("name a --model (or --model-json); only --simulate --times FILE --no-confirm goes without one")
+
+
+def _adapters(args: argparse.Namespace, config: EngineConfig) -> AdapterMix | None:
+    """Raises `CliError` where the engine's arguments do not enable them."""
+    if args.adapters is None:
+        return None
+    if not config.enable_lora:
+        raise CliError("--adapters needs an engine that takes them: --engine-args '{\"enable_lora\": true}'")
+    from cb_backend.engine.runner.step_adapters import DEFAULT_MAX_LORAS  # brings torch in
+
+    num_slots = config.max_loras or min(args.adapters, DEFAULT_MAX_LORAS)
+    return AdapterMix(args.adapters, args.adapter_skew, num_slots, args.adapter_mib * 2**20, args.adapter_gb_s * 1e9)
 
 
 def _sample(args: argparse.Namespace) -> Sample:

@@ -9,6 +9,8 @@ from typing import Any
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.study.adapter_effect import AdapterEffect
+from cb_backend.study.adapter_mix import AdapterMix
 from cb_backend.study.advice import Study, advise, checks, far_off
 from cb_backend.study.bench import Bench, RealBench, Setting, SimulatedBench, calibrate, first, fitted
 from cb_backend.study.figures import figures, prompt_time_share
@@ -46,6 +48,7 @@ class Session:
     say: Say
     note: Callable[[str], None]
     conditions: Callable[[str], dict[str, Any]]  # of a device: card, versions, commit
+    adapters: AdapterMix | None = None  # that simulated requests go through
     study: Study | None = field(default=None, init=False)  # what is known so far
     _engine: LLMEngine | None = field(default=None, init=False)
 
@@ -81,7 +84,7 @@ class Session:
     def _study(self) -> Study:
         traffic, warnings = self._traffic()
         times = self.times = self._step_times(traffic)
-        simulator = SimulatedBench(self._simulator_config(times), times)
+        simulator = SimulatedBench(self._simulator_config(times), times, self.adapters)
         base = Setting(max(self.seqs), max(*self.budgets, max(self.seqs)))
         rate, origin = self._rate(simulator, traffic, base)
         bench: Bench = simulator
@@ -111,6 +114,10 @@ class Session:
         study.highest_rate = highest_rate(simulator, traffic, study.recommended, self.target, self.say)
         saturated = simulator.run(traffic.at_once(), setting, progress=self.say(f"{setting}, share of prompts"))
         study.prompt_share = prompt_time_share(saturated, times)
+        if self.adapters is not None:
+            plain = run_trial(SimulatedBench(simulator.config, times), traffic, rate, setting, self.say)
+            study.adapters = AdapterEffect(self.adapters, study.recommended, plain)
+            study.warnings += study.adapters.advice(len(traffic))
         if self._engine is not None and self.is_confirmed:
             self._confirm(study, simulator)
         study.warnings += advise(study) + _beyond(saturated, times)

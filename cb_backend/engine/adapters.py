@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol, cast
 
 import msgspec
@@ -208,6 +209,12 @@ class AdapterWait:
         return False
 
 
+def take_adapter(request: Request, key: AdapterKey) -> None:
+    """The request goes through it from now on; it must not have started."""
+    request.adapter = key
+    request.cache_salt += b"lora" + key  # what is cached is of these weights
+
+
 def adapter_wait(store: AdapterStore, request: Request, now: float) -> list[Condition]:
     """Give the request the adapter that it wants, if it is known already, or say what it must wait for.
 
@@ -217,11 +224,7 @@ def adapter_wait(store: AdapterStore, request: Request, now: float) -> list[Cond
     if source is None:
         return []
 
-    def found(key: AdapterKey) -> None:
-        request.adapter = key
-        request.cache_salt += b"lora" + key  # what is cached is of these weights
-
-    wait = AdapterWait(store, source, found, now)
+    wait = AdapterWait(store, source, partial(take_adapter, request), now)
     met = wait(now)
     if isinstance(met, CbError):
         raise met

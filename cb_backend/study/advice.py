@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cb_backend.study.adapter_effect import AdapterEffect
 from cb_backend.study.figures import Figures
 from cb_backend.study.sweep import Choice, Comparison, Target, Trial
 from cb_backend.study.traffic import Traffic
@@ -69,6 +70,7 @@ class Study:
     comparison: Comparison | None = None
     highest_rate: float = 0.0
     prompt_share: float = 0.0
+    adapters: AdapterEffect | None = None  # None: none were simulated
     checks: list[Check] = field(default_factory=list)
     was_interrupted: bool = False  # before all settings were tried, compared and confirmed
 
@@ -110,6 +112,7 @@ class Study:
             "gain": None if self.comparison is None else round(self.comparison.gain, 3),
             "gain_over_known": None if self.comparison is None else round(self.comparison.gain_over_known, 3),
             "prompt_share": round(self.prompt_share, 3),
+            "adapters": None if self.adapters is None else self.adapters.to_json(),
             "comparison": {
                 name: {"at_once": pair[0].to_json(), "at_load": pair[1].to_json()} for name, pair in both.items()
             },

@@ -13,6 +13,7 @@ import numpy as np
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
+from cb_backend.study.adapter_mix import AdapterMix
 from cb_backend.study.replay import Progress, Replay, ReplayError, Say, fresh_engine, no_collections, replay
 from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import StepTimes, fit_laws
@@ -101,9 +102,11 @@ class SimulatedBench:
 
     is_simulated = True
 
-    def __init__(self, config: EngineConfig, times: StepTimes) -> None:
+    def __init__(self, config: EngineConfig, times: StepTimes, adapters: AdapterMix | None = None) -> None:
+        """Requests go through `adapters`, which the config must enable then; the same ones in every run."""
         self.config = config
         self.times = times
+        self.adapters = adapters
 
     def run(
         self,
@@ -114,7 +117,9 @@ class SimulatedBench:
     ) -> Replay:
         config = replace(self.config, **settings_of(traffic, setting))
         clock = VirtualClock()
-        return replay(simulated_engine(config, self.times, clock, policy), traffic, clock, clock.sleep, progress)
+        engine = simulated_engine(config, self.times, clock, policy, self.adapters)
+        chosen = [] if self.adapters is None else self.adapters.draw(len(traffic))
+        return replay(engine, traffic, clock, clock.sleep, progress, chosen)
 
 
 def settings_of(traffic: Traffic, setting: Setting) -> dict[str, Any]:

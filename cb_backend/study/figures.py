@@ -34,6 +34,8 @@ class Figures:
     num_steps: int
     num_preemptions: int
     preemption_rate: float  # preemptions / requests
+    num_adapter_loads: int
+    mean_waiting: float  # requests in the queue, over the time of the steps
     cached_share: float  # of all prompt tokens, those found in the prefix cache
     ttft_curve: list[float]  # milliseconds at CURVE_POINTS
     e2e_curve: list[float]
@@ -62,6 +64,8 @@ def figures(result: Replay) -> Figures:
         num_steps=len(steps.ends),
         num_preemptions=result.num_preemptions,
         preemption_rate=result.num_preemptions / result.num_requests,
+        num_adapter_loads=result.num_adapter_loads,
+        mean_waiting=_over_time(steps.num_waiting.astype(np.float64), steps.seconds),
         cached_share=result.num_cached_prompt_tokens / max(result.num_prompt_tokens, 1),
         ttft_curve=(np.percentile(found.ttft, CURVE_POINTS) * 1e3).tolist(),
         e2e_curve=(np.percentile(found.e2e, CURVE_POINTS) * 1e3).tolist(),

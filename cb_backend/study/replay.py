@@ -16,10 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.errors import CbError
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import EngineOutput
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.adapters import take_adapter
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.answer_lengths import AnswerLengths
@@ -73,6 +75,7 @@ class Replay:
     num_prompt_tokens: int
     num_cached_prompt_tokens: int
     num_preemptions: int
+    num_adapter_loads: int
     latencies: Latencies
     steps: Steps
     wall_seconds: float  # that the replay itself took; less than `seconds` in a simulation
@@ -95,8 +98,11 @@ def replay(
     clock: Clock = time.monotonic,
     sleep: Sleep = time.sleep,
     progress: Progress | None = None,
+    adapters: Sequence[AdapterKey] = (),
 ) -> Replay:
     """Run the traffic to its end on an engine that has done nothing yet (`fresh_engine`, `simulated_engine`).
+
+    `adapters`: one a request, for an engine with slots for them; empty: all go through the model as it is.
 
     `clock` and `sleep` must be those that the engine lives by. Raises `ReplayError` when a request ends with another
     number of tokens than it should, and the engine's own errors for a request that it refuses.
@@ -104,7 +110,7 @@ def replay(
     runner = AnswerLengths(engine, traffic.output_lens, clock)
     wall = time.perf_counter()
     start = clock()
-    requests = _requests(engine, traffic, runner.stop_id)
+    requests = _requests(engine, traffic, runner.stop_id, adapters)
     outputs, idle, notes = drive(engine, requests, traffic.arrivals, start, clock, sleep, progress)
     seconds = (outputs[-1][0] if outputs else clock()) - start
     stats = engine.stats()
@@ -118,6 +124,7 @@ def replay(
         num_prompt_tokens=sum(traffic.prompt_lens),
         num_cached_prompt_tokens=stats.num_cached_prompt_tokens,
         num_preemptions=stats.num_preemptions,
+        num_adapter_loads=0 if stats.adapters is None else stats.adapters.num_loads,
         latencies=token_latencies(traffic.arrivals, traffic.output_lens, outputs, start),
         steps=notes.steps(np.array(runner.shapes, np.float64).reshape(-1, 5), np.array(runner.launch_seconds), start),
         wall_seconds=time.perf_counter() - wall,
@@ -135,7 +142,9 @@ def no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def _requests(engine: LLMEngine, traffic: Traffic, stop_id: int) -> Callable[[int], Request]:
+def _requests(
+    engine: LLMEngine, traffic: Traffic, stop_id: int, adapters: Sequence[AdapterKey]
+) -> Callable[[int], Request]:
     def make(index: int) -> Request:
         params = TokenRules(
             max_tokens=traffic.max_tokens[index],
@@ -144,7 +153,10 @@ def _requests(engine: LLMEngine, traffic: Traffic, stop_id: int) -> Callable[[in
             stop_token_ids=(stop_id,),
             seed=index,
         )
-        return engine.make_request(index, traffic.prompts[index], params)
+        request = engine.make_request(index, traffic.prompts[index], params)
+        if adapters:
+            take_adapter(request, adapters[index])
+        return request
 
     return make
 

@@ -43,6 +43,8 @@ def text_report(study: Study) -> str:
         f"Settings tried (latencies at {study.rate:.3g} requests/s):",
         aligned(trial_table(study)),
     ]
+    if study.adapters is not None:
+        parts += ["", f"{study.adapters.mix}:", aligned(study.adapters.table())]
     if study.checks:
         parts += ["", f"{_check_title(study)}:", aligned(check_table(study))]
     parts += ["", *recommendation(study), *(f"warning: {text}" for text in study.warnings)]
@@ -65,6 +67,8 @@ def html_report(study: Study) -> str:
         "</div>",
         html_table(trial_table(study)),
     ]
+    if study.adapters is not None:
+        body += ["<h2>Adapters</h2>", f"<p>{escape(str(study.adapters.mix))}.</p>", html_table(study.adapters.table())]
     if study.checks:
         body += [f"<h2>{_check_title(study)}</h2>", html_table(check_table(study))]
     body += ["<h2>Words</h2>", "<ul>", *(f"<li>{escape(text)}</li>" for text in DEFINITIONS), "</ul>"]

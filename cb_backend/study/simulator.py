@@ -2,22 +2,28 @@
 
 Only the model runner is made up: a step takes what `StepTimes` says, one after the other as on a device, and its
 tokens are blank. So a replay of a thousand requests takes seconds, wherever it runs. What it leaves out: swap space
-(preempted requests are computed again), and hits on cached answers (no later prompt contains made-up tokens).
+(preempted requests are computed again), and hits on cached answers (no later prompt contains made-up tokens). An
+adapter that a step loads makes it longer by the time of a copy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.step import NO_TOKEN, MaskSource, StepPlan, StepResult, Want
+from cb_backend.engine.adapters import PackedAdapter
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
+from cb_backend.study.adapter_mix import AdapterMix
 from cb_backend.study.step_times import StepTimes, shape_of
 
 _SAMPLED = 0  # the token id of every sampled token
@@ -57,16 +63,29 @@ class PendingStep:
         return StepResult(self.step_id, token_ids, num_new, np.zeros(len(num_new), np.uint8))
 
 
+class NoFiles:
+    """In place of what reads adapters: requests of a replay come with the keys of theirs."""
+
+    packed_of: Callable[[AdapterKey], PackedAdapter] | None = None
+
+    def read(self, path: str) -> PackedAdapter:
+        raise ConfigError(f"{path}: a simulation reads no adapters")
+
+
 class SimulatedRunner:
     """Executes plans in no time and says when a device would have been done with them."""
 
-    def __init__(self, times: StepTimes, clock: VirtualClock) -> None:
+    def __init__(self, times: StepTimes, clock: VirtualClock, load_seconds: float = 0.0) -> None:
+        """`load_seconds`: of an adapter."""
+        self.adapters = NoFiles()
+        self._load_seconds = load_seconds
         self._times = times
         self._clock = clock
         self._free_at = 0.0  # when the last launched step ends
 
     def execute(self, plan: StepPlan, masks: MaskSource) -> PendingStep:
-        return self.launched(plan, self._times.seconds(shape_of(plan)))
+        load_seconds = len(plan.adapter_loads) * self._load_seconds
+        return self.launched(plan, self._times.seconds(shape_of(plan)) + load_seconds)
 
     def launched(self, plan: StepPlan, seconds: float) -> PendingStep:
         """A step that takes so long, once those before it have ended."""
@@ -81,13 +100,19 @@ class SimulatedRunner:
 
 
 def simulated_engine(
-    config: EngineConfig, times: StepTimes, clock: VirtualClock, policy: PolicyKind = ContinuousAdmission
+    config: EngineConfig,
+    times: StepTimes,
+    clock: VirtualClock,
+    policy: PolicyKind = ContinuousAdmission,
+    adapters: AdapterMix | None = None,
 ) -> LLMEngine:
     """An engine like the measured one, with the arguments of `config`, that lives in `clock`'s time.
 
     The cache has the measured number of blocks unless `num_gpu_blocks_override` says otherwise; model, dtype and
-    device are those of `times`.
+    device are those of `times`. With `adapters`, for which the config must enable them, it has slots for these.
     """
+    if adapters is not None and not config.enable_lora:
+        raise ConfigError("adapters are simulated where enable_lora is true")
     info = ModelInfo(
         model=times.model,
         tokenizer_dir="",
@@ -100,5 +125,7 @@ def simulated_engine(
         dtype=times.dtype,
         device=times.device,
         kv_windows=times.kv_windows,
+        num_adapter_slots=0 if adapters is None else adapters.num_slots,
     )
-    return LLMEngine(config, SimulatedRunner(times, clock), info, clock, policy)
+    runner = SimulatedRunner(times, clock, 0.0 if adapters is None else adapters.load_seconds)
+    return LLMEngine(config, runner, info, clock, policy)
