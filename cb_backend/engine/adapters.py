@@ -30,6 +30,7 @@ from cb_backend.engine.held_requests import Condition
 NUM_THREADS = 2
 READ_TIMEOUT_S = 30.0  # of a request that waits, from when it is its turn
 REFUSAL_LASTS_S = 5.0  # files that were refused are not read again for so long, however many ask
+WITHOUT_ROOM = -1
 MAX_KNOWN = 4096  # files whose contents are known
 
 logger = logging.getLogger("cb_backend.engine")
@@ -60,7 +61,7 @@ class AdapterStore:
     """Owned by the engine's loop; only reading is done by threads."""
 
     def __init__(self, reader: AdapterReader, most_kept: int) -> None:
-        """`most_kept` adapters stay in memory, and those beyond it that requests need."""
+        """`most_kept` adapters have room in memory: while requests need them all, no other is read."""
         self.num_reads = 0  # this and the following count since the start
         self.num_refused = 0
         self.read_seconds = 0.0
@@ -70,6 +71,7 @@ class AdapterStore:
         self._known: OrderedDict[AdapterSource, AdapterKey] = OrderedDict()
         self._reading: dict[AdapterSource, Future[PackedAdapter]] = {}
         self._refused: dict[AdapterSource, tuple[float, CbError]] = {}  # until when, and why
+        self._num_without_room = 0  # asked for in this round, and not read for that
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # guards the counts
         reader.packed_of = self.packed_of
@@ -79,7 +81,8 @@ class AdapterStore:
         return self._kept[key]
 
     def find(self, source: AdapterSource, now: float) -> AdapterKey | None:
-        """The adapter in these files; None while they are read. Raises a `CbError` for what cannot be served."""
+        """The adapter in these files; None while they are read, or wait for room in memory. Raises a `CbError` for what
+        cannot be served."""
         key = self._known.get(source)
         if key is not None and key in self._kept:
             self._known.move_to_end(source)
@@ -91,6 +94,9 @@ class AdapterStore:
         self._refused.pop(source, None)
         future = self._reading.get(source)
         if future is None:
+            if len(self._kept) + len(self._reading) >= self._most_kept:
+                self._num_without_room += 1
+                return None
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter")
             future = self._reading[source] = self._pool.submit(self._read_files, source)
@@ -106,12 +112,15 @@ class AdapterStore:
         return self._keep(source, packed)
 
     def turn_of(self, source: AdapterSource) -> int | None:
-        """Files that are not read yet: how many others have been by now; None once a thread is at them."""
+        """Files that are not read yet: how many others have been by now, or `WITHOUT_ROOM`; None once a thread is at
+        them."""
         future = self._reading.get(source)
-        return None if future is None or future.running() else self.num_reads
+        if future is None:
+            return WITHOUT_ROOM
+        return None if future.running() else self.num_reads
 
     def tidy(self, in_use: Callable[[], Container[AdapterKey]], now: float) -> None:
-        """Forget the least recently used, down to the number that is kept; those in use stay.
+        """Forget the least recently used where others want their room; those in use stay.
 
         To be called when whoever waits has asked for what he waits for: what has been read for nobody is kept, or is
         forgotten, like all else.
@@ -119,7 +128,8 @@ class AdapterStore:
         for source in [source for source, future in self._reading.items() if future.done()]:
             with contextlib.suppress(CbError):
                 self.find(source, now)
-        num_too_many = len(self._kept) - self._most_kept
+        num_too_many = len(self._kept) - self._most_kept + self._num_without_room
+        self._num_without_room = 0
         if num_too_many > 0:
             used = in_use()
             for key in [key for key in self._kept if key not in used][:num_too_many]:
@@ -179,7 +189,8 @@ class AdapterWait:
     """A condition of a held request: met once its adapter is in host memory. `found` is told which one it is.
 
     The time that it may take begins when a thread is at its files; while it stands behind others, whenever one of
-    these is done: many that are asked for at once are no fault of the disk.
+    these is done: many that are asked for at once are no fault of the disk. For room in memory it waits as long as its
+    request does.
     """
 
     def __init__(
@@ -199,7 +210,7 @@ class AdapterWait:
         if key is not None:
             self._found(key)
             return True
-        if (turn := self._store.turn_of(self._source)) != self._turn:
+        if (turn := self._store.turn_of(self._source)) != self._turn or turn == WITHOUT_ROOM:
             self._turn, self._since = turn, now
         if now - self._since > READ_TIMEOUT_S:
             return UnavailableError(

@@ -54,12 +54,15 @@ def source(name: str, mtime_ns: int = 1) -> AdapterSource:
     return AdapterSource(name, f"/adapters/{name}", mtime_ns, 100)
 
 
-def found(store: AdapterStore, wanted: AdapterSource, now: float = 0.0) -> bytes:
-    """The key, waited for."""
+def found(
+    store: AdapterStore, wanted: AdapterSource, now: float = 0.0, in_use: frozenset[bytes] = frozenset()
+) -> bytes:
+    """The key, waited for while these are in use."""
     keys: list[bytes] = []
 
     def is_there() -> bool:
         key = store.find(wanted, now)
+        store.tidy(lambda: in_use, now)
         keys.extend([] if key is None else [key])
         return key is not None
 
@@ -127,22 +130,39 @@ def test_an_unforeseen_error_of_reading_is_the_requests_alone() -> None:
     store.close()
 
 
-def test_the_least_recently_used_are_forgotten_but_not_those_in_use() -> None:
+def test_the_least_recently_used_gives_its_room_but_nobody_who_is_in_use() -> None:
     reader = Reader({f"/adapters/{name}": name.encode() for name in "abcd"})
     store = AdapterStore(reader, 2)
-    for name in "abcd":
+    for name in "abc":
         found(store, source(name))
-    store.find(source("b"), 0.0)
-    store.tidy(lambda: {b"a"}, 0.0)
-    assert store.packed_of(b"a")
-    assert store.packed_of(b"b"), "asked for last"
-    for gone in (b"c", b"d"):
-        with pytest.raises(KeyError):
-            store.packed_of(gone)
-    store.tidy(set, 0.0)
-    stats = store.add_to(AdapterStats(max_loras=2))
-    assert stats is not None
-    assert stats.num_kept == 2
+    with pytest.raises(KeyError):
+        store.packed_of(b"a")
+    found(store, source("d"), in_use=frozenset({b"b"}))
+    assert store.packed_of(b"b"), "the least recently used, but in use"
+    with pytest.raises(KeyError):
+        store.packed_of(b"c")
+    store.close()
+
+
+def test_while_all_that_have_room_are_in_use_no_other_is_read_nor_late() -> None:
+    reader = Reader({f"/adapters/{name}": name.encode() for name in "abc"})
+    store = AdapterStore(reader, 2)
+    for name in "ab":
+        found(store, source(name))
+    keys: list[bytes] = []
+    wait = AdapterWait(store, source("c"), keys.append, 0.0)
+    for now in (0.0, 20.0, 40.0, 1000.0):
+        assert wait(now) is False
+        store.tidy(lambda: {b"a", b"b"}, now)
+    assert reader.read_paths == ["/adapters/a", "/adapters/b"]
+
+    def has_come() -> bool:
+        store.tidy(lambda: {b"b"}, 1001.0)
+        return wait(1001.0) is True
+
+    eventually(has_come, "the adapter, in the room of one that nobody uses")
+    assert keys == [b"c"]
+    assert store.packed_of(b"b")
     store.close()
 
 
