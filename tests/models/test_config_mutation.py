@@ -124,11 +124,11 @@ OF_WEIGHTS = {
     "AttentionSpec.has_o_bias", "MLPSpec.has_bias", "MLPSpec.intermediate_size",
     "MoESpec.num_experts", "MoESpec.intermediate_size",
 }  # fmt: skip
-# Of what is around the logits: lengths, ends, types.
+# Of what is around the logits: lengths, ends, types, and what the model is asked for (tests/models/test_tasks.py).
 OF_SERVING = {
     "ModelSpec.max_position_embeddings", "ModelSpec.is_length_stretched", "ModelSpec.dtype", "ModelSpec.quantization",
     "ModelSpec.formats",
-    "ModelSpec.eos_token_ids",
+    "ModelSpec.eos_token_ids", "ModelSpec.has_head", "ModelSpec.generates", "ModelSpec.num_labels",
 }  # fmt: skip
 
 
