@@ -31,7 +31,7 @@ def test_h16_status_of_a_real_server(gateway_server: RunningServer, capsys: pyte
         assert (own["http"], own["grpc"], own["metrics"]) == (
             process.http_address, process.grpc_address, process.metrics_address,
         )  # fmt: skip
-        assert own["openai"] == [address.removeprefix("http://")]
+        assert address.removeprefix("http://") in own["openai"]  # beside those of other tests
     assert own["state"]["is_ready"]
     assert own["state"]["models"]["llm"]["num_slots"] == 16
     assert own["state"]["models"]["llm"]["num_tokens"] >= 8
