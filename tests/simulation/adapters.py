@@ -103,6 +103,9 @@ class _Reading:
     def done(self) -> bool:
         return self._turn() >= self._ready_at
 
+    def running(self) -> bool:
+        return not self.done()
+
     def result(self) -> Packed:
         return self._read(self._source)
 

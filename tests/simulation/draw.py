@@ -33,7 +33,7 @@ def make_scenario(seed: int, num_groups: int | None = None) -> Scenario:
     if num_groups is None:
         return with_adapters(with_windows(_draw(seed), _windows(seed)))
     window = _window(random.Random(f"window of {seed}"))
-    return with_windows(_draw(seed), (0, *[window] * (num_groups - 1)))
+    return with_adapters(with_windows(_draw(seed), (0, *[window] * (num_groups - 1))))
 
 
 def with_pooling(scenario: Scenario) -> Scenario:

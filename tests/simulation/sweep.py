@@ -31,7 +31,7 @@ from tests.simulation.world import World
 LEAST_SHARE = {
     "with preemption": 550, "with swap": 300, "with a prefix hit": 500, "with a full cache": 500, "with faults": 200,
     "with tenants": 330, "with text stops": 400, "with an engine death": 100, "with adapters": 200,
-    **{f"fault: {point}": 10 for point in POINTS},
+    **{f"fault: {point}": 8 for point in POINTS},
 }  # fmt: skip
 LEAST_PER_THOUSAND = {
     "ended: stop": 1000, "ended: length": 2500, "failed rows": 200, "timed out: waiting": 300,
