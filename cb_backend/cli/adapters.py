@@ -22,8 +22,8 @@ from cb_backend.cli.adapter_findings import (
     table_of,
 )
 from cb_backend.cli.paths import CliError
+from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS
 from cb_backend.contracts.config import EngineConfig
-from cb_backend.engine.runner.step_adapters import DEFAULT_MAX_LORAS
 from cb_backend.front_end.adapters import with_places
 from cb_backend.kv_cache.storage import show_bytes
 from cb_backend.support.adapter_files import CONFIG_NAME

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.runner.runner_factory import (
@@ -24,7 +25,6 @@ from cb_backend.engine.runner.runner_factory import (
     read_tokenizer_eos_ids,
     resolve_max_model_len,
 )
-from cb_backend.engine.runner.step_adapters import DEFAULT_MAX_LORAS
 from cb_backend.front_end.text.template_files import read_chat_templates
 from cb_backend.layers.placement import Placement
 from cb_backend.models.checkpoint import find_checkpoint

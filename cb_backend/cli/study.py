@@ -21,6 +21,7 @@ from cb_backend import __version__
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
 from cb_backend.cli.teller import Teller
+from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
 from cb_backend.study import machine
 from cb_backend.study.adapter_mix import AdapterMix
@@ -184,8 +185,6 @@ def _adapters(args: argparse.Namespace, config: EngineConfig) -> AdapterMix | No
         return None
     if not config.enable_lora:
         raise CliError("--adapters needs an engine that takes them: --engine-args '{\"enable_lora\": true}'")
-    from cb_backend.engine.runner.step_adapters import DEFAULT_MAX_LORAS  # brings torch in
-
     num_slots = config.max_loras or min(args.adapters, DEFAULT_MAX_LORAS)
     return AdapterMix(args.adapters, args.adapter_skew, num_slots, args.adapter_mib * 2**20, args.adapter_gb_s * 1e9)
 

@@ -6,7 +6,9 @@ import msgspec
 
 NO_ADAPTER = -1  # in place of a device slot: the model as it is
 
+DEFAULT_MAX_LORAS = 8  # places of adapters in a batch, where nobody says otherwise
 CPU_FACTOR = 4  # see `num_kept`
+NOT_ENABLED = "LoRA feature is not enabled."  # clients of vllm_backend compare with this text
 
 AdapterKey = bytes  # blake2b-128 of packed weights and scales: equal keys are equal contents, whatever their names
 

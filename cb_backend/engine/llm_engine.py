@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.contracts.adapters import AdapterSource
+from cb_backend.contracts.adapters import NOT_ENABLED, AdapterSource
 from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
 from cb_backend.contracts.errors import CbError, ConfigError, InvalidRequestError
 from cb_backend.contracts.messages import EngineStats, ModelInfo
@@ -122,7 +122,7 @@ class LLMEngine:
         # A grammar says itself where the output ends; with ignore_eos not before it must.
         eos = () if params.ignore_eos and params.structured_output is None else self.info.eos_token_ids
         if adapter is not None and self.adapters is None:
-            raise InvalidRequestError("LoRA feature is not enabled.")
+            raise InvalidRequestError(NOT_ENABLED)
         num_prompt_tokens = len(prompt_token_ids)
         return Request(
             request_id=request_id,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from cb_backend.contracts.adapters import AdapterSource
+from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS, NOT_ENABLED, AdapterSource
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError, InvalidRequestError
 from cb_backend.contracts.scheduling import MAX_NAME_BYTES
@@ -24,11 +24,8 @@ from cb_backend.support.version_folder import adapter_models, own_adapter
 
 LOOK_INTERVAL_S = 1.0  # from one look at a file to the next
 MAX_LISTED = 100  # adapters that an error names
-MAX_PLACES_UNSET = 8  # of adapters in a batch, where `max_loras` is not set
 
-# Clients of vllm_backend compare with these texts.
-NOT_ENABLED = "LoRA feature is not enabled."
-NOT_SUPPORTED = "LoRA {} is not supported, we currently support {}"
+NOT_SUPPORTED = "LoRA {} is not supported, we currently support {}"  # clients of vllm_backend compare with this text
 
 logger = logging.getLogger("cb_backend.front_end")
 
@@ -187,7 +184,7 @@ def with_places(config: EngineConfig, engine: Path) -> EngineConfig:
     if not config.enable_lora or config.max_loras is not None:
         return config
     num_foreseen = len(read_adapter_list(engine / LIST_NAME)) + len(adapter_models(engine))
-    most = min(MAX_PLACES_UNSET, config.max_cpu_loras or MAX_PLACES_UNSET)
+    most = min(DEFAULT_MAX_LORAS, config.max_cpu_loras or DEFAULT_MAX_LORAS)
     return replace(config, max_loras=min(num_foreseen, most)) if num_foreseen else config
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.adapter_table import AdapterSite, AdapterTable
-from cb_backend.models.lora_config import CONFIG, LoraConfig, read_lora_config
+from cb_backend.models.lora_config import LoraConfig, read_lora_config
 from cb_backend.models.safetensors_files import StoredTensor, read_header
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weight_reader import Read, read_tensors
 from cb_backend.models.weights import Complain, refuse
+from cb_backend.support.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 
-WEIGHTS = "adapter_model.safetensors"
 KEY_BYTES = 16
 _MOST_SCALE = torch.finfo(torch.float32).max
 _WRAPPING = "base_model.model."  # PEFT's own, before the names of the model's modules
@@ -85,7 +85,7 @@ def check_adapter(folder: Path, spec: ModelSpec, table: AdapterTable, complain: 
 
 def _checked(folder: Path, spec: ModelSpec, table: AdapterTable, complain: Complain) -> tuple[LoraConfig, list[_Half]]:
     config = read_lora_config(folder)
-    path = folder / WEIGHTS
+    path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         why = (
@@ -93,24 +93,24 @@ def _checked(folder: Path, spec: ModelSpec, table: AdapterTable, complain: Compl
             if pickled
             else ("name a folder that PEFT's save_pretrained made")
         )
-        raise ConfigError(f"{WEIGHTS} is missing in the adapter's folder; {why}")
+        raise ConfigError(f"{WEIGHTS_NAME} is missing in the adapter's folder; {why}")
     modules = {_within(name, spec): place for name, place in table.modules.items()}
     halves = [half for stored in read_header(path) if (half := _placed(stored, spec, modules, complain)) is not None]
     if not halves:
-        complain(f"{WEIGHTS} holds no weights of an adapter")
+        complain(f"{WEIGHTS_NAME} holds no weights of an adapter")
     placed: dict[tuple[AdapterSite, int, bool], _Half] = {}
     for half in halves:
         _check_shape(half, config, table, complain)
         if not abs(scale := config.scale_of(half.module)) <= _MOST_SCALE:
-            complain(f"{CONFIG}: the scale of {half.module} is {scale}, beyond float32; lower its lora_alpha")
+            complain(f"{CONFIG_NAME}: the scale of {half.module} is {scale}, beyond float32; lower its lora_alpha")
         first = placed.setdefault((half.site, half.part, half.is_b), half)
         if first is not half:
             names = f"{first.stored.name} and {half.stored.name}"
-            complain(f"{WEIGHTS}: tensors {names} are for one place of the model; save the adapter again")
+            complain(f"{WEIGHTS_NAME}: tensors {names} are for one place of the model; save the adapter again")
     found = {(half.module, half.is_b) for half in halves}
     for module, is_b in sorted(found):
         if (module, not is_b) not in found:
-            complain(f"{WEIGHTS}: {module} has lora_{'AB'[is_b]} but no lora_{'BA'[is_b]}; save the adapter again")
+            complain(f"{WEIGHTS_NAME}: {module} has lora_{'AB'[is_b]} but no lora_{'BA'[is_b]}; save the adapter again")
     return config, halves
 
 
@@ -121,15 +121,17 @@ def _placed(
     name = stored.name.removeprefix(_WRAPPING)
     match = _TENSOR.fullmatch(name)
     if match is None:
-        complain(f"{WEIGHTS}: tensor {stored.name} is not one of a plain adapter (lora_A, lora_B): merge it instead")
+        complain(
+            f"{WEIGHTS_NAME}: tensor {stored.name} is not one of a plain adapter (lora_A, lora_B): merge it instead"
+        )
         return None
     module = match["module"]
     place = modules.get(_within(module, spec))
     if place is None:
-        complain(f"{WEIGHTS}: tensor {stored.name} {_why_no_place(module)}")
+        complain(f"{WEIGHTS_NAME}: tensor {stored.name} {_why_no_place(module)}")
         return None
     if stored.dtype not in _FLOATS:
-        complain(f"{WEIGHTS}: tensor {stored.name} is {stored.dtype}; supported are {', '.join(_FLOATS)}")
+        complain(f"{WEIGHTS_NAME}: tensor {stored.name} is {stored.dtype}; supported are {', '.join(_FLOATS)}")
         return None
     return _Half(stored, module, match["half"] == "B", *place)
 
@@ -163,11 +165,11 @@ def _check_shape(half: _Half, config: LoraConfig, table: AdapterTable, complain:
     wanted = [module.out_size, rank] if half.is_b else [rank, module.in_size]
     if rank > table.max_rank:
         complain(
-            f"{WEIGHTS}: {half.module} has rank {rank}, above max_lora_rank {table.max_rank}; raise max_lora_rank in "
-            "model.json"
+            f"{WEIGHTS_NAME}: {half.module} has rank {rank}, above max_lora_rank {table.max_rank}; raise max_lora_rank "
+            "in model.json"
         )
     elif shape != wanted:
-        complain(f"{WEIGHTS}: tensor {name} has shape {shape}, the model and adapter_config.json ask for {wanted}")
+        complain(f"{WEIGHTS_NAME}: tensor {name} has shape {shape}, the model and adapter_config.json ask for {wanted}")
 
 
 def _taking(half: _Half, data: Tensor, rank: int) -> Callable[[Tensor], None]:
@@ -184,7 +186,7 @@ def _taking(half: _Half, data: Tensor, rank: int) -> Callable[[Tensor], None]:
             target.copy_(tensor)
         if not bool(target.isfinite().all()):
             raise ConfigError(
-                f"{WEIGHTS}: tensor {half.stored.name} holds numbers that are not finite (in "
+                f"{WEIGHTS_NAME}: tensor {half.stored.name} holds numbers that are not finite (in "
                 f"{str(target.dtype).removeprefix('torch.')}); train or save the adapter again"
             )
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.config_reader import ConfigReader
+from cb_backend.support.adapter_files import CONFIG_NAME
 from cb_backend.support.json_files import read_json_object
-
-CONFIG = "adapter_config.json"
 
 # Options that change what an adapter computes, beside those that are read.
 _MUST_BE_OFF = {
@@ -86,12 +85,12 @@ class LoraConfig(NamedTuple):
 
 def read_lora_config(folder: Path) -> LoraConfig:
     """Raises `ConfigError` that names the key and the value for a file that is missing, broken, or cannot be served."""
-    path = folder / CONFIG
+    path = folder / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(
-            f"{CONFIG} is missing in the adapter's folder; name a folder that PEFT's save_pretrained made"
+            f"{CONFIG_NAME} is missing in the adapter's folder; name a folder that PEFT's save_pretrained made"
         )
-    reader = ConfigReader(read_json_object(path), CONFIG)
+    reader = ConfigReader(read_json_object(path), CONFIG_NAME)
     for fault in _faults(reader):
         raise ConfigError(fault)
     ranks, alphas = _section(reader, "rank_pattern"), _section(reader, "alpha_pattern")
@@ -99,8 +98,8 @@ def read_lora_config(folder: Path) -> LoraConfig:
         rank=reader.positive("r", 8),
         alpha=reader.get("lora_alpha", float, 8.0),
         is_rank_stabilised=reader.get("use_rslora", bool, False),
-        ranks=ByModule({key: ranks.positive(key) for key in ranks.values}, f"{CONFIG}: rank_pattern"),
-        alphas=ByModule({key: alphas.get(key, float) for key in alphas.values}, f"{CONFIG}: alpha_pattern"),
+        ranks=ByModule({key: ranks.positive(key) for key in ranks.values}, f"{CONFIG_NAME}: rank_pattern"),
+        alphas=ByModule({key: alphas.get(key, float) for key in alphas.values}, f"{CONFIG_NAME}: alpha_pattern"),
     )
 
 
@@ -108,21 +107,21 @@ def _faults(reader: ConfigReader) -> Iterator[str]:
     values = reader.values
     kind = values.get("peft_type")
     if kind != "LORA":
-        yield f"{CONFIG}: peft_type is {kind!r}; supported is 'LORA'"
+        yield f"{CONFIG_NAME}: peft_type is {kind!r}; supported is 'LORA'"
     if values.get("bias", "none") != "none":
-        yield f"{CONFIG}: bias is {values['bias']!r}; supported is 'none': merge the adapter into the model"
+        yield f"{CONFIG_NAME}: bias is {values['bias']!r}; supported is 'none': merge the adapter into the model"
     for key, remedy in _MUST_BE_OFF.items():
         if values.get(key):
-            yield f"{CONFIG}: {key} is {_shown(values[key])}, which is not supported; {remedy}"
+            yield f"{CONFIG_NAME}: {key} is {_shown(values[key])}, which is not supported; {remedy}"
     start = str(values.get("init_lora_weights", True)).lower()
     if start.startswith(_CHANGES_THE_MODEL):
         yield (
-            f"{CONFIG}: init_lora_weights is {start!r}, which changes the model's own weights; convert it to a plain "
-            "adapter when saving (path_initial_model_for_weight_conversion)"
+            f"{CONFIG_NAME}: init_lora_weights is {start!r}, which changes the model's own weights; convert it to a "
+            "plain adapter when saving (path_initial_model_for_weight_conversion)"
         )
     for key in values.keys() - _MUST_BE_OFF.keys() - _READ - _OF_NO_MATTER:
         if values[key]:
-            yield f"{CONFIG}: {key} is {_shown(values[key])}, which is not known here; save it as a plain adapter"
+            yield f"{CONFIG_NAME}: {key} is {_shown(values[key])}, which is not known here; save it as a plain adapter"
 
 
 def _shown(value: Any) -> str:
@@ -132,7 +131,7 @@ def _shown(value: Any) -> str:
 
 def _section(reader: ConfigReader, key: str) -> ConfigReader:
     """An object that may be missing."""
-    return ConfigReader(reader.get(key, dict, {}), f"{CONFIG} ({key})")
+    return ConfigReader(reader.get(key, dict, {}), f"{CONFIG_NAME} ({key})")
 
 
 def _compiled(key: str, where: str) -> re.Pattern[str]:

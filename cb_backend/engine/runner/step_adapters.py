@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cb_backend.contracts.adapters import num_kept
+from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS, num_kept
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.step import StepPlan
@@ -22,8 +22,6 @@ from cb_backend.layers.adapter_table import AdapterTable
 from cb_backend.layers.ops import Ops
 from cb_backend.models.lora_checkpoint import PackedAdapter, read_adapter
 from cb_backend.models.spec import ModelSpec
-
-DEFAULT_MAX_LORAS = 8
 
 
 class StepAdapters:
