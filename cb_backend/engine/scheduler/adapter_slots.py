@@ -7,8 +7,6 @@ is overwritten is read by nobody. This module does not know requests, the queue 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from cb_backend.contracts.adapters import AdapterKey
 
 _EMPTY: AdapterKey = b""
@@ -33,10 +31,6 @@ class AdapterSlots:
     def num_resident(self) -> int:
         """Slots that hold an adapter, used or not."""
         return len(self._slot_of)
-
-    @property
-    def resident(self) -> Iterable[AdapterKey]:
-        return self._slot_of.keys()
 
     def has_room(self, key: AdapterKey) -> bool:
         """Whether a request with this adapter can start now."""
