@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,25 @@ class Variant:
         compiled = triton.compile(source, target=self.target, options=self.options)
         if self.launcher is not None:
             self.launcher(source, compiled.metadata)
+
+
+_hashing: threading.Thread | None = None
+
+
+def begin_hashing() -> None:
+    """Hash the whole of Triton, which its cache's keys need and which takes half a second, beside what comes next."""
+    global _hashing
+    if triton is not None and not IS_INTERPRETING and _hashing is None:
+        _hashing = threading.Thread(target=triton.runtime.cache.triton_key, name="hash Triton", daemon=True)
+        _hashing.start()
+
+
+def _triton_key() -> str:
+    """Computed once, and waited for where it has been begun."""
+    if _hashing is not None:
+        _hashing.join()
+    key: str = triton.runtime.cache.triton_key()
+    return key
 
 
 def rehearse(launch_all: Callable[[], object]) -> list[Variant]:
@@ -94,7 +114,7 @@ def compile_variants(variants: list[Variant], num_processes: int | None = None) 
     """
     if not variants:
         return []
-    triton.runtime.cache.triton_key()  # hashes the whole of Triton: once, and not in each process
+    _triton_key()  # here, and not in each process
     num_processes = num_processes or max(1, min(len(variants), os.cpu_count() or 1, MAX_PROCESSES))
     _variants[:] = variants
     try:
@@ -109,13 +129,17 @@ def compile_variants(variants: list[Variant], num_processes: int | None = None) 
     return [error for error in errors if error]
 
 
-def compile_ahead(launch_all: Callable[[], object]) -> int:
+def compile_ahead(launch_all: Callable[[], object], *, is_rehearsal: bool = False) -> int:
     """Compile what `launch_all` would launch; returns the number of variants, 0 where a note says that all of them are
     in the cache. Needs an operating system that forks.
+
+    is_rehearsal: another process compiles the same, and waits in its rehearsal for this one to take part.
     """
     if triton is None or IS_INTERPRETING or not hasattr(os, "fork"):
         return 0
     variants = rehearse(launch_all)
+    if is_rehearsal:
+        return 0
     note = CompiledNote(Path(triton.knobs.cache.dir), map(_describe, variants))
     if note.is_there():
         return 0
@@ -125,5 +149,5 @@ def compile_ahead(launch_all: Callable[[], object]) -> int:
 
 
 def _describe(variant: Variant) -> str:
-    versions = (triton.runtime.cache.triton_key(), variant.kernel.cache_key, str(variant.target), sys.version)
+    versions = (_triton_key(), variant.kernel.cache_key, str(variant.target), sys.version)
     return "\n".join((variant.described, *versions))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cb_backend.kernels.decode_attention_torch import decode_attention_torch
 from cb_backend.kernels.decode_plan import (
+    MAX_SPLITS,
     PLAN_HEADER,
     PLAN_ITEM,
     decode_parameters,
@@ -35,6 +36,16 @@ from cb_backend.kernels.launch import (
 )
 from cb_backend.kernels.sinks import with_sink
 from cb_backend.kernels.softcap import LOG2E, capped, score_scale
+
+
+@jit()
+def _partial(tile_ptr, rows_ptr, index, num_splits, is_row, is_dim, STEP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """(result [BLOCK_G, BLOCK_D], its scores' logarithm [BLOCK_G, 1]) of a split; nothing past the last."""
+    is_part = index < num_splits
+    is_stored = is_part & is_row[:, None] & is_dim[None, :]
+    part = tl.load(tile_ptr + index * STEP * HEAD_DIM, mask=is_stored, other=0.0, cache_modifier=".cg")
+    lse = tl.load(rows_ptr + index * STEP, mask=is_part & is_row, other=float("-inf"), cache_modifier=".cg")
+    return part, lse[:, None]
 
 
 @jit("num_items_bound")
@@ -71,7 +82,7 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, rounded up
-    MERGED: tl.constexpr,  # partial results read together
+    MAX_SPLITS: tl.constexpr,
     IS_PAIRED: tl.constexpr,  # the cache is fp8 and q is not fp32: see `halves`
     HAS_ASSEMBLY: tl.constexpr,  # not in the interpreter
     IS_DEPENDENT: tl.constexpr,
@@ -175,29 +186,34 @@ def _decode_attention_kernel(
         return
     tl.debug_barrier()
     tl.store(counter_ptr, 0)  # the next layer uses the same plan
-    s, g = tl.arange(0, MERGED), tl.arange(0, BLOCK_G)
-    is_stored = (g < GROUP)[:, None] & is_dim[None, :]
-    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    denominator = tl.zeros([BLOCK_G], tl.float32)
+    STEP: tl.constexpr = NUM_KV_HEADS * GROUP  # between splits
+    s, g = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_G)
+    is_group = g < GROUP
+    is_stored = is_group[:, None] & is_dim[None, :]
+    # Weights of all splits come first, so what follows are loads that wait for nothing but each other.
+    rows = (item - split) * STEP + kv_head * GROUP + g  # of the first split
+    mask = (s < num_splits)[:, None] & is_group[None, :]
+    lse_ptr = partial_lse_ptr + s[:, None] * STEP + rows[None, :]
+    # .cg: from L2, where other programs' stores are; this multiprocessor's L1 may hold an older layer's.
+    lse = tl.load(lse_ptr, mask=mask, other=float("-inf"), cache_modifier=".cg")  # [MAX_SPLITS, BLOCK_G]
+    largest = tl.max(lse, axis=0)
+    largest = tl.where(is_group, largest, 0.0)
+    denominator = tl.sum(tl.exp2(lse - largest[None, :]), axis=0)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for index in range(0, num_splits, MERGED):
-        is_part = index + s < num_splits
-        part_row = ((item - split + index + s) * NUM_KV_HEADS + kv_head)[:, None] * GROUP + g[None, :]
-        mask = is_part[:, None] & (g < GROUP)[None, :]  # [MERGED, BLOCK_G]
-        # .cg: from L2, where other programs' stores are; this multiprocessor's L1 may hold an older layer's.
-        lse = tl.load(partial_lse_ptr + part_row, mask=mask, other=0.0, cache_modifier=".cg")
-        lse = tl.where(is_part[:, None], lse, float("-inf"))
-        part_ptr = partial_ptr + part_row.to(tl.int64)[:, :, None] * HEAD_DIM + d[None, None, :]
-        mask_3d = mask[:, :, None] & is_dim[None, None, :]
-        part = tl.load(part_ptr, mask=mask_3d, other=0.0, cache_modifier=".cg")  # [MERGED, BLOCK_G, BLOCK_D]
-        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
-        correction, weight = tl.exp2(largest - new_largest), tl.exp2(lse - new_largest[None, :])
-        denominator = denominator * correction + tl.sum(weight, axis=0)
-        acc = acc * correction[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-        largest = new_largest
+    tile_ptr, rows_ptr = partial_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], partial_lse_ptr + rows
+    for index in range(0, num_splits, 4):
+        # Four at once: what they load is asked for before the first is added.
+        first_part, first_lse = _partial(tile_ptr, rows_ptr, index, num_splits, is_group, is_dim, STEP, HEAD_DIM)
+        second_part, second_lse = _partial(tile_ptr, rows_ptr, index + 1, num_splits, is_group, is_dim, STEP, HEAD_DIM)
+        third_part, third_lse = _partial(tile_ptr, rows_ptr, index + 2, num_splits, is_group, is_dim, STEP, HEAD_DIM)
+        fourth_part, fourth_lse = _partial(tile_ptr, rows_ptr, index + 3, num_splits, is_group, is_dim, STEP, HEAD_DIM)
+        acc += first_part * tl.exp2(first_lse - largest[:, None])
+        acc += second_part * tl.exp2(second_lse - largest[:, None])
+        acc += third_part * tl.exp2(third_lse - largest[:, None])
+        acc += fourth_part * tl.exp2(fourth_lse - largest[:, None])
     head = kv_head * GROUP + g
     if HAS_SINKS:
-        acc, denominator = with_sink(acc, largest, denominator, sinks_ptr + head, g < GROUP)
+        acc, denominator = with_sink(acc, largest, denominator, sinks_ptr + head, is_group)
     out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
     tl.store(out_tile_ptr, (acc / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=is_stored)
 
@@ -254,7 +270,7 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,
-        BLOCK_G=next_power_of_2(group), MERGED=min(max(4096 // (next_power_of_2(group) * block_d), 1), 16),
+        BLOCK_G=next_power_of_2(group), MAX_SPLITS=MAX_SPLITS,
         IS_PAIRED=is_paired, HAS_ASSEMBLY=not IS_INTERPRETING, IS_DEPENDENT=is_dependent,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
         **(dependent_options(q.device, num_rows) if is_dependent else {}),

@@ -34,8 +34,8 @@ class ExpertPlan(NamedTuple):
     pairs: Tensor  # int32 [bound * block_m]: of each row of each block; num_pairs where there is none
     experts: Tensor  # int32 [bound]: of each block
     num_blocks: Tensor  # int32 [1]: those in use, the first ones
-    num_pairs: int
-    num_experts: int
+    num_pairs: int  # those of all experts, whether or not they are here
+    num_experts: int  # that there are, here or elsewhere: with the pairs, how many rows an expert has
     block_m: int
 
     @property
@@ -106,43 +106,47 @@ def _plan_experts_kernel(
         tl.store(experts_ptr + first + block, own)
 
 
-def plan_experts(ids: Tensor, num_experts: int, bits: int = 16) -> ExpertPlan:
+def plan_experts(ids: Tensor, num_experts: int, bits: int = 16, num_here: int | None = None) -> ExpertPlan:
     """`plan_experts_torch` in one launch; rows of a block as the tuned table says for so many pairs an expert."""
     if needs_twin(ids):
-        return plan_experts_torch(ids, num_experts, bits)
+        return plan_experts_torch(ids, num_experts, bits, num_here)
     num_pairs, device = ids.numel(), ids.device
     share = next_power_of_2(-(-num_pairs // num_experts))
     parameters = launch_parameters("plan_experts", device, e=num_experts, m=share, bits=bits)
     block_m = parameters["block_m"]
-    plan = new_plan(num_pairs, num_experts, block_m, device)
+    num_here = num_experts if num_here is None else num_here
+    plan = new_plan(num_pairs, num_experts, block_m, device, num_here)
     chunk = min(max(next_power_of_2(num_pairs), 16), 1024)
-    _plan_experts_kernel[(num_experts,)](
+    _plan_experts_kernel[(num_here,)](
         ids, *plan[:3], num_pairs,
-        NUM_EXPERTS=num_experts, BLOCK_M=block_m, BLOCK_E=next_power_of_2(num_experts + 1), CHUNK=chunk,
+        NUM_EXPERTS=num_here, BLOCK_M=block_m, BLOCK_E=next_power_of_2(num_here + 1), CHUNK=chunk,
         IS_DEPENDENT=can_overlap(device), num_warps=4, **dependent_options(device, ids.shape[0]),
     )  # fmt: skip
     return plan
 
 
-def new_plan(num_pairs: int, num_experts: int, block_m: int, device: torch.device) -> ExpertPlan:
-    bound = max_blocks(num_pairs, num_experts, block_m)
+def new_plan(
+    num_pairs: int, num_experts: int, block_m: int, device: torch.device, num_here: int | None = None
+) -> ExpertPlan:
+    bound = max_blocks(num_pairs, num_experts if num_here is None else num_here, block_m)
     pairs, experts, num_blocks = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (bound * block_m, bound, 1)
     )
     return ExpertPlan(pairs, experts, num_blocks, num_pairs, num_experts, block_m)
 
 
-def plan_experts_torch(ids: Tensor, num_experts: int, bits: int = 16) -> ExpertPlan:
+def plan_experts_torch(ids: Tensor, num_experts: int, bits: int = 16, num_here: int | None = None) -> ExpertPlan:
     """Blocks of pairs of one expert each, experts in ascending order, an expert's pairs in theirs.
 
-    ids [num_tokens, top_k] int32; what is not in [0, num_experts) goes nowhere. bits: of the experts' weights, for the
-    kernels' choice of a block's rows. What lies past the blocks in use is not to be looked at.
+    ids [num_tokens, top_k] int32; what is not in [0, num_here) goes nowhere. num_here: experts of this device, of
+    `num_experts` that tokens go to; None: it has all. bits: of the experts' weights, for the kernels' choice of a
+    block's rows. What lies past the blocks in use is not to be looked at.
     """
-    flat = ids.flatten()
-    plan = new_plan(flat.numel(), num_experts, TWIN_BLOCK_M, ids.device)
+    flat, num_here = ids.flatten(), num_experts if num_here is None else num_here
+    plan = new_plan(flat.numel(), num_experts, TWIN_BLOCK_M, ids.device, num_here)
     block = 0
     for expert in flat.unique().tolist():
-        if not 0 <= expert < num_experts:
+        if not 0 <= expert < num_here:
             continue
         own = (flat == expert).nonzero().flatten().int()
         count = -(-len(own) // TWIN_BLOCK_M)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from cb_backend.kernels.expert_activation import activated
 from cb_backend.kernels.expert_plan import ExpertPlan
+from cb_backend.kernels.exponents import four_powers, scales_of
 from cb_backend.kernels.grouped_linear import Product, down_by, gate_up_by, grouped_parameters
 from cb_backend.kernels.launch import (
     IS_INTERPRETING,
@@ -27,6 +29,7 @@ from cb_backend.kernels.linear_packed import linear_packed_torch, tile_rows
 from cb_backend.kernels.linear_packed_kernel import block_scales
 from cb_backend.kernels.packed import KINDS, TILE_COLUMNS, PackedWeight
 from cb_backend.kernels.packed_tile import each_number, each_of_four, tile_product
+from cb_backend.kernels.split_sums import MAX_TILES, counters, sum_splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class PackedExperts:
     """A `PackedWeight` for each expert, all of one kind and size: its tensors have the experts' dimension first."""
 
     values: Tensor  # [num_experts, out_tiles, in_tiles, 64, 32 | 64] int16
-    scales: Tensor  # [num_experts, groups, out_tiles * 64]
+    scales: Tensor  # [num_experts, groups, out_tiles * 64]; or of int32, see `exponents`, with a fourth of the groups
     zeros: Tensor | None
     kind: str
     group: int
@@ -42,11 +45,20 @@ class PackedExperts:
     is_gated: bool = False
 
     def of(self, expert: int) -> PackedWeight:
-        """Views."""
+        """Views, but for scales that are kept as exponents."""
         zeros = None if self.zeros is None else self.zeros[expert]
+        scales = scales_of(self.scales[expert]) if self.has_exponents else self.scales[expert]
         return PackedWeight(
-            self.values[expert], self.scales[expert], zeros, self.kind, self.group, self.size, is_gated=self.is_gated
+            self.values[expert], scales, zeros, self.kind, self.group, self.size, is_gated=self.is_gated
         )
+
+    @property
+    def has_exponents(self) -> bool:
+        return self.scales.dtype == torch.int32
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     @property
     def bits(self) -> int:
@@ -65,10 +77,12 @@ def _grouped_packed_kernel(
     experts_ptr,
     num_blocks_ptr,
     out_ptr,
+    partial_ptr,
+    counter_ptr,
     num_pairs,
     out_size,  # rows of an expert's weight
     in_size,
-    num_tiles,  # of 128 columns
+    num_tiles,  # of 128 columns, no fewer than splits
     x_stride,
     out_stride,  # between tokens
     values_stride,  # between experts, in the same order as the tensors
@@ -80,6 +94,7 @@ def _grouped_packed_kernel(
     WORDS: tl.constexpr,  # 16-bit words of a row's 128 elements
     GROUPS: tl.constexpr,  # of 128 columns; 0: one for all of in_size
     GROUP_BLOCKS: tl.constexpr,  # blocks of 128 columns in a group, where it has more than one
+    HAS_EXPONENTS: tl.constexpr,  # a word a row and block of columns in the place of its four scales
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr,
@@ -87,11 +102,12 @@ def _grouped_packed_kernel(
     IS_EVEN: tl.constexpr,  # in_size is a multiple of 128
     HAS_ASSEMBLY: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr,  # programs that share the sums of a tile
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N rows of an expert's weight with one block of the plan a program."""
-    tile, block = tl.program_id(0), tl.program_id(1)
+    """BLOCK_N rows of an expert's weight with one block of the plan, over one split of the input size, a program."""
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, m, c = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, WORDS)
     let_next_start(IS_DEPENDENT)
     await_previous(IS_DEPENDENT)
@@ -106,26 +122,36 @@ def _grouped_packed_kernel(
     tile_words = num_tiles.to(tl.int64) * (64 * WORDS)
     values_row_ptr = values_ptr + expert * values_stride + (n_there // 64) * tile_words + (n_there % 64) * WORDS
     scales_ptr += expert * scales_stride
-    scales = block_scales(scales_ptr, scale_stride, n_there, 0, GROUPS, GROUP_BLOCKS)
-    second, zeros = scales, scales
+    SCALE: tl.constexpr = scales_ptr.dtype.element_ty
+    FIRST_GROUPS: tl.constexpr = 1 if HAS_EXPONENTS else GROUPS  # words lie as the scales of groups of 128 would
+    start = split * num_tiles // SPLITS
+    end = (split + 1) * num_tiles // SPLITS
+    scales = block_scales(scales_ptr, scale_stride, n_there, start, FIRST_GROUPS, GROUP_BLOCKS)
+    exponents, second, zeros = scales[0], scales, scales
     if GROUPS == 8:
-        second = block_scales(scales_ptr + scale_stride, scale_stride, n_there, 0, GROUPS, GROUP_BLOCKS)
+        second = block_scales(scales_ptr + scale_stride, scale_stride, n_there, start, GROUPS, GROUP_BLOCKS)
     if HAS_ZEROS:
         zeros_ptr += expert * scales_stride
-        zeros = block_scales(zeros_ptr, scale_stride, n_there, 0, GROUPS, GROUP_BLOCKS)
+        zeros = block_scales(zeros_ptr, scale_stride, n_there, start, GROUPS, GROUP_BLOCKS)
     x_row_ptr = x_ptr + (pair // X_PAIRS).to(tl.int64)[:, None] * x_stride
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    SCALE: tl.constexpr = scales_ptr.dtype.element_ty
     IS_SCALED_AFTER: tl.constexpr = KIND != "fp4" and GROUPS > 0
     RUN: tl.constexpr = 128 // WORDS // max(GROUPS, 1) if IS_SCALED_AFTER else 128 // WORDS
-    for k in range(0, num_tiles):
+    for k in range(start, end):
         words = tl.load(values_row_ptr[:, None] + k * (64 * WORDS) + c[None, :])
-        scale, second_scale = each_of_four(scales, n_there, SCALE), each_of_four(second, n_there, SCALE)
+        if HAS_EXPONENTS:
+            # Spread over the columns before it is taken apart: between threads it moves once, not four times.
+            scale = four_powers(tl.broadcast_to(exponents[:, None], [BLOCK_N, WORDS]))
+            second_scale = scale
+        else:
+            scale, second_scale = each_of_four(scales, n_there, SCALE), each_of_four(second, n_there, SCALE)
         zero = each_of_four(zeros, n_there, tl.uint8)
         # The next block's scales are asked for now: loads this narrow are not pipelined by the compiler.
-        following = tl.minimum(k + 1, num_tiles - 1)
+        following = tl.minimum(k + 1, end - 1)
         next_scales, next_second, next_zeros = scales, second, zeros
-        if GROUPS > 0:
+        if HAS_EXPONENTS:
+            exponents = tl.load(scales_ptr + following * scale_stride + n_there)
+        elif GROUPS > 0:
             next_scales = block_scales(scales_ptr, scale_stride, n_there, following, GROUPS, GROUP_BLOCKS)
             if GROUPS == 8:
                 next_second = block_scales(
@@ -138,6 +164,18 @@ def _grouped_packed_kernel(
             KIND, WORDS, GROUPS, IS_SCALED_AFTER, RUN, RUN, HAS_ZEROS, IS_EVEN, HAS_ASSEMBLY,
         )  # fmt: skip
         scales, second, zeros = next_scales, next_second, next_zeros
+    if SPLITS > 1:
+        offset = pair[None, :].to(tl.int64) * out_size + n[:, None]
+        is_kept, stride = (n < out_size)[:, None] & is_pair[None, :], num_pairs.to(tl.int64) * out_size
+        tl.store(partial_ptr + split * stride + offset, acc, mask=is_kept)
+        # The barrier and the atomic make this program's sums visible before the count that announces them.
+        tl.debug_barrier()
+        counter_ptr += block * tl.num_programs(0) + tile
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.debug_barrier()
+        tl.store(counter_ptr, 0)  # as the next launch wants it
+        acc = sum_splits(partial_ptr, offset, is_kept, stride, SPLITS)
     if GROUPS == 0:
         factor = each_number(scales[0], n_there, SCALE).to(tl.float32)
         factor *= 1.1754943508222875e-38 if KIND == "fp4" else 1.0
@@ -207,15 +245,21 @@ def _launch(
     block_n = tile_rows(parameters["block_n"], plan.block_m, device)
     has_one_group = weight.group >= num_tiles * TILE_COLUMNS
     groups = 0 if has_one_group else max(1, TILE_COLUMNS // weight.group)
-    _grouped_packed_kernel[(-(-out_size // block_n), plan.bound)](
+    num_programs = -(-out_size // block_n) * plan.bound
+    splits = min(parameters.get("splits", 1), num_tiles) if num_programs <= MAX_TILES else 1
+    partial = counts = None
+    if splits > 1:
+        partial = torch.empty(splits, plan.num_pairs, out_size, dtype=torch.float32, device=device)
+        counts = counters(device)
+    _grouped_packed_kernel[(-(-out_size // block_n), plan.bound, splits)](
         x, weight.values, weight.scales, weight.zeros, bias, row_weights, plan.pairs, plan.experts, plan.num_blocks,
-        out, plan.num_pairs, out_size, in_size, num_tiles, x.stride(0), out.stride(0),
+        out, partial, counts, plan.num_pairs, out_size, in_size, num_tiles, x.stride(0), out.stride(0),
         weight.values.stride(0), weight.scales.stride(0), weight.scales.stride(1),
         X_PAIRS=x_pairs, OUT_PAIRS=out_pairs, KIND=weight.kind, WORDS=words, GROUPS=groups,
-        GROUP_BLOCKS=1 if has_one_group else max(1, weight.group // TILE_COLUMNS),
+        GROUP_BLOCKS=1 if has_one_group else max(1, weight.group // TILE_COLUMNS), HAS_EXPONENTS=weight.has_exponents,
         HAS_ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None, HAS_ROW_WEIGHTS=row_weights is not None,
         ACTIVATION=activation, IS_EVEN=in_size % TILE_COLUMNS == 0, HAS_ASSEMBLY=not IS_INTERPRETING,
-        IS_DEPENDENT=can_overlap(device), BLOCK_M=plan.block_m, BLOCK_N=block_n,
+        IS_DEPENDENT=can_overlap(device), SPLITS=splits, BLOCK_M=plan.block_m, BLOCK_N=block_n,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
         **dependent_options(device, plan.num_pairs // max(x_pairs, out_pairs)),
     )  # fmt: skip

@@ -23,13 +23,16 @@ from cb_backend.kernels.launch import (
 )
 from cb_backend.kernels.linear_packed_kernel import _linear_packed_kernel
 from cb_backend.kernels.packed import KINDS, TILE_COLUMNS, TILE_ROWS, PackedWeight, dequantise_packed_torch
+from cb_backend.kernels.packed_few_rows import _packed_few_rows_kernel
 from cb_backend.kernels.packed_groups import group_sums
+from cb_backend.kernels.packed_warp import HALVES, product_text
 from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
 from cb_backend.kernels.split_sums import MAX_TILES, counters
 
 MAX_ROWS = 512  # above, a product is bound by arithmetic, and the library is nearer to what the tensor cores give
 MAX_ROWS_OF_GROUPS = 64  # the same of weights whose every 32 bytes are a sum of their own
 MAX_BLOCK_M = 128
+MAX_DIRECT_ROWS = 32
 _PIECE_BYTES = 32 << 20  # of a weight written out at once: less than an H100's L2
 
 
@@ -76,14 +79,27 @@ def _parameters(op: str, x: Tensor, weight: PackedWeight) -> dict[str, int] | No
     n, k = weight.size
     number = KINDS[weight.kind]
     parameters = launch_parameters(
-        op, x.device, n=n, k=k, m=next_power_of_2(num_rows), bits=number.bits, is_float=int(number.offset is None)
-    )
+        op, x.device, n=n, k=k, m=next_power_of_2(num_rows), bits=number.bits, is_float=int(number.offset is None),
+        is_direct=int(_can_be_direct(x, weight)),
+    )  # fmt: skip
     return None if "library" in parameters else parameters
+
+
+def _can_be_direct(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether the kernel that reads weights straight into registers takes these: few rows of bf16, and no shifts."""
+    is_known = weight.shifts is None and (weight.zeros is None or weight.kind == "int4")
+    is_whole = x.stride(0) % 8 == 0 and weight.size[1] % TILE_COLUMNS == 0
+    is_aligned = is_whole and x.data_ptr() % 16 == 0 and weight.values.data_ptr() % 16 == 0
+    is_bf16 = x.dtype == torch.bfloat16 and weight.scales.dtype in (torch.bfloat16, torch.float32)
+    return is_known and is_aligned and is_bf16 and x.shape[0] <= MAX_DIRECT_ROWS
 
 
 def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, parameters: dict[str, int]) -> None:
     num_rows, (out_size, in_size) = x.shape[0], weight.size
     num_blocks, words = weight.values.shape[1], weight.values.shape[3]
+    if "pairs" in parameters:
+        _launch_few_rows(x, weight, bias, out, parameters)
+        return
     block_m = min(parameters.get("block_m", MAX_BLOCK_M), max(16, next_power_of_2(num_rows)))
     block_n = tile_rows(parameters["block_n"], block_m, x.device)
     num_tiles = -(-out_size // block_n)
@@ -112,6 +128,28 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, p
         IS_DEPENDENT=can_overlap(x.device), PREFETCH=parameters.get("prefetch", 0), HAS_ASSEMBLY=not IS_INTERPRETING,
         BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
+        **{name: parameters[name] for name in ("maxnreg",) if name in parameters}, **dependent_options(x.device),
+    )  # fmt: skip
+
+
+def _launch_few_rows(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, parameters: dict[str, int]
+) -> None:
+    num_rows, out_size = x.shape[0], weight.size[0]
+    num_blocks = weight.values.shape[1]
+    pairs, warps = parameters["pairs"], parameters["num_warps"]
+    tiles = max(1, next_power_of_2(num_rows) // 8)
+    group = min(weight.group, num_blocks * TILE_COLUMNS)
+    has_zeros = weight.zeros is not None
+    text, constraints = product_text(
+        weight.kind, tiles, pairs, min(group, TILE_COLUMNS), has_zeros, weight.scales.element_size() == 4
+    )
+    _packed_few_rows_kernel[(-(-out_size // (16 * pairs)),)](
+        x, weight.values, weight.scales, weight.zeros, bias, out, num_rows, out_size, num_blocks, x.stride(0),
+        weight.scales.shape[1], weight.global_scale, TEXT=text, CONSTRAINTS=constraints, HALVES=HALVES[weight.kind],
+        GROUP=group, HAS_ZEROS=has_zeros, HAS_BIAS=bias is not None, IS_GATED=weight.is_gated,
+        IS_DEPENDENT=can_overlap(x.device), TILES=tiles, PAIRS=pairs, WARPS=warps,
+        DEPTH=parameters.get("depth", 1), num_warps=warps,
         **{name: parameters[name] for name in ("maxnreg",) if name in parameters}, **dependent_options(x.device),
     )  # fmt: skip
 

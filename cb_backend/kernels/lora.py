@@ -27,6 +27,7 @@ from cb_backend.kernels.lora_plan import ITEM, AdapterPlan
 
 MAX_SLICES = 3
 RANK_STEP = 16  # ranks are multiples of it: the least that tensor cores take
+_LEAST_SPLIT, _MOST_SPLITS = 512, 16
 
 
 @jit()
@@ -38,7 +39,6 @@ def _lora_shrink_kernel(
     num_items_ptr,
     out_ptr,
     in_size,
-    split_size,  # a multiple of BLOCK_K
     out_stride,  # between splits
     x_stride,
     a_stride,  # between adapters
@@ -49,8 +49,12 @@ def _lora_shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,  # of the input; a multiple of BLOCK_K
 ):
-    """BLOCK_R columns of one item's rows, over one split of the input, a program."""
+    """BLOCK_R columns of one item's rows, over one split of the input, a program.
+
+    Where a block is a whole split, its weights are on their way before the kernel before is complete.
+    """
     item, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_start(IS_DEPENDENT)
     # The plan and the weights were there before the step's first layer (see `launch.can_overlap`).
@@ -62,20 +66,27 @@ def _lora_shrink_kernel(
     m, r, k = tl.arange(0, BLOCK_M), tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     is_row = m < count
     row = tl.load(rows_ptr + first + m, mask=is_row, other=0)
-    start = split * split_size
+    start = split * SPLIT_SIZE
     a_tile_ptr = a_ptr + adapter * a_stride + r.to(tl.int64)[:, None] * in_size + (start + k)[None, :]
     x_tile_ptr = x_ptr + row.to(tl.int64)[:, None] * x_stride + (start + k)[None, :]
-    await_previous(IS_DEPENDENT)
-    acc = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
-    for offset in range(0, tl.minimum(split_size, in_size - start), BLOCK_K):
-        if IS_EVEN:
-            a = tl.load(a_tile_ptr + offset)  # [BLOCK_R, BLOCK_K]
-            x = tl.load(x_tile_ptr + offset, mask=is_row[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
-        else:
-            is_inside = (start + offset + k < in_size)[None, :]
-            a = tl.load(a_tile_ptr + offset, mask=is_inside, other=0.0)
-            x = tl.load(x_tile_ptr + offset, mask=is_row[:, None] & is_inside, other=0.0)
-        acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
+    if BLOCK_K == SPLIT_SIZE:
+        is_inside = (start + k < in_size)[None, :]
+        a = tl.load(a_tile_ptr) if IS_EVEN else tl.load(a_tile_ptr, mask=is_inside, other=0.0)  # [BLOCK_R, BLOCK_K]
+        await_previous(IS_DEPENDENT)
+        x = tl.load(x_tile_ptr, mask=is_row[:, None] & is_inside, other=0.0)  # [BLOCK_M, BLOCK_K]
+        acc = tl.dot(a, tl.trans(x), input_precision="ieee")
+    else:
+        await_previous(IS_DEPENDENT)
+        acc = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
+        for offset in range(0, tl.minimum(SPLIT_SIZE, in_size - start), BLOCK_K):
+            if IS_EVEN:
+                a = tl.load(a_tile_ptr + offset)
+                x = tl.load(x_tile_ptr + offset, mask=is_row[:, None], other=0.0)
+            else:
+                is_inside = (start + offset + k < in_size)[None, :]
+                a = tl.load(a_tile_ptr + offset, mask=is_inside, other=0.0)
+                x = tl.load(x_tile_ptr + offset, mask=is_row[:, None] & is_inside, other=0.0)
+            acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
     out_tile_ptr = out_ptr + split.to(tl.int64) * out_stride + (first + m)[None, :] * COLUMNS + r[:, None]
     tl.store(out_tile_ptr, acc, mask=is_row[None, :])
 
@@ -87,16 +98,14 @@ def lora_shrink(x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor:
     num_rows, in_size = x.shape
     columns, device = a.shape[1], x.device
     parameters = launch_parameters("lora_shrink", device, k=in_size, m=plan.tile_rows, bytes=x.element_size())
-    block_k = parameters["block_k"]
-    num_blocks = -(-in_size // block_k)
-    split_blocks = -(-num_blocks // min(parameters["splits"], num_blocks))
-    splits = -(-num_blocks // split_blocks)
+    split_size = split_size_of(in_size)
+    block_k, splits = min(parameters["block_k"], split_size), -(-in_size // split_size)
     block_r = _rank_block(columns, parameters["block_r"])
     out = torch.empty(splits, num_rows, columns, dtype=torch.float32, device=device)
     _lora_shrink_kernel[(plan.bound, columns // block_r, splits)](
-        x, a, *plan[:3], out, in_size, split_blocks * block_k, out.stride(0), x.stride(0), a.stride(0),
+        x, a, *plan[:3], out, in_size, out.stride(0), x.stride(0), a.stride(0),
         COLUMNS=columns, ITEM=ITEM, IS_EVEN=in_size % block_k == 0, IS_DEPENDENT=can_overlap(device),
-        BLOCK_M=plan.tile_rows, BLOCK_R=block_r, BLOCK_K=block_k,
+        BLOCK_M=plan.tile_rows, BLOCK_R=block_r, BLOCK_K=block_k, SPLIT_SIZE=split_size,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
         **dependent_options(device, num_rows),
     )  # fmt: skip
@@ -187,6 +196,11 @@ def lora_expand(
         BLOCK_M=plan.tile_rows, BLOCK_N=block_n, BLOCK_R=_rank_block(rank, parameters["block_r"]),
         num_warps=parameters["num_warps"], num_stages=1, **dependent_options(device, y.shape[0]),
     )  # fmt: skip
+
+
+def split_size_of(in_size: int) -> int:
+    """By the input's size alone, whatever a launch's parameters: sums in another order would be others."""
+    return max(_LEAST_SPLIT, next_power_of_2(-(-in_size // _MOST_SPLITS)))
 
 
 def _rank_block(size: int, most: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cb_backend.kernels.launch import jit, launch_parameters, needs_twin, next_power_of_2, tl
 
 ITEM = 4  # int32 values an item: adapter, the first of its rows in the list, number of rows; one that fills it up
-_MOST_COMPARED = 4096  # pairs of a token and a prompt at once
+_FEW_TOKENS, _MOST_AT_ONCE = 256, 1024  # tokens that a program looks at together
 _MOST_TOLD_APART = 8192  # tokens: steps of more have the tiles of so many
 TWIN_TILE_ROWS = 16
 
@@ -64,16 +64,20 @@ def _adapters_of(
     num_tokens,
     num_decode,
     num_prompts,
+    num_halvings,
     MAX_ADAPTERS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr,
 ):
     """The tokens' adapters; MAX_ADAPTERS where a token has none, or is none."""
     is_token = token < num_decode
     slot = tl.load(slots_ptr + token, mask=is_token, other=0)
-    if BLOCK_P > 0:
-        prompt = tl.arange(0, BLOCK_P)
-        end = tl.load(query_start_loc_ptr + 1 + prompt, mask=prompt < num_prompts, other=0x7FFFFFFF)
-        own = tl.sum((end[None, :] <= (token - num_decode)[:, None]).to(tl.int32), axis=1)
+    if HAS_PROMPTS:
+        # How many prompts end at or before the token: nothing is compiled for their number.
+        own = token * 0
+        for halving in range(num_halvings):
+            further = own + (1 << (num_halvings - 1 - halving))
+            end = tl.load(query_start_loc_ptr + further, mask=further <= num_prompts, other=0x7FFFFFFF)
+            own = tl.where(end <= token - num_decode, further, own)
         is_prompt = (token >= num_decode) & (token < num_tokens) & (own < num_prompts)
         slot = tl.where(is_prompt, tl.load(prompt_slots_ptr + own, mask=is_prompt, other=0), slot)
         is_token = is_token | is_prompt
@@ -81,7 +85,7 @@ def _adapters_of(
     return tl.where((adapter >= 0) & (adapter < MAX_ADAPTERS), adapter, MAX_ADAPTERS)
 
 
-@jit("num_tokens", "num_decode", "num_prompts")
+@jit("num_tokens", "num_decode", "num_prompts", "num_halvings")
 def _plan_adapters_kernel(
     slots_ptr,
     prompt_slots_ptr,
@@ -93,11 +97,12 @@ def _plan_adapters_kernel(
     num_tokens,
     num_decode,
     num_prompts,
+    num_halvings,  # that tell so many prompts apart
     MAX_ADAPTERS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ITEM: tl.constexpr,
     BLOCK_A: tl.constexpr,  # more than MAX_ADAPTERS: the last is of tokens that have none
-    BLOCK_P: tl.constexpr,  # at least num_prompts; 0: there is none
+    HAS_PROMPTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The items of one adapter a program."""
@@ -106,7 +111,7 @@ def _plan_adapters_kernel(
     for start in range(0, num_tokens, CHUNK):
         ids = _adapters_of(
             start + index, slots_ptr, prompt_slots_ptr, query_start_loc_ptr, adapter_of_slot_ptr,
-            num_tokens, num_decode, num_prompts, MAX_ADAPTERS, BLOCK_P,
+            num_tokens, num_decode, num_prompts, num_halvings, MAX_ADAPTERS, HAS_PROMPTS,
         )  # fmt: skip
         counts += tl.histogram(ids, BLOCK_A).to(tl.int32)
     counts = tl.where(adapter < MAX_ADAPTERS, counts, 0)
@@ -128,7 +133,7 @@ def _plan_adapters_kernel(
     for start in range(0, num_tokens, CHUNK):
         ids = _adapters_of(
             start + index, slots_ptr, prompt_slots_ptr, query_start_loc_ptr, adapter_of_slot_ptr,
-            num_tokens, num_decode, num_prompts, MAX_ADAPTERS, BLOCK_P,
+            num_tokens, num_decode, num_prompts, num_halvings, MAX_ADAPTERS, HAS_PROMPTS,
         )  # fmt: skip
         is_own = (ids == own).to(tl.int32)
         tl.store(row_ptr + tl.cumsum(is_own, axis=0) - 1, start + index, mask=is_own > 0)
@@ -154,15 +159,22 @@ def plan_adapters(
     tile_rows = launch_parameters("lora_plan", device, m=size)["tile_rows"]
     plan = new_plan(num_tokens, max_adapters, tile_rows, device)
     num_prompts = prompt_slots.shape[0] if num_prefill else 0
-    block_p = next_power_of_2(num_prompts) if num_prompts else 0
-    chunk = max(min(next_power_of_2(num_tokens), _MOST_COMPARED // max(block_p, 16)), 16)
+    chunk = _chunk_of(num_tokens, num_prompts > 0)
     # NOTE: no dependent launch: what it reads was written by plain ones, and what reads it need not wait for it.
     _plan_adapters_kernel[(max_adapters,)](
         slots, prompt_slots, query_start_loc, adapter_of_slot, *plan[:3], num_tokens, num_decode, num_prompts,
-        MAX_ADAPTERS=max_adapters, TILE_ROWS=tile_rows, ITEM=ITEM, BLOCK_A=next_power_of_2(max_adapters + 1),
-        BLOCK_P=block_p, CHUNK=chunk, num_warps=8,
+        num_prompts.bit_length(), MAX_ADAPTERS=max_adapters, TILE_ROWS=tile_rows, ITEM=ITEM,
+        BLOCK_A=next_power_of_2(max_adapters + 1),
+        HAS_PROMPTS=num_prompts > 0, CHUNK=chunk, num_warps=8,
     )  # fmt: skip
     return plan
+
+
+def _chunk_of(num_tokens: int, has_prompts: bool) -> int:
+    """Beside prompts, of which steps may have any number of tokens, one of two."""
+    if has_prompts:
+        return _FEW_TOKENS if num_tokens <= _FEW_TOKENS else _MOST_AT_ONCE
+    return max(16, min(next_power_of_2(num_tokens), _MOST_AT_ONCE))
 
 
 def plan_adapters_torch(

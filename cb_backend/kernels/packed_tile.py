@@ -190,8 +190,11 @@ def each_of_four(raw, rows, dtype: tl.constexpr):
 
 @jit()
 def _columns(each, words, dtype: tl.constexpr):
-    """A value a row, in the words' shape."""
-    return tl.broadcast_to(each.to(dtype)[:, None], words.shape)
+    """A value a row, in the words' shape, which it may have already."""
+    if len(each.shape) == 2:
+        return each.to(dtype)
+    else:
+        return tl.broadcast_to(each.to(dtype)[:, None], words.shape)
 
 
 @jit()

@@ -1,6 +1,7 @@
 """Which experts a token goes to, and how much each of them counts: the best `top_k` of a router's logits, row by row.
 
 Rows of padding go nowhere, so that a step in a captured graph reads the weights of the experts that its real rows hit.
+Where several devices have whole experts each, all choose alike, and what goes to others' experts goes nowhere here.
 Knows logits, not the router or the experts.
 """
 
@@ -34,6 +35,8 @@ class Routing(NamedTuple):
     scale: float = 1.0  # of the weights
     num_groups: int = 1  # of neighbouring experts; a group's rank is the sum of its two best
     top_groups: int = 1  # those whose experts may be chosen
+    first_here: int = 0  # the experts that this device has: `num_here` from this one on
+    num_here: int | None = None  # None: it has all
 
 
 @jit()
@@ -71,7 +74,7 @@ def _within_groups(
     return kept
 
 
-@jit()
+@jit("first_here")  # of which no value is worth a variant: each rank has another
 def _route_kernel(
     logits_ptr,
     slot_mapping_ptr,
@@ -81,8 +84,11 @@ def _route_kernel(
     parts_ptr,
     logits_stride,
     part_size,  # elements of a token's parts
+    hidden_size,  # of one of them; None where all experts are here
+    first_here,  # the same
     scale,
     NUM_EXPERTS: tl.constexpr,
+    NUM_HERE: tl.constexpr,
     TOP_K: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -106,7 +112,7 @@ def _route_kernel(
     await_previous(IS_DEPENDENT)
     out = row * TOP_K + rank
     if is_padding:
-        tl.store(ids_ptr + out, tl.full([BLOCK_K], NUM_EXPERTS, tl.int32), mask=rank < TOP_K)
+        tl.store(ids_ptr + out, tl.full([BLOCK_K], NUM_HERE, tl.int32), mask=rank < TOP_K)
         tl.store(weights_ptr + out, tl.zeros([BLOCK_K], tl.float32), mask=rank < TOP_K)
         # Nobody else writes them.
         part_row_ptr = parts_ptr + row.to(tl.int64) * part_size
@@ -142,6 +148,16 @@ def _route_kernel(
         weights = weights / tl.sum(weights, axis=0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, axis=0) + LEAST_SUM)
+    if NUM_HERE < NUM_EXPERTS:
+        is_here = (ids >= first_here) & (ids < first_here + NUM_HERE)
+        ids = tl.where(is_here, ids - first_here, NUM_HERE)
+        for each in tl.static_range(TOP_K):
+            if tl.sum(tl.where(rank == each, ids, 0), axis=0) == NUM_HERE:  # nobody here writes this part
+                part_ptr = parts_ptr + row.to(tl.int64) * part_size + each * hidden_size
+                for start in range(0, hidden_size, BLOCK_PART):
+                    column = start + tl.arange(0, BLOCK_PART)
+                    nothing = tl.zeros([BLOCK_PART], parts_ptr.dtype.element_ty)
+                    tl.store(part_ptr + column, nothing, mask=column < hidden_size)
     tl.store(ids_ptr + out, ids, mask=rank < TOP_K)
     tl.store(weights_ptr + out, weights * scale, mask=rank < TOP_K)
 
@@ -157,13 +173,15 @@ def route(
     weights = torch.empty(num_tokens, routing.top_k, dtype=torch.float32, device=logits.device)
     if num_tokens == 0:
         return ids, weights
-    block = next_power_of_2(num_experts)
+    block, num_here = next_power_of_2(num_experts), routing.num_here
+    has_all = num_here is None
     _route_kernel[(num_tokens,)](
-        logits, slot_mapping, score_bias, ids, weights, parts, logits.stride(0), parts.stride(0), routing.scale,
-        NUM_EXPERTS=num_experts, TOP_K=routing.top_k, SCORING=routing.scoring, RENORMALISE=routing.renormalise,
-        NUM_GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups, HAS_BIAS=score_bias is not None,
-        LEAST_SUM=LEAST_SUM, IS_DEPENDENT=can_overlap(logits.device), BLOCK=block,
-        BLOCK_K=next_power_of_2(routing.top_k), BLOCK_PART=1024,
+        logits, slot_mapping, score_bias, ids, weights, parts, logits.stride(0), parts.stride(0),
+        None if has_all else parts.stride(1), None if has_all else routing.first_here, routing.scale,
+        NUM_EXPERTS=num_experts, NUM_HERE=num_experts if has_all else num_here, TOP_K=routing.top_k,
+        SCORING=routing.scoring, RENORMALISE=routing.renormalise, NUM_GROUPS=routing.num_groups,
+        TOP_GROUPS=routing.top_groups, HAS_BIAS=score_bias is not None, LEAST_SUM=LEAST_SUM,
+        IS_DEPENDENT=can_overlap(logits.device), BLOCK=block, BLOCK_K=next_power_of_2(routing.top_k), BLOCK_PART=1024,
         num_warps=1 if block <= 256 else 4, **dependent_options(logits.device, num_tokens),
     )  # fmt: skip
     return ids, weights
@@ -179,6 +197,9 @@ def route_torch(
     choose and does not weigh. Equal scores: the lower id. slot_mapping [num_tokens] int32: 0 is a row of padding; its
     ids are num_experts, which is no expert, its weights 0, and its parts [num_tokens, num_parts, hidden_size], which no
     product will write, become 0.
+
+    Where `num_here` of the experts are here, ids are counted from `first_here`, and are num_here for the others and for
+    padding; the parts of others' pairs become 0 too. Weights are those of one device.
     """
     num_tokens, num_experts = logits.shape
     score = logits.float()
@@ -201,6 +222,11 @@ def route_torch(
         weights = torch.softmax(weights, dim=-1)
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-    is_padding = (slot_mapping == 0).unsqueeze(1)
+    is_padding, nowhere = (slot_mapping == 0).unsqueeze(1), num_experts
     parts.masked_fill_(is_padding.unsqueeze(2), 0)
-    return ids.int().masked_fill_(is_padding, num_experts), (weights * routing.scale).masked_fill_(is_padding, 0)
+    if routing.num_here is not None:
+        ids, nowhere = ids - routing.first_here, routing.num_here
+        is_elsewhere = (ids < 0) | (ids >= nowhere)
+        ids.masked_fill_(is_elsewhere, nowhere)
+        parts[:, : routing.top_k].masked_fill_(is_elsewhere.unsqueeze(2), 0)
+    return ids.int().masked_fill_(is_padding, nowhere), (weights * routing.scale).masked_fill_(is_padding, 0)

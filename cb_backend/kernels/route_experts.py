@@ -1,6 +1,7 @@
 """From a router's logits to the experts' work list: weights of each token's experts, and the plan of the products.
 
-One launch for a single row, each of whose experts has a block; else the two of `route` and `expert_plan`.
+One launch for a single row, each of whose experts has a block; else the two of `route` and `expert_plan`, and so where
+experts are spread over devices.
 """
 
 from __future__ import annotations
@@ -123,11 +124,11 @@ def route_experts(
     if needs_twin(logits):
         return route_experts_torch(logits, slot_mapping, parts, routing, score_bias, bits)
     num_tokens, num_experts = logits.shape
-    is_few = 0 < num_tokens <= MAX_ROWS
+    is_few = 0 < num_tokens <= MAX_ROWS and routing.num_here is None
     if is_few and routing.scoring != "sigmoid" and score_bias is None and routing.num_groups == 1:
         return _route_few(logits, slot_mapping, parts, routing)
     ids, weights = route(logits, slot_mapping, parts, routing, score_bias)
-    return weights, plan_experts(ids, num_experts, bits)
+    return weights, plan_experts(ids, num_experts, bits, routing.num_here)
 
 
 def _route_few(logits: Tensor, slot_mapping: Tensor, parts: Tensor, routing: Routing) -> tuple[Tensor, ExpertPlan]:
@@ -142,7 +143,7 @@ def _route_few(logits: Tensor, slot_mapping: Tensor, parts: Tensor, routing: Rou
         IS_DEPENDENT=can_overlap(logits.device), BLOCK_M=BLOCK_M, BLOCK_T=next_power_of_2(num_tokens),
         BLOCK_E=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(routing.top_k),
         BLOCK_ROWS=next_power_of_2(plan.bound * BLOCK_M), BLOCK_PART=1024,
-        num_warps=4, **dependent_options(logits.device, num_tokens),
+        num_warps=1, **dependent_options(logits.device, num_tokens),  # a warp finds the largest without a barrier
     )  # fmt: skip
     return weights, plan
 
@@ -157,4 +158,4 @@ def route_experts_torch(
 ) -> tuple[Tensor, ExpertPlan]:
     """`route_torch`, and `plan_experts_torch` of what it gives: (weights [num_tokens, top_k] float32, the plan)."""
     ids, weights = route_torch(logits, slot_mapping, parts, routing, score_bias)
-    return weights, plan_experts_torch(ids, logits.shape[1], bits)
+    return weights, plan_experts_torch(ids, logits.shape[1], bits, routing.num_here)

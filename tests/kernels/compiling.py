@@ -168,6 +168,14 @@ def _rms_norm(
     getattr(module, op)(parts, x, weight, 1e-6, post_weight=weight if has_post else None, **options)
 
 
+def _reduce_norm(module: Any, hidden_size: int, num_ranks: int) -> None:
+    table = torch.zeros(module.MAX_RANKS, dtype=torch.int64)
+    step, failed = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    peers = module.Peers(torch.stack((table, table)), table, table, step, failed, 0, num_ranks)
+    x, weight = (torch.zeros(size, dtype=torch.bfloat16) for size in ((2, hidden_size), (hidden_size,)))
+    module.reduce_add_norm(peers, 0, x, weight, 1e-6)
+
+
 def _silu_mul(module: Any, intermediate_size: int, op: str = "silu_mul") -> None:
     getattr(module, op)(torch.zeros(2, 2 * intermediate_size, dtype=torch.bfloat16))
 
@@ -253,6 +261,7 @@ LAUNCHES = {
     "decode_attention": _decode,
     "prefill_attention": _prefill,
     "rms_norm": _rms_norm,
+    "reduce_norm": _reduce_norm,
     "silu_mul": _silu_mul,
     "cap_logits": _cap_logits,
     "qkv_post": _qkv_post,
@@ -293,6 +302,7 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "shared_bytes": compiled.metadata.shared,
         "num_buffers": [int(size) for size in re.findall(r"ttg\.local_alloc.*memdesc<(\d+)x\d+x\d+x", ttgir)],
         "prefetch_layouts": [layouts[name] for name in re.findall(r"prefetch\.L2.*?xi64, (#\w+)>", ttgir)],
+        "product_layouts": [layouts[name] for name in re.findall(r"inline_asm .*mma\.sync.*xf32, (#\w+)> loc", ttgir)],
         "has_wgmma": "wgmma.mma_async" in ptx,
         "num_wgmma": sass.count("HGMMA"),
         "num_wgmma_waits": sass.count("WARPGROUP.DEPBAR"),
@@ -301,5 +311,7 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "has_async_copy": "cp.async" in ptx,
         "waits": bool(wait),
         "loads_before_wait": len(re.findall(r"ld\.global|cp\.async\.c", before_wait)) if wait else 0,
+        "system_releases": len(re.findall(r"atom\.global\.(?:sys\.release|release\.sys)", ptx)),
+        "system_acquires": len(re.findall(r"(?:ld|atom)\.global\.(?:sys\.acquire|acquire\.sys)", ptx)),
         "stores_before_wait": len(re.findall(r"st\.global|atom\.|red\.global", before_wait)) if wait else 0,
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,9 @@ NAN_OF_FP8 = 0x7F
 
 if IS_INTERPRETING:
     from .interpreter_fp8 import correct_fp8
+    from .interpreter_speed import check_overflows, hasten
+
+    hasten()
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +37,25 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
+def _check_overflows(request: pytest.FixtureRequest) -> None:
+    if IS_INTERPRETING:
+        check_overflows(request.node.get_closest_marker("long") is not None)
+
+
+@pytest.fixture(autouse=True)
 def _correct_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETING:
         correct_fp8(monkeypatch)
+
+
+@pytest.fixture
+def rows_add_up_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, a row of a product has the same bits wherever it stands in its tile, as on a GPU.
+
+    Products are numpy's there, and the BLAS behind it adds up some rows of a tile in another order, on AMD's CPUs.
+    """
+    if IS_INTERPRETING:
+        monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a, b, dtype=dtype))
 
 
 @pytest.fixture(autouse=True)

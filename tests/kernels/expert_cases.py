@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cb_backend.kernels.expert_plan import ExpertPlan, max_blocks
+from cb_backend.kernels.exponents import exponents_of
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.packed import pack
 from cb_backend.kernels.route import Routing
@@ -61,7 +62,10 @@ def _grouped_packed(
     stored = torch.zeros(rows, columns, dtype=torch.uint8)
     scales = torch.zeros(rows, -(-columns // group), dtype=torch.float32 if kind == "fp8" else torch.bfloat16)
     one = pack(stored, scales, kind, group, is_gated=is_gated)
-    values, scales = (each.expand(NUM_EXPERTS, *each.shape) for each in (one.values, one.scales))
+    words = exponents_of(one.scales) if (kind, group) == ("fp4", 32) else None
+    values, scales = (
+        each.expand(NUM_EXPERTS, *each.shape) for each in (one.values, one.scales if words is None else words)
+    )
     weight = module.PackedExperts(values, scales, None, kind, one.group, (rows, columns), is_gated)
     bias = torch.zeros(NUM_EXPERTS, rows, dtype=torch.bfloat16) if has_bias else None
     with overriding(op, parameters):
@@ -85,8 +89,8 @@ def _route(module: Any, num_experts: int, routing: dict[str, Any], has_bias: boo
     module.route(logits, torch.ones(2, dtype=torch.int32), parts, Routing(**routing), score_bias)
 
 
-def _plan_experts(module: Any, num_experts: int, num_tokens: int) -> None:
-    module.plan_experts(torch.zeros(num_tokens, 8, dtype=torch.int32), num_experts)
+def _plan_experts(module: Any, num_experts: int, num_tokens: int, num_here: int | None = None) -> None:
+    module.plan_experts(torch.zeros(num_tokens, 8, dtype=torch.int32), num_experts, num_here=num_here)
 
 
 def _route_few(module: Any, num_experts: int, num_tokens: int, routing: dict[str, Any]) -> None:
@@ -149,12 +153,16 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
     "route, groups": {"op": "route", "kernel": "_route_kernel", "arch": 90, "call": {
         "num_experts": 256, "has_bias": True,
         "routing": {"top_k": 8, "scoring": "sigmoid", "num_groups": 8, "top_groups": 4}}},
+    "route, spread": {"op": "route", "kernel": "_route_kernel", "arch": 90, "call": {
+        "num_experts": 128, "routing": {"top_k": 8, "renormalise": True, "first_here": 64, "num_here": 64}}},
     "route few": {"op": "route_experts", "kernel": "_route_few_kernel", "arch": 90, "call": {
         "num_experts": 128, "num_tokens": 1, "routing": {"top_k": 8, "renormalise": True}}},
     "route few, of the best": {"op": "route_experts", "kernel": "_route_few_kernel", "arch": 90, "call": {
         "num_experts": 32, "num_tokens": 1, "routing": {"top_k": 4, "scoring": "softmax_of_top_k"}}},
     "plan_experts": {"op": "expert_plan", "kernel": "_plan_experts_kernel", "arch": 90,
                      "call": {"num_experts": 128, "num_tokens": 64}},
+    "plan_experts, spread": {"op": "expert_plan", "kernel": "_plan_experts_kernel", "arch": 90,
+                             "call": {"num_experts": 128, "num_tokens": 64, "num_here": 64}},
     "plan_experts, many tokens": {"op": "expert_plan", "kernel": "_plan_experts_kernel", "arch": 90,
                                   "call": {"num_experts": 256, "num_tokens": 2048}},
 }  # fmt: skip

@@ -95,3 +95,31 @@ def test_what_is_noted_is_not_compiled_again(
 
 def test_nothing_is_compiled_ahead_for_the_interpreter() -> None:
     assert compile_ahead.compile_ahead(lambda: pytest.fail("launched")) == 0
+
+
+HASHED = """
+import json, threading
+from cb_backend.kernels import compile_ahead
+from cb_backend.kernels.launch import triton
+
+cache, names = triton.runtime.cache, []
+hashed = cache.triton_key
+
+def slowly():
+    names.append(threading.current_thread().name)
+    return hashed()
+
+import functools
+cache.triton_key = functools.lru_cache(slowly)
+compile_ahead.begin_hashing()
+compile_ahead.begin_hashing()
+print(json.dumps([names, compile_ahead._triton_key() == hashed(), compile_ahead._hashing.is_alive()]))
+"""
+
+
+def test_the_compiler_is_hashed_once_and_beside_others(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HASHED], capture_output=True, text=True, check=True, cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1]) == [["hash Triton"], True, False]

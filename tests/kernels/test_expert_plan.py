@@ -11,7 +11,7 @@ from cb_backend.kernels.launch import overriding
 
 
 def check(plan: ExpertPlan, ids: Tensor, num_experts: int) -> None:
-    """Holds a plan to what its docstring says."""
+    """Holds a plan to what its docstring says; num_experts: those that are here."""
     flat = ids.flatten().tolist()
     num_blocks, block_m = int(plan.num_blocks), plan.block_m
     assert plan.num_pairs == len(flat)
@@ -56,6 +56,23 @@ def test_kernel_and_twin_list_every_pair_once(
         with overriding("plan_experts", {"block_m": block_m}):
             check(plan_experts(ids.to(device), num_experts), ids, num_experts)
         check(plan_experts_torch(ids, num_experts), ids, num_experts)
+
+
+@pytest.mark.parametrize(("num_experts", "num_here"), [(8, 4), (6, 1)])
+def test_pairs_of_experts_that_are_not_here_take_no_block(
+    num_experts: int, num_here: int, device: torch.device
+) -> None:
+    """A block has as many rows as on one device, which has the same rows an expert."""
+    given = routings(48, 3, num_experts)
+    for ids in (given["skewed"], given["padding"]):
+        for plan in (
+            plan_experts(ids.to(device), num_experts, num_here=num_here),
+            plan_experts_torch(ids, num_experts, num_here=num_here),
+        ):
+            check(plan, ids, num_here)
+            assert plan.num_experts == num_experts
+    whole, own = (plan_experts(ids.to(device), num_experts, num_here=each) for each in (None, num_here))
+    assert own.block_m == whole.block_m
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -99,6 +99,7 @@ def test_kernels_and_twins(shape: tuple[int, ...], activation: str, has_bias: bo
             )
 
 
+@pytest.mark.usefixtures("rows_add_up_alike")
 @pytest.mark.parametrize("block_m", [16, 32, 128])
 def test_a_row_has_the_same_bits_among_any_neighbours(block_m: int, device: torch.device) -> None:
     """Within one size of blocks: alone, or with others at its experts, in whatever place of a block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.expert_plan import plan_experts, plan_experts_torch
+from cb_backend.kernels.exponents import exponents_of, scales_of
 from cb_backend.kernels.grouped_packed import (
     PackedExperts,
     grouped_down_packed,
@@ -48,12 +50,29 @@ def packed_experts(
         scales = 2.0 ** scales.log2().round() if kind == "fp4" else scales
         zeros = torch.randint(4, 12, scales.shape, dtype=torch.uint8) if has_zeros else None
         each.append(pack(stored, scales, kind, group, zeros, is_gated=is_gated))
+    words = [exponents_of(one.scales) if (kind, group) == ("fp4", 32) else None for one in each]
     return PackedExperts(
         torch.stack([one.values for one in each]).to(device),
-        torch.stack([one.scales for one in each]).to(device),
+        torch.stack([one.scales if word is None else word for one, word in zip(each, words, strict=True)]).to(device),
         torch.stack([one.zeros for one in each if one.zeros is not None]).to(device) if has_zeros else None,
         kind, each[0].group, (out_size, in_size), is_gated,
     )  # fmt: skip
+
+
+def test_exponents_and_scales() -> None:
+    scales = torch.tensor([[2.0**-126, 0.0], [0.25, 1.0], [2.0**127, 3.0e-39], [2.0, 2.0**-100]]).bfloat16()
+    scales[2, 1] = 2.0**120
+    words = exponents_of(scales)
+    assert words is not None
+    assert words.tolist() == [[1 | 125 << 8 | (254 << 16) | (128 << 24) - (1 << 32), (127 << 8 | 247 << 16 | 27 << 24)]]
+    assert torch.equal(scales_of(words), scales)
+
+
+@pytest.mark.parametrize("other", [0.75, 3.0, -1.0])
+def test_other_scales_have_no_exponents(other: float) -> None:
+    scales = torch.ones(8, 3).bfloat16()
+    scales[5, 1] = other
+    assert exponents_of(scales) is None
 
 
 def whole(weight: PackedExperts) -> Tensor:
@@ -65,6 +84,28 @@ def whole(weight: PackedExperts) -> Tensor:
 def test_kernels_and_twins(
     shape: tuple[int, ...], kind: str, group: int, has_zeros: bool, device: torch.device
 ) -> None:
+    check(shape, kind, group, has_zeros, device, TILES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "has_zeros", "splits"),
+    [("fp4", 32, False, 2), ("int4", 32, True, 3), ("fp8", -1, False, 2), ("fp4", 32, False, 8)],
+)
+def test_split_sums(kind: str, group: int, has_zeros: bool, splits: int, device: torch.device) -> None:
+    """More splits than there are blocks of 128 columns are as many as there are."""
+    check((3, 2, 2, 400, 144), kind, group, has_zeros, device, {**TILES, "splits": splits}, ["padding"])
+
+
+def check(
+    shape: tuple[int, ...],
+    kind: str,
+    group: int,
+    has_zeros: bool,
+    device: torch.device,
+    tiles: dict[str, int],
+    routing: Sequence[str] = ("even", "one expert", "padding"),
+) -> None:
+    """Both products by kernels and by twins against float64, for routings of several kinds."""
     num_tokens, top_k, num_experts, hidden, size = shape
     torch.manual_seed(sum(shape))
     has_bias = kind == "fp4"
@@ -78,7 +119,7 @@ def test_kernels_and_twins(
         "down_bias": torch.randn(num_experts, hidden).to(device) if has_bias else None,
     }
     routed = routings(num_tokens, top_k, num_experts)
-    for name in ("even", "one expert", "padding"):
+    for name in routing:
         ids = routed[name].to(device)
         wanted = wanted_parts(routed[name], {**given, "gate_up": whole(gate_up), "down": whole(down)}, activation)
         untouched = wanted.isnan()
@@ -87,7 +128,7 @@ def test_kernels_and_twins(
             (plan_experts_torch, grouped_gate_up_packed_torch, grouped_down_packed_torch),
         ):
             out = torch.full((num_tokens, top_k + 1, hidden), 5.0, device=device)
-            with overriding("grouped_gate_up", TILES), overriding("grouped_down", TILES):
+            with overriding("grouped_gate_up", tiles), overriding("grouped_down", tiles):
                 plan = plan_of(ids, num_experts, gate_up.bits)
                 inner = first(given["x"], gate_up, plan, top_k, activation, given["bias"])
                 assert second(inner, down, plan, given["weights"], out, given["down_bias"]) is out

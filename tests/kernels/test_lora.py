@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
+from cb_backend.kernels import lora
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.lora import lora_expand, lora_expand_torch, lora_shrink, lora_shrink_torch
 from cb_backend.kernels.lora_plan import AdapterPlan, plan_adapters
 
 NOTHING = torch.zeros(0, dtype=torch.int32)
-SMALL = {"block_k": 32, "block_r": 16, "splits": 3, "num_warps": 4, "num_stages": 2}
+SMALL = {"block_k": 32, "block_r": 16, "num_warps": 4, "num_stages": 2}
+WHOLE = {**SMALL, "block_k": 64}  # a split at once
+
+
+@pytest.fixture(autouse=True)
+def _many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of inputs as small as these."""
+    monkeypatch.setattr(lora, "_LEAST_SPLIT", 64)
 
 
 def plan_of(adapters: list[int], max_adapters: int, device: torch.device, tile_rows: int = 16) -> AdapterPlan:
@@ -84,11 +94,17 @@ def mixes(num_rows: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("mix", mixes(1))
 @pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 31, 32, 33, 40])
-def test_rows_get_what_their_adapter_adds(num_rows: int, mix: str, device: torch.device) -> None:
+@pytest.mark.parametrize("shrinking", [SMALL, WHOLE], ids=["blocks", "whole"])
+def test_rows_get_what_their_adapter_adds(
+    num_rows: int, mix: str, shrinking: dict[str, int], device: torch.device
+) -> None:
     adapters = mixes(num_rows)[mix]
     case = Case(num_rows, device=device)
     expected = case.expected(adapters)
-    with overriding("lora_shrink", SMALL), overriding("lora_expand", {"block_n": 32, "block_r": 16, "num_warps": 4}):
+    with (
+        overriding("lora_shrink", shrinking),
+        overriding("lora_expand", {"block_n": 32, "block_r": 16, "num_warps": 4}),
+    ):
         got = case.run(plan_of(adapters, 5, device))
     for y in (got, case.run(plan_of(adapters, 5, device), is_twin=True)):
         assert (y.double() - expected).abs().max() < 1e-4
@@ -100,12 +116,16 @@ def test_rows_get_what_their_adapter_adds(num_rows: int, mix: str, device: torch
     (32, (40,), 16), (100, (8, 24), 32), (64, (130, 7, 3), 48), (257, (64, 64), 64), (16, (1,), 128),
 ])  # fmt: skip
 @pytest.mark.parametrize("tile_rows", [16, 32, 64])
+@pytest.mark.parametrize("shrinking", [SMALL, WHOLE], ids=["blocks", "whole"])
 def test_sizes_on_both_sides_of_tiles(
-    in_size: int, slices: tuple[int, ...], rank: int, tile_rows: int, device: torch.device
+    in_size: int, slices: tuple[int, ...], rank: int, tile_rows: int, shrinking: dict[str, int], device: torch.device
 ) -> None:
     adapters = mixes(37)["mixed"]
     case = Case(37, in_size, slices, rank, device=device)
-    with overriding("lora_shrink", SMALL), overriding("lora_expand", {"block_n": 32, "block_r": 32, "num_warps": 4}):
+    with (
+        overriding("lora_shrink", shrinking),
+        overriding("lora_expand", {"block_n": 32, "block_r": 32, "num_warps": 4}),
+    ):
         got = case.run(plan_of(adapters, 5, device, tile_rows))
     assert (got.double() - case.expected(adapters)).abs().max() < 2e-3
 
@@ -123,15 +143,24 @@ def test_kernel_and_twin_round_in_the_same_places(num_rows: int, device: torch.d
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
-    """Bit for bit, alone and among others, whatever the tile that holds it."""
+    """Bit for bit, alone and among others, whatever the tile that holds it and the blocks that a launch sums."""
     adapters = [3, *mixes(39)["mixed"]]
     case = Case(40, 200, dtype=torch.float16, device=device)
     with overriding("lora_shrink", SMALL):
         alone = Case(40, 200, dtype=torch.float16, device=device)
         alone.x, alone.y = case.x[:1], case.y[:1]
         first = alone.run(plan_of([3], 5, device))[0]
-        for tile_rows in (16, 32, 64):
+    for tile_rows, shrinking in itertools.product((16, 32, 64), (SMALL, WHOLE)):
+        with overriding("lora_shrink", shrinking):
             assert torch.equal(case.run(plan_of(adapters, 5, device, tile_rows))[0], first)
+
+
+def test_splits_are_few_and_hold_the_input() -> None:
+    for in_size in (1, 64, 65, 1024, 1025, 4096, 14336, 28672):
+        size = lora.split_size_of(in_size)
+        assert size >= 64
+        assert size & (size - 1) == 0
+        assert -(-in_size // size) <= 16
 
 
 def test_strided_rows_and_twice_the_same(device: torch.device) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from cb_backend.engine.runner.cuda_warm_up import rehearsed_shapes
+from cb_backend.kernels import lora_plan
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.lora_plan import AdapterPlan, max_items, plan_adapters, plan_adapters_torch
 
@@ -96,3 +100,39 @@ def test_the_bound_holds_for_every_number_of_tokens() -> None:
             for used in range(1, min(num_tokens, max_adapters) + 1):
                 needed = (used - 1) + -(-(num_tokens - used + 1) // 16)
                 assert needed <= max_items(num_tokens, max_adapters, 16)
+
+
+class Recorder:
+    """In place of the kernel: what is compiled for its launches."""
+
+    def __init__(self) -> None:
+        self.variants: set[tuple[tuple[str, int], ...]] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*_: object, **constants: int) -> None:
+            self.variants.add(tuple(sorted(constants.items())))
+
+        return launch
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 64), (48, 300), (256, 1500), (256, 2048), (512, 8192)])
+def test_nothing_is_compiled_while_serving(max_num_seqs: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tokens and the prompts of a step, the start has rehearsed what its plan launches."""
+    kernel = Recorder()
+    monkeypatch.setattr(lora_plan, "_plan_adapters_kernel", kernel)
+    ints = torch.zeros(budget + max_num_seqs + 1, dtype=torch.int32)
+
+    def launch(num_decode: int, num_prefill: int, num_prompts: int) -> None:
+        plan_adapters(ints, num_decode, ints[:num_prompts], ints[: num_prompts + 1], num_prefill, ints, 8)
+
+    for shape in rehearsed_shapes(max_num_seqs, budget, has_adapters=True):
+        if shape.has_adapters:
+            launch(shape.num_decode, shape.num_prefill, shape.num_prompts)
+    rehearsed = set(kernel.variants)
+    for num_tokens in range(1, budget + 1, 1 if budget < 400 else 37):
+        for num_prompts in {0, 1, 2, 3, 4, 8, 17, min(num_tokens, max_num_seqs)}:
+            for num_prefill in {num_tokens, min(num_tokens, max(1, num_prompts))} if num_prompts else {0}:
+                num_decode = num_tokens - num_prefill
+                if num_decode + num_prompts <= max_num_seqs and num_prompts <= num_prefill + (not num_prompts):
+                    launch(num_decode, num_prefill, num_prompts)
+    assert kernel.variants == rehearsed

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cb_backend.cli.paths import checkout_path
-from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.quantization import module_formats
+from cb_backend.models.registry import read_model_config
+from cb_backend.parallel.group import NoGroup
 from cb_backend.study.machine import model_shape
 
 # billions of parameters, those of the input embedding left out where there are two
 SIZES = {
     "qwen3-0.6b": 0.60, "llama-3.2-1b": 1.24, "llama-3.1-8b": 7.5, "gemma3-4b": 3.88, "phi-4": 14.1, "olmo3-7b": 6.9,
-    "llama-3.2-3b": 3.21, "llama-3.1-70b": 69.5, "qwen3-30b-a3b": 30.2, "gpt-oss-20b": 20.3,
+    "llama-3.2-3b": 3.21, "llama-2-7b": 6.61, "llama-2-13b": 12.85, "llama-3.1-70b": 69.5, "qwen3-30b-a3b": 30.2,
+    "gpt-oss-20b": 20.3, "gpt-oss-120b": 116.2,
 }  # fmt: skip
 
 
@@ -57,6 +60,16 @@ def test_gemma_slides_in_five_of_six_layers(models: SimpleNamespace) -> None:
     spec = models.published.spec_of("gemma3-4b")
     assert spec.windows[:7] == (1024,) * 5 + (0, 1024)
     assert [rope.factor for rope in spec.ropes] == [1.0, 8.0]
+
+
+@pytest.mark.parametrize("label", ["w4a16", "fp8 blocks", "nvfp4", "gguf q4_k", "bf16"])
+def test_a_config_can_be_written_for_weights_of_a_format(label: str, models: SimpleNamespace, tmp_path: Path) -> None:
+    folder = models.published.write_config(tmp_path, "llama-3.2-1b", label)
+    spec = read_model_config(folder)
+    assert spec.num_layers == 16
+    assert (spec.formats is None) is (label == "bf16")
+    with pytest.raises(ValueError, match="'w5'"):
+        models.published.write_config(tmp_path, "llama-3.2-1b", "w5")
 
 
 def test_a_name_that_is_not_known_is_an_error(models: SimpleNamespace) -> None:

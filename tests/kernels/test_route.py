@@ -78,6 +78,32 @@ def test_kernel_and_twin_choose_as_a_plain_loop(
         assert torch.equal(zeroed, torch.where(slots.cpu() == 0, 0.0, 7.0).view(-1, 1, 1).expand_as(zeroed))
 
 
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_of_spread_experts_each_device_has_its_own_pairs(
+    routing: Routing, num_devices: int, device: torch.device
+) -> None:
+    """Chosen and weighed as on one device; the parts that nobody on the device writes are 0, and no others."""
+    num_tokens, num_experts, k = 6, 8, routing.top_k
+    logits, slots, parts = inputs(num_tokens, num_experts, device, num_parts=k + 1)
+    ids, wanted = route_torch(logits.cpu(), slots.cpu(), parts.cpu().clone(), routing)
+    num_here = num_experts // num_devices
+    for first in range(0, num_experts, num_here):
+        own = routing._replace(first_here=first, num_here=num_here)
+        is_here = (ids >= first) & (ids < first + num_here)
+        left = torch.full_like(parts.cpu(), 7.0)
+        left[:, :k][~is_here] = 0.0
+        left[slots.cpu() == 0] = 0.0
+        its_parts, twin_parts = parts.clone(), parts.cpu().clone()
+        for (found, weights), zeroed in (
+            (route(logits, slots, its_parts, own), its_parts),
+            (route_torch(logits.cpu(), slots.cpu(), twin_parts, own), twin_parts),
+        ):
+            assert torch.equal(found.cpu(), torch.where(is_here, ids - first, num_here))
+            torch.testing.assert_close(weights.cpu(), wanted, atol=1e-6, rtol=1e-5)
+            assert torch.equal(zeroed.cpu(), left)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_equal_scores_go_to_the_lower_expert(dtype: torch.dtype, device: torch.device) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5], dtype=dtype, device=device)

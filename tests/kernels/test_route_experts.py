@@ -51,6 +51,23 @@ def test_kernel_and_twin(
     assert torch.equal(parts.cpu(), twin_parts)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_devices_of_spread_experts_have_every_pair_once(num_tokens: int, device: torch.device) -> None:
+    """Of the real rows, each at its expert; so the sum of their parts is that of one device."""
+    logits, slots, parts = inputs(num_tokens, 12, device, num_parts=4)
+    slots += num_tokens == 1
+    routing = Routing(4, renormalise=True)
+    _, whole = route_experts_torch(logits.cpu(), slots.cpu(), parts.cpu().clone(), routing)
+    wanted = {expert: pairs.tolist() for expert, pairs in whole.by_expert()}
+    for function, where in ((route_experts, device), (route_experts_torch, torch.device("cpu"))):
+        found = {}
+        for first in (0, 4, 8):
+            own = routing._replace(first_here=first, num_here=4)
+            _, plan = function(logits.to(where), slots.to(where), parts.to(where).clone(), own)
+            found |= {first + expert: pairs.tolist() for expert, pairs in plan.by_expert()}
+        assert found == wanted
+
+
 @pytest.mark.parametrize("num_tokens", [1, 4, 16])
 def test_steps_of_padding_alone_read_no_expert(num_tokens: int, device: torch.device) -> None:
     logits, slots, parts = inputs(num_tokens, 8, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,11 +131,15 @@ def test_steps_are_saved_as_they_are_found_and_dry_runs_not(
         assert own.is_file() != arguments.dry_run
         save({"linear_silu_mul": [entry(32, 1, 16, by="steps")]})
 
-    monkeypatch.setattr(workshop.tune_steps, "run", run)
-    assert workshop.tune.tune_steps_products(SimpleNamespace(dry_run=True)) == 0
+    assert workshop.tune.tune_in_steps(run, SimpleNamespace(dry_run=True)) == 0
     assert not own.exists()
-    assert workshop.tune.tune_steps_products(SimpleNamespace(dry_run=False)) == 0
+    assert workshop.tune.tune_in_steps(run, SimpleNamespace(dry_run=False)) == 0
     assert json.loads(own.read_text()) == {
         "linear": [entry(64, 1, 8), entry(64, 2, 16, by="steps")],
         "linear_silu_mul": [entry(32, 1, 16, by="steps")],
     }
+
+
+def test_every_tuner_of_whole_steps_that_can_be_named_is_there(workshop: SimpleNamespace) -> None:
+    for module in workshop.tune.IN_STEPS.values():
+        assert callable(importlib.import_module(module).run), module
