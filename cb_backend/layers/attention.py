@@ -20,6 +20,7 @@ from cb_backend.layers.norm import RMSNorm
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.step_metadata import LayerCache, StepMetadata
+from cb_backend.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class AttentionParts:
     o_proj: Linear
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
-    sinks: Tensor | None = None  # [num_heads]
+    sinks: Placement | None = None  # of a tensor [num_heads]
 
 
 class Attention:
@@ -45,7 +46,8 @@ class Attention:
         self.key_scale = self.value_scale = 1.0  # an fp8 cache holds keys and values divided by them
         self.qkv_proj, self.o_proj = parts.qkv_proj, parts.o_proj
         self.q_norm, self.k_norm = parts.q_norm, parts.k_norm
-        self._options: dict[str, Any] = {} if parts.sinks is None else {"sinks": parts.sinks}
+        self._options: dict[str, Any] = {} if parts.sinks is None else {"sinks": parts.sinks.target}
+        self._sinks = parts.sinks
         self._norm_weights = (
             parts.q_norm.weight if parts.q_norm else None,
             parts.k_norm.weight if parts.k_norm else None,
@@ -121,8 +123,8 @@ class Attention:
         for part in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
             if part is not None:
                 yield from part.placements()
-        for option, tensor in self._options.items():
-            yield Placement(f"{self.name}.{option}", tensor)
+        if self._sinks is not None:
+            yield self._sinks
 
 
 class WholeNormAttention(Attention):
@@ -146,6 +148,36 @@ class WholeNormAttention(Attention):
             part = qkv[:, columns]
             self.ops.rms_norm(part, weight, self._whole_eps, out=part, rounds_first=self._rounds_first)
         return super().__call__(qkv, cache, step)
+
+
+class SharedNormAttention(WholeNormAttention):
+    """The same over the heads of a group's devices: their squares are added up before any is normed."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: AttentionSpec,
+        layer: LayerSpec,
+        parts: AttentionParts,
+        ops: ModelOps,
+        group: Group,
+    ) -> None:
+        """spec: of this device's heads."""
+        super().__init__(name, spec, layer, parts, ops)
+        self.group = group
+        # Of each part: what its squares' sum is divided by. A KV head that several devices have is counted so often.
+        self._counted = [group.size * heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads)]
+
+    def __call__(self, qkv: Tensor, cache: LayerCache, step: StepMetadata) -> Tensor:
+        parts = [qkv[:, columns].float() for columns, _ in self._whole_norms]
+        squares = torch.stack([part.square().sum(1) for part in parts], dim=1)  # [num_tokens, 2]
+        totals = self.group.sum_rows(squares).unbind(1)
+        for part, total, count, (columns, weight) in zip(parts, totals, self._counted, self._whole_norms, strict=True):
+            normed = part * (total / count + self._whole_eps).rsqrt().unsqueeze(1)
+            if self._rounds_first:
+                normed = normed.to(qkv.dtype)
+            qkv[:, columns] = (normed * weight).to(qkv.dtype)
+        return Attention.__call__(self, qkv, cache, step)
 
 
 def halves_apart(spec: AttentionSpec) -> Callable[[Tensor], Tensor]:

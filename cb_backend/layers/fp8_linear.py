@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.fp8 import FP8, Fp8Rows, quantize_rows_torch
-from cb_backend.layers.group import Group
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.projection import Part, Projection
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.parallel.group import Group
 
 _ELEMENTS_AT_ONCE = 1 << 24  # quantised together: bounds the memory that loading needs beside the weights
 
@@ -30,7 +30,7 @@ class Fp8Linear(Linear):
     ) -> None:
         super().__init__(projection, ops, group, dtype=dtype, device=device, weight_dtype=FP8)
         self.dtype = dtype
-        self.weight_scales = torch.empty(self.weight.shape[0], dtype=torch.float32, device=device)
+        self.weight_scales = torch.zeros(self.weight.shape[0], dtype=torch.float32, device=device)
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         return self._product(self.ops.quantize_rows(x))
@@ -61,7 +61,7 @@ class Fp8Linear(Linear):
         return self.ops.linear_fp8(rows, self.weight, self.weight_scales, self.bias)
 
     def _weight_of(self, part: Part) -> QuantizedRows:
-        return QuantizedRows(self.weight[part.rows], self.weight_scales[part.rows], self.dtype)
+        return QuantizedRows(self.weight[part.rows, part.columns], self.weight_scales[part.rows], self.dtype)
 
 
 class QuantizedRows:
@@ -112,5 +112,8 @@ class QuantizedRows:
 
     def _parts(self) -> Iterator[slice]:
         num_rows, in_size = self.shape
+        if not in_size:  # a device may have none of the input features
+            self.scales.zero_()
+            return
         step = max(1, _ELEMENTS_AT_ONCE // in_size)
         yield from (slice(start, start + step) for start in range(0, num_rows, step))

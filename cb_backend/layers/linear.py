@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cb_backend.layers.group import Group
 from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.placement import Fillable, Placement
+from cb_backend.layers.placement import Elsewhere, Fillable, Placement
 from cb_backend.layers.projection import Part, Projection, Split
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.parallel.group import Group
 
 
 class Linear:
@@ -37,11 +37,15 @@ class Linear:
         self.ops = ops
         self.group = group
         self.projection = projection
-        out_size, in_size = projection.sizes(group.size)
+        out_size, in_size = projection.sizes(group.rank, group.size)
         self.weight = self._new_weight((out_size, in_size), weight_dtype or dtype, device)
         # Of partial sums one has the bias.
         has_bias = projection.has_bias and (projection.split is not Split.COLUMNS or group.rank == 0)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
+        if group.size > 1:  # what pads a share stays so
+            self.weight.zero_()
+            if self.bias is not None:
+                self.bias.zero_()
 
     def _new_weight(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """[out_size, in_size]"""
@@ -79,23 +83,43 @@ class Linear:
             yield from self._placements_of(part)
             if self.bias is not None:
                 yield Placement(f"{part.name}.bias", self.bias[part.rows], part.bias_shard, part.transform)
+            elif self.projection.has_bias:
+                yield Placement(f"{part.name}.bias", Elsewhere((part.share.size,), self.weight.device))
 
     def _placements_of(self, part: Part) -> Iterator[Placement]:
         """Where the part's weight goes."""
         yield Placement(f"{part.name}.weight", self._weight_of(part), part.weight_shard, part.transform)
 
     def _weight_of(self, part: Part) -> Fillable:
-        return self.weight[part.rows]
+        return self.weight[part.rows, part.columns]
+
+
+class PartialLinear(Linear):
+    """Of partial sums, which ranks add up next: they are written where that finds them."""
+
+    def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
+        return self.ops.linear(x, self.weight, self.bias, self.group.partial_out(x.shape[0]))
 
 
 class Embedding:
     """Token ids to vectors."""
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_rows: int | None = None,
     ) -> None:
+        """num_rows: with those that pad the vocabulary for a head of several devices; None: there are none."""
         self.name = name  # of the module in the checkpoint
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)  # [vocab_size, hidden_size]
+        self.vocab_size = vocab_size
+        self.weight = torch.empty(num_rows or vocab_size, hidden_size, dtype=dtype, device=device)
+        if num_rows is not None:
+            self.weight[vocab_size:].zero_()
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int -> [num_tokens, hidden_size]."""
@@ -103,7 +127,7 @@ class Embedding:
         return functional.embedding(token_ids, self.weight)
 
     def placements(self) -> Iterator[Placement]:
-        yield Placement(f"{self.name}.weight", self.weight)
+        yield Placement(f"{self.name}.weight", self.weight[: self.vocab_size])
 
 
 class ScaledEmbedding(Embedding):
@@ -119,8 +143,9 @@ class ScaledEmbedding(Embedding):
         is_scale_rounded: bool,
         dtype: torch.dtype,
         device: torch.device,
+        num_rows: int | None = None,
     ) -> None:
-        super().__init__(name, vocab_size, hidden_size, dtype=dtype, device=device)
+        super().__init__(name, vocab_size, hidden_size, dtype=dtype, device=device, num_rows=num_rows)
         self.scale = float(torch.tensor(scale, dtype=dtype)) if is_scale_rounded else scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:

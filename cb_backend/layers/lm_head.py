@@ -11,6 +11,8 @@ from torch import Tensor
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
+from cb_backend.parallel.group import Group
+from cb_backend.parallel.shares import Share
 
 
 class LMHead(Protocol):
@@ -74,3 +76,34 @@ class CappedHead:
 
     def placements(self) -> Iterator[Placement]:
         return self.head.placements()
+
+
+class SharedHead:
+    """A head of several devices, each with its rows of the vocabulary: rank 0 gets all logits, the others none."""
+
+    def __init__(self, head: LMHead, group: Group, vocab_size: int, share: Share) -> None:
+        """head: of this device's rows, and of those that pad them."""
+        self.head, self.group = head, group
+        self.vocab_size, self.share = vocab_size, share
+
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """On rank 0 [num_rows, vocab_size]; elsewhere [num_rows, 0], and `out` stays as it is."""
+        part = self.head(hidden)
+        if self.group.rank:
+            self.group.gather_logits(part, None)
+            return part[:, :0]
+        out = part.new_empty(len(part), self.vocab_size) if out is None else out
+        self.group.gather_logits(part, out)
+        return out
+
+    def is_as(self, embedding: Tensor) -> bool:
+        """Of its own rows; `embedding` is padded as the vocabulary is."""
+        return self.head.is_as(rows_of_head(embedding, self.group.rank, self.share))
+
+    def placements(self) -> Iterator[Placement]:
+        return self.head.placements()
+
+
+def rows_of_head(embedding: Tensor, rank: int, share: Share) -> Tensor:
+    """A device's rows of an embedding that is padded as the vocabulary is: a view."""
+    return embedding[rank * share.room : (rank + 1) * share.room]

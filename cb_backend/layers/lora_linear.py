@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.layers.adapter_table import AdapterSite
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
@@ -27,9 +26,13 @@ class LoraLinear(Linear):
         self.weight, self.bias = base.weight, base.bias
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
+        if step.adapters is None:
+            return self.base(x, step)
+        site, plan = self.site, step.adapters
+        # Before the product, which may fetch its weights meanwhile.
+        shrunk = self.ops.lora_shrink(x, site.a, plan)
         product = self.base(x, step)
-        if step.adapters is not None:
-            self._add(product, x, step.adapters)
+        self.ops.lora_expand(product, shrunk, site.b, site.scales, site.slices, plan)
         return product
 
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
@@ -51,8 +54,3 @@ class LoraLinear(Linear):
 
     def placements(self) -> Iterator[Placement]:
         yield from self.base.placements()
-
-    def _add(self, product: Tensor, x: Tensor, plan: AdapterPlan) -> None:
-        site = self.site
-        shrunk = self.ops.lora_shrink(x, site.a, plan)
-        self.ops.lora_expand(product, shrunk, site.b, site.scales, site.slices, plan)

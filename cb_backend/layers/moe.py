@@ -1,7 +1,8 @@
 """A mixture of experts: a router, and feed-forward blocks of which each token goes through the best few.
 
 What the experts make of a token stays in parts, one an expert; the addition and norm that follow add them up. What all
-tokens share is one part more.
+tokens share is one part more. Where experts are spread over devices, each routes all tokens and has what its own
+experts make of them; the sum over the devices is the block's output.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from cb_backend.kernels.route import Routing
 from cb_backend.layers.experts import Experts
-from cb_backend.layers.group import Group
 from cb_backend.layers.layer_spec import MoESpec
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.mlp import MLP
@@ -22,6 +22,7 @@ from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,11 @@ class MoE:
     def __init__(self, spec: MoESpec, parts: MoEParts, ops: ModelOps, group: Group) -> None:
         self.router, self.experts, self.shared = parts.router, parts.experts, parts.shared
         self.ops, self.group, self.spec = ops, group, spec
-        self.routing = Routing(spec.top_k, spec.scoring, spec.renormalise, spec.scale, spec.num_groups, spec.top_groups)
+        held = parts.experts.held
+        self.routing = Routing(
+            spec.top_k, spec.scoring, spec.renormalise, spec.scale, spec.num_groups, spec.top_groups,
+            held.experts.start, held.experts.size if held.is_spread(spec) else None,
+        )  # fmt: skip
         self.num_parts = spec.top_k + (parts.shared is not None)
         self._bias_place = parts.score_bias
         bias = None if parts.score_bias is None else parts.score_bias.target

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import pack
-from cb_backend.layers.packed_experts import PackedMixture, Stack
+from cb_backend.layers.experts import Inner
+from cb_backend.layers.packed_experts import MXFP4_GROUP, PackedMixture, Stack
 from cb_backend.layers.packed_linear import StoredReader
 from cb_backend.layers.placement import Placement
-
-GROUP = 32
+from cb_backend.layers.stored_shares import columns_of, rows_of
 
 
 class Mxfp4Mixture(PackedMixture):
@@ -28,10 +28,12 @@ class Mxfp4Mixture(PackedMixture):
             (self.gate_up, names.gate, 2 * size, hidden),
             (self.down, names.down, hidden, size),
         ):
-            if columns % GROUP:
-                raise ConfigError(f"{self.name}.{part}: mxfp4 needs input features in groups of {GROUP}, not {columns}")
-            parts = _Parts(stack, self.reader, self._device)
-            shape = (self.spec.num_experts, rows, columns // GROUP)
+            if columns % MXFP4_GROUP:
+                raise ConfigError(
+                    f"{self.name}.{part}: mxfp4 needs input features in groups of {MXFP4_GROUP}, not {columns}"
+                )
+            parts = _Parts(stack, self.reader, self._device, self.held.inner)
+            shape = (self.held.experts.size, rows, columns // MXFP4_GROUP)
             yield Placement(f"{self.name}.{part}_blocks", _Part(parts, "blocks", (*shape, 16)))
             yield Placement(f"{self.name}.{part}_scales", _Part(parts, "scales", shape))
 
@@ -39,17 +41,20 @@ class Mxfp4Mixture(PackedMixture):
 class _Parts:
     """Both tensors of a product, until they have come."""
 
-    def __init__(self, stack: Stack, reader: StoredReader, device: torch.device) -> None:
+    def __init__(self, stack: Stack, reader: StoredReader, device: torch.device, inner: Inner) -> None:
         self.stack, self.reader, self.device = stack, reader, device
+        self.inner = inner
         self.come: dict[str, Tensor] = {}
 
     def take(self, kind: str, tensor: Tensor) -> None:
         self.come[kind] = tensor
         if len(self.come) < 2:
             return
-        blocks, scales = self.come.pop("blocks"), self.come.pop("scales")
+        blocks, scales, share = self.come.pop("blocks"), self.come.pop("scales"), self.inner.share
         for expert in range(blocks.shape[0]):
             stored = self.reader.read({"blocks": blocks[expert], "scales": scales[expert]})
+            # Rows of gate and up lie in turn: two for a feature.
+            stored = rows_of(stored, [share.times(2)]) if self.stack.is_gated else columns_of(stored, share)
             self.stack.put(expert, pack(stored.values, stored.scales, stored.kind, stored.group))
 
 
@@ -59,7 +64,8 @@ class _Part:
     def __init__(self, parts: _Parts, kind: str, shape: tuple[int, ...]) -> None:
         self.shape = torch.Size(shape)
         self.device = parts.device
-        self.nbytes = self.shape.numel() * (1 if kind == "blocks" else 2)  # scales are kept in 16 bits
+        kept = self.shape.numel() * parts.inner.share.room // parts.inner.whole
+        self.nbytes = kept * (1 if kind == "blocks" else 2)  # scales are kept in 16 bits
         self._parts, self._kind = parts, kind
 
     def numel(self) -> int:

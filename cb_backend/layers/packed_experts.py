@@ -6,7 +6,7 @@ all experts' and is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,21 +14,22 @@ from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.expert_plan import ExpertPlan
-from cb_backend.kernels.fp8 import FP8
+from cb_backend.kernels.exponents import exponents_of
 from cb_backend.kernels.grouped_packed import PackedExperts
-from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, pack
-from cb_backend.layers.experts import bias_placements, halves_of_rows, new_biases
-from cb_backend.layers.fp8_linear import QuantizedRows
-from cb_backend.layers.group import Group
-from cb_backend.layers.layer_spec import MoESpec
+from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight
+from cb_backend.layers.experts import ExpertLayer, bias_placements, new_biases
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.packed_linear import PackedLinear, Piece, StoredReader
-from cb_backend.layers.placement import Placement
-from cb_backend.layers.projection import Part, Projection
+from cb_backend.layers.packed_linear import PackedLinear, StoredReader
+from cb_backend.layers.packed_pieces import Piece
+from cb_backend.layers.placement import Placement, shard_of
+from cb_backend.layers.projection import Projection, Split
+from cb_backend.parallel.group import Group, NoGroup
+
+MXFP4_GROUP = 32  # elements that share a scale, which is a power of two
 
 
 class Stack:
-    """All experts' weights of one product; memory is asked for when the first expert's come."""
+    """A device's experts' weights of one product; memory is asked for when the first expert's come."""
 
     def __init__(self, name: str, num_experts: int, *, is_gated: bool) -> None:
         self.name = name
@@ -43,21 +44,24 @@ class Stack:
 
     def put(self, expert: int, packed: PackedWeight) -> None:
         """Raises `ConfigError` where it cannot be multiplied together with the others."""
-        whole = self._weight
+        whole, own_scales = self._weight, packed.scales
+        if (packed.kind, packed.group) == ("fp4", MXFP4_GROUP):
+            exponents = exponents_of(packed.scales)
+            own_scales = packed.scales if exponents is None else exponents
         if whole is None:
             values, scales, zeros = (
                 None if each is None else each.new_empty(self.num_experts, *each.shape)
-                for each in (packed.values, packed.scales, packed.zeros)
+                for each in (packed.values, own_scales, packed.zeros)
             )
             assert values is not None
             assert scales is not None
             whole = PackedExperts(values, scales, zeros, packed.kind, packed.group, packed.size, self.is_gated)
             self._weight = whole
-        alike = (packed.kind, packed.group, packed.zeros is None, packed.scales.dtype)
+        alike = (packed.kind, packed.group, packed.zeros is None, own_scales.dtype)
         if packed.global_scale != 1.0 or alike != (whole.kind, whole.group, whole.zeros is None, whole.scales.dtype):
             raise ConfigError(f"{self.name}.{expert}: supported are experts of one format, without a global scale")
         whole.values[expert].copy_(packed.values)
-        whole.scales[expert].copy_(packed.scales)
+        whole.scales[expert].copy_(own_scales)
         if whole.zeros is not None and packed.zeros is not None:
             whole.zeros[expert].copy_(packed.zeros)
 
@@ -80,84 +84,14 @@ class ExpertProjection(PackedLinear):
         return []
 
 
-class Fp8Reader:
-    """fp8 with a scale for each output feature, or what becomes that while it is loaded."""
-
-    name, kind, group, has_zeros, has_shifts = "fp8", "fp8", -1, False, False
-
-    def tensors(self, out_size: int, in_size: int) -> dict[str, tuple[int, ...]]:
-        return {"weight": (out_size, in_size), "weight_scale": (out_size,)}
-
-    def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
-        """Of rows that have been quantised: `weight` [out_size, in_size] and `weight_scale` [out_size]."""
-        values, scales = tensors["weight"], tensors["weight_scale"]
-        return StoredWeight(values.view(torch.uint8), scales.unsqueeze(1), None, self.kind, values.shape[1])
-
-
-class Fp8ExpertProjection(ExpertProjection):
-    """The same of fp8 checkpoints, and of others that are quantised while they are loaded."""
-
-    def _placements_of(self, part: Part) -> Iterator[Placement]:
-        module = self._modules[part.name]
-        shape = (module.rows.stop - module.rows.start, self.size[1])
-        target = ExpertRows(shape, self.device, self.dtype, lambda stored: self._add(module, stored))
-        yield Placement(f"{part.name}.weight", target)
-
-
-class ExpertRows(QuantizedRows):
-    """Where a matrix goes that is kept in fp8 for as long as it takes to pack it."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        device: torch.device,
-        dtype: torch.dtype,
-        done: Callable[[StoredWeight], None],
-    ) -> None:
-        self.shape = torch.Size(shape)
-        self.device = device
-        self.nbytes = shape[0] * (shape[1] + 4)
-        self._dtype = dtype  # what random weights are drawn in
-        self._done = done
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def copy_(self, source: Tensor) -> None:
-        self._room()
-        super().copy_(source)
-        self._finish()
-
-    def copy_quantised(self, values: Tensor, scales: Tensor) -> None:
-        self._room()
-        super().copy_quantised(values, scales)
-        self._finish()
-
-    def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
-        self._room()
-        super().normal_(mean, std, generator)
-        self._finish()
-
-    def _room(self) -> None:
-        self.values = torch.empty(self.shape, dtype=FP8, device=self.device)
-        self.scales = torch.empty(self.shape[0], dtype=torch.float32, device=self.device)
-
-    def _finish(self) -> None:
-        stored = Fp8Reader().read({"weight": self.values, "weight_scale": self.scales})
-        del self.values, self.scales
-        self._done(stored)
-
-
 class PackedMixture:
-    """The experts of a layer, packed."""
+    """A device's experts of a layer, packed."""
 
     projection_class: type[ExpertProjection] = ExpertProjection
 
     def __init__(
         self,
-        name: str,
-        hidden_size: int,
-        spec: MoESpec,
+        layer: ExpertLayer,
         reader: StoredReader,
         ops: ModelOps,
         group: Group,
@@ -165,33 +99,46 @@ class PackedMixture:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        names, size = spec.names, spec.intermediate_size
-        self.name = f"{name}.{names.experts}" if names.experts else name  # of the module in the checkpoint
+        self.name = layer.module
         if (reader.kind, reader.group) == ("int8", 32):
             raise ConfigError(
                 f"{self.name}: experts of 8 bits are not supported in groups of 32; use a quantisation in groups of 64"
                 " or 128, or with a scale a channel"
             )
-        self.spec, self.hidden_size, self.ops, self.reader = spec, hidden_size, ops, reader
+        self.spec, self.held, self.hidden_size = layer.spec, layer.held, layer.hidden_size
+        self.ops, self.reader = ops, reader
+        self._layer = layer
         self.bits = KINDS[reader.kind].bits
-        self.gate_up = Stack(self.name, spec.num_experts, is_gated=True)
-        self.down = Stack(self.name, spec.num_experts, is_gated=False)
-        self.biases = new_biases(spec, hidden_size, dtype, device)
+        self.gate_up = Stack(self.name, layer.held.experts.size, is_gated=True)
+        self.down = Stack(self.name, layer.held.experts.size, is_gated=False)
+        self.biases = new_biases(layer, group, dtype, device)
         self._device, self._dtype = device, dtype
-        self._projections: list[ExpertProjection] = []
-        if spec.storage != "apart":
-            return
+        self._projections = list(self._new_projections(group)) if layer.spec.storage == "apart" else []
+
+    def _new_projections(self, group: Group) -> Iterator[tuple[ExpertProjection, bool]]:
+        """Each expert's, where a checkpoint has them apart; and whether this device has the expert."""
+        spec, held, hidden_size = self.spec, self.held, self.hidden_size
+        names, size, share = spec.names, spec.intermediate_size, held.inner.share
+        group = NoGroup() if held.is_spread(spec) else group  # an expert's matrices are whole where it is
         for expert in range(spec.num_experts):
+            place = held.place_of(expert)
             for stack, in_size, parts in (
                 (self.gate_up, hidden_size, {names.gate: size, names.up: size}),
                 (self.down, size, {names.down: hidden_size}),
             ):
                 projection = Projection(
-                    name=f"{self.name}.{expert}", in_size=in_size, parts=parts, is_gated=stack.is_gated
+                    name=f"{self.name}.{expert}",
+                    in_size=in_size,
+                    parts=parts,
+                    split=Split.ROWS if stack.is_gated else Split.COLUMNS,
+                    shares=dict.fromkeys(parts, share),
+                    columns=share,
+                    is_gated=stack.is_gated,
                 )
-                self._projections.append(
-                    self.projection_class(stack, expert, projection, ops, group, reader, dtype=dtype, device=device)
+                its = self.projection_class(
+                    stack, place or 0, projection, self.ops, group, self.reader, dtype=self._dtype, device=self._device
                 )
+                yield its, place is not None
 
     def __call__(self, x: Tensor, weights: Tensor, plan: ExpertPlan, parts: Tensor) -> None:
         spec, (gate_up_bias, down_bias) = self.spec, self.biases
@@ -199,81 +146,13 @@ class PackedMixture:
         self.ops.grouped_down_packed(inner, self.down.weight, plan, weights, parts, down_bias)
 
     def placements(self) -> Iterator[Placement]:
-        for projection in self._projections:
-            yield from projection.placements()
-        yield from self._placements_of_stacks()
-        yield from bias_placements(self.name, self.spec, self.biases)
+        for projection, is_here in self._projections:
+            for placement in projection.placements():
+                yield placement if is_here else placement.elsewhere()
+        own = shard_of(self.held.experts, self.spec.num_experts)
+        yield from (placement._replace(shard=own) for placement in self._placements_of_stacks())
+        yield from bias_placements(self._layer, self.biases)
 
     def _placements_of_stacks(self) -> Iterator[Placement]:
-        """Of tensors that hold all experts', in a checkpoint that has such."""
+        """Of tensors that hold all experts', in a checkpoint that has such: as if it had this device's alone."""
         yield from ()
-
-
-class Fp8Mixture(PackedMixture):
-    """The experts of a layer in fp8, whatever the checkpoint has them in."""
-
-    projection_class = Fp8ExpertProjection
-
-    def _placements_of_stacks(self) -> Iterator[Placement]:
-        """Of a checkpoint with one tensor for all experts, in a wider type: quantised to fp8 as it comes."""
-        names, size, hidden, count = (
-            self.spec.names,
-            self.spec.intermediate_size,
-            self.hidden_size,
-            self.spec.num_experts,
-        )
-        if self.spec.storage == "stacked":
-            yield Placement(f"{self.name}.{names.gate}.weight", self._rows(self.gate_up, (count, 2 * size, hidden)))
-            yield Placement(f"{self.name}.{names.down}.weight", self._rows(self.down, (count, hidden, size)))
-        elif self.spec.storage == "interleaved":
-            turned = self._rows(self.gate_up, (count, hidden, 2 * size), is_turned=True)
-            yield Placement(f"{self.name}.{names.gate}", turned)
-            yield Placement(f"{self.name}.{names.down}", self._rows(self.down, (count, size, hidden), is_turned=True))
-
-    def _rows(self, stack: Stack, shape: tuple[int, int, int], *, is_turned: bool = False) -> StackedRows:
-        return StackedRows(stack, shape, self._device, self._dtype, is_turned=is_turned)
-
-
-class StackedRows:
-    """Where one tensor of all experts goes whose matrices are quantised to fp8, one after the other."""
-
-    def __init__(
-        self,
-        stack: Stack,
-        shape: tuple[int, int, int],
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        is_turned: bool,
-    ) -> None:
-        self.shape = torch.Size(shape)  # in the checkpoint
-        self.device = device
-        self.nbytes = self.shape.numel()
-        self._stack, self._dtype, self._is_turned = stack, dtype, is_turned
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def copy_(self, source: Tensor) -> None:
-        for expert in range(self.shape[0]):
-            self._rows_of(expert).copy_(self._matrix(source[expert]))
-
-    def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
-        for expert in range(self.shape[0]):
-            self._rows_of(expert).normal_(mean, std, generator)
-
-    def _matrix(self, matrix: Tensor) -> Tensor:
-        """[out, in], the gate's rows before the others."""
-        if not self._is_turned:
-            return matrix
-        turned = matrix.t()
-        return halves_of_rows(turned.unsqueeze(0)).squeeze(0) if self._stack.is_gated else turned
-
-    def _rows_of(self, expert: int) -> ExpertRows:
-        first, second = self.shape[1:]
-        shape = (second, first) if self._is_turned else (first, second)
-        return ExpertRows(shape, self.device, self._dtype, lambda stored: self._put(expert, stored))
-
-    def _put(self, expert: int, stored: StoredWeight) -> None:
-        is_gated = self._stack.is_gated
-        self._stack.put(expert, pack(stored.values, stored.scales, stored.kind, stored.group, is_gated=is_gated))

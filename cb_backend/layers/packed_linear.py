@@ -6,22 +6,25 @@ them, and when the last part of a fused projection has, the whole is packed for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight, narrowed, pack, packed_bytes
-from cb_backend.layers.group import Group
+from cb_backend.kernels.packed import KINDS, StoredWeight, narrowed, pack, packed_bytes
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
+from cb_backend.layers.packed_pieces import Piece, PlainPiece, go_together, joined, ordered
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.projection import Part, Projection
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.layers.stored_shares import columns_of, goes_with, rows_of, with_rows, written_out
+from cb_backend.parallel.group import Group
+from cb_backend.parallel.shares import Share
 
 _SPREAD = {"int4": 4.6, "int8": 74.0, "fp8": 1.0, "fp4": 2.9}  # standard deviation of random elements
 
@@ -67,19 +70,11 @@ class StoredReader(Protocol):
 class _Module:
     """One of the checkpoint's modules: what has come of it so far."""
 
-    rows: slice
+    rows: slice  # of the projection, with those that pad a share
+    shares: tuple[Share, ...]  # of the module's rows: one a part that it stores
     transform: Callable[[Tensor], Tensor] | None
     shapes: Mapping[str, tuple[int, ...]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of the projection that are one product."""
-
-    weight: PackedWeight
-    rows: slice
-    order: Tensor | None  # int64 [in_size]: of the inputs; None: as they come
 
 
 class PackedLinear(Linear):
@@ -95,12 +90,10 @@ class PackedLinear(Linear):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if group.size > 1:
-            raise ConfigError(f"{reader.name} weights are supported on one device only")
         self.reader = reader
         self.device = device
         self.dtype = dtype
-        self.pieces: list[Piece] = []
+        self.pieces: list[Piece | PlainPiece] = []
         self._stored: dict[int, StoredWeight] = {}  # first row of a module -> what it stores, until all have come
         super().__init__(projection, ops, group, dtype=dtype, device=device)
         self._modules = self._find_modules()
@@ -115,30 +108,20 @@ class PackedLinear(Linear):
 
     def into(self, x: Tensor, out: Tensor | None) -> Tensor:
         (piece,) = self.pieces
-        return self.ops.linear_packed(_ordered(x, piece.order), piece.weight, self.bias, out)
+        return piece.product(self.ops, x, self.bias, out)
 
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        normed, total = junction.add(x, residual)
+        normed, total = self.group.reduce_add_norm(x, residual, junction)
         return self(normed, step), total
-
-    def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        normed, total = junction.add(x, residual)
-        return self.gated(normed, step), total
 
     def gated(self, x: Tensor, step: StepMetadata) -> Tensor:
         first = self.pieces[0]
-        if first.weight.is_gated:
-            return self.ops.linear_silu_mul_packed(_ordered(x, first.order), first.weight)
+        if isinstance(first, Piece) and first.weight.is_gated:
+            return self.ops.linear_silu_mul_packed(ordered(x, first.order), first.weight)
         return self.ops.silu_mul(self(x, step))
 
-    def _product(self, x: Tensor, piece: Piece) -> Tensor:
-        bias = None if self.bias is None else self.bias[piece.rows]
-        x = _ordered(x, piece.order)
-        if not piece.weight.is_gated:
-            return self.ops.linear_packed(x, piece.weight, bias)
-        # Rows of gate and up lie in turn. The product of such a weight is for the few who cannot use it activated.
-        rows = self.ops.linear_packed(x, replace(piece.weight, is_gated=False))
-        return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    def _product(self, x: Tensor, piece: Piece | PlainPiece) -> Tensor:
+        return piece.product(self.ops, x, None if self.bias is None else self.bias[piece.rows])
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
@@ -147,13 +130,15 @@ class PackedLinear(Linear):
         if self.projection.stored_as is not None:  # one module has the rows of all parts, in their order
             if any(part.transform is not None for part in parts):
                 raise ConfigError(f"{parts[0].name}: {self.reader.name} weights of this family are not supported")
-            parts = [parts[0]._replace(rows=slice(0, self.size[0]))]
-        in_size = self.size[1]
+            shapes = self.reader.tensors(sum(self.projection.parts.values()), self.projection.in_size)
+            shares = tuple(part.share for part in parts)
+            return {parts[0].name: _Module(slice(0, self.size[0]), shares, None, shapes)}
+        sizes = self.projection.parts.values()
         return {
             part.name: _Module(
-                part.rows, part.transform, self.reader.tensors(part.rows.stop - part.rows.start, in_size)
+                part.room, (part.share,), part.transform, self.reader.tensors(size, self.projection.in_size)
             )
-            for part in parts
+            for part, size in zip(parts, sizes, strict=True)
         }
 
     def _placements_of(self, part: Part) -> Iterator[Placement]:
@@ -172,11 +157,21 @@ class PackedLinear(Linear):
         module.tensors = {}
         if not bool(stored.scales.float().isfinite().all()):
             raise ValueError("belongs to a matrix with a scale that is not finite")
+        stored = rows_of(stored, module.shares)
         if module.transform is not None:
-            turn = module.transform
-            zeros, shifts = (None if each is None else turn(each) for each in (stored.zeros, stored.shifts))
-            stored = stored._replace(values=turn(stored.values), scales=turn(stored.scales), zeros=zeros, shifts=shifts)
-        self._add(module, stored)
+            stored = with_rows(stored, module.transform)
+        columns = self.projection.columns_of(self.group.rank, self.group.size)
+        if goes_with(stored, columns):
+            self._add(module, columns_of(stored, columns))
+        else:
+            self._write_out(stored, columns)
+
+    def _write_out(self, stored: StoredWeight, columns: Share) -> None:
+        """Keep the numbers of a projection's only module: its groups cannot be cut where the columns are."""
+        numbers = written_out(narrowed(stored, self.dtype))[:, columns.start : columns.stop]
+        weight = numbers.new_zeros(self.size, dtype=self.dtype)
+        weight[:, : columns.size] = numbers
+        self.pieces = [PlainPiece(weight, slice(0, self.size[0]))]
 
     def fill_random(self, module: _Module, std: float, generator: torch.Generator | None) -> None:
         """Elements and scales as of a matrix of normal numbers, nearly."""
@@ -202,12 +197,12 @@ class PackedLinear(Linear):
         if len(self._stored) == len(self._modules):
             parts = [self._stored[start] for start in sorted(self._stored)]
             self._stored = {}
-            self.pieces = self._packed(parts)
+            self.pieces = list(self._packed(parts))
 
-    def _packed(self, parts: list[StoredWeight]) -> list[Piece]:
+    def _packed(self, parts: list[StoredWeight]) -> Sequence[Piece]:
         parts = [narrowed(part, self.dtype) for part in parts]
-        if all(_go_together(parts[0], part) for part in parts[1:]):
-            parts = [_joined(parts)]
+        if all(go_together(parts[0], part) for part in parts[1:]):
+            parts = [joined(parts)]
         is_gated = self.projection.is_gated and len(parts) == 1 and self.bias is None
         pieces, start = [], 0
         for part in parts:
@@ -267,32 +262,3 @@ class _StoredTensor:
         """All of the module at its first tensor."""
         if self._is_first:
             self._linear.fill_random(self._module, std, generator)
-
-
-def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
-    return x if order is None else x.index_select(1, order)
-
-
-def _go_together(first: StoredWeight, other: StoredWeight) -> bool:
-    """Whether two matrices of the same inputs can be one: their scales have the same places and units."""
-    same_order = (first.order is None) == (other.order is None) and (
-        first.order is None or other.order is None or torch.equal(first.order, other.order)
-    )
-    return (
-        same_order
-        and (first.kind, first.group, first.global_scale) == (other.kind, other.group, other.global_scale)
-        and (first.zeros is None) == (other.zeros is None)
-        and (first.shifts is None) == (other.shifts is None)
-        and first.scales.dtype == other.scales.dtype
-    )
-
-
-def _joined(parts: list[StoredWeight]) -> StoredWeight:
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    shifts = [part.shifts for part in parts if part.shifts is not None]
-    return parts[0]._replace(
-        values=torch.cat([part.values for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-        zeros=torch.cat(zeros) if zeros else None,
-        shifts=torch.cat(shifts) if shifts else None,
-    )

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cb_backend.parallel.shares import Share, whole
+
 
 class Fillable(Protocol):
     """A tensor, or what takes a checkpoint's tensor as one would. The latter may say of itself its `format_name`, and
@@ -41,6 +43,30 @@ class Shard(NamedTuple):
         return tensor.narrow(self.dim, self.start, self.size)
 
 
+def shard_of(share: Share, whole_size: int, dim: int = 0) -> Shard | None:
+    """None: it is all of the dimension."""
+    return None if share == whole(whole_size) else Shard(dim, share.start, share.size, whole_size)
+
+
+class Elsewhere:
+    """Where a tensor goes that another device of the group has: it is known, and not read."""
+
+    nbytes = num_weights = 0
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.shape = torch.Size(shape)  # in the checkpoint
+        self.device = device
+
+    def numel(self) -> int:
+        return 0
+
+    def copy_(self, source: Tensor) -> None:
+        """It is not for this device."""
+
+    def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
+        """Neither are random numbers."""
+
+
 class Placement(NamedTuple):
     """One tensor of the checkpoint and its place. `transform` keeps the shape, and its results need not be views."""
 
@@ -56,6 +82,20 @@ class Placement(NamedTuple):
         if self.shard is not None:
             shape[self.shard.dim] = self.shard.whole
         return tuple(shape)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether this device has anything of the tensor."""
+        return not isinstance(self.target, Elsewhere) and not self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this device's share of the tensor came out as nothing, but for what pads it."""
+        return self.shard is not None and not self.shard.size
+
+    def elsewhere(self) -> Placement:
+        """The same tensor where another device has all of it."""
+        return Placement(self.name, Elsewhere(self.shape, self.target.device))
 
     def prepare(self, tensor: Tensor) -> Tensor:
         """What of the checkpoint's tensor goes to the target."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.placement import Shard
+from cb_backend.parallel.shares import Share, equal_share, whole
 
 
 class Split(Enum):
@@ -25,13 +25,20 @@ class Split(Enum):
 
 
 class Part(NamedTuple):
-    """One of the projections that are fused to one weight: where its rows are, here and in the checkpoint."""
+    """One of the projections that are fused to one weight: where its numbers are, here and in the checkpoint."""
 
     name: str  # of the module in the checkpoint
-    rows: slice  # of the fused weight
+    rows: slice  # of the fused weight, without what pads them
+    columns: slice  # the same
+    share: Share  # of the rows that the checkpoint's tensor has
     weight_shard: Shard | None
     bias_shard: Shard | None
     transform: Callable[[Tensor], Tensor] | None
+
+    @property
+    def room(self) -> slice:
+        """Rows of the fused weight, with those that pad them."""
+        return slice(self.rows.start, self.rows.start + self.share.room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,8 @@ class Projection:
     parts: Mapping[str, int]  # name in the checkpoint -> number of output features
     has_bias: bool = False
     split: Split = Split.NONE
+    shares: Mapping[str, Share] = field(default_factory=dict)  # of a part's rows, by its name; {}: equal ones
+    columns: Share | None = None  # this device's, where columns are split; None: equal ones
     transforms: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of a part's rows, by its name
     is_gated: bool = False  # its product is used as silu(first half) * second half, and not otherwise
     stored_as: str | None = None  # name of the one module that holds all parts in the checkpoint; None: they are apart
@@ -51,40 +60,46 @@ class Projection:
         """The full name of a part, or of what stores all parts."""
         return f"{self.name}.{part}" if self.name else part
 
-    def sizes(self, group_size: int) -> tuple[int, int]:
-        """(out_size, in_size) on each device of a group. Raises `ConfigError` where the group does not divide them."""
-        shared = {Split.NONE: [], Split.ROWS: list(self.parts.values()), Split.COLUMNS: [self.in_size]}[self.split]
-        for size in shared:
-            if size % group_size:
-                raise ConfigError(
-                    f"{self.name}: {size} features cannot be shared out among {group_size} devices; use a number of "
-                    "devices that divides it"
-                )
-        by_rows, by_columns = (group_size if self.split is split else 1 for split in (Split.ROWS, Split.COLUMNS))
-        return sum(self.parts.values()) // by_rows, self.in_size // by_columns
+    def rows_of(self, part: str, rank: int, group_size: int) -> Share:
+        """A part's rows on a device. Raises `ConfigError` where the group does not divide what is shared equally."""
+        size = self.parts[part]
+        if self.split is not Split.ROWS or group_size == 1:
+            return whole(size)
+        return self.shares[part] if part in self.shares else equal_share(size, rank, group_size, self.module(part))
+
+    def columns_of(self, rank: int, group_size: int) -> Share:
+        """The same of the columns."""
+        if self.split is not Split.COLUMNS or group_size == 1:
+            return whole(self.in_size)
+        return self.columns or equal_share(self.in_size, rank, group_size, self.name)
+
+    def sizes(self, rank: int, group_size: int) -> tuple[int, int]:
+        """(out_size, in_size) on each device, padding included. Raises `ConfigError` as `rows_of` does."""
+        rows = sum(self.rows_of(part, rank, group_size).room for part in self.parts)
+        return rows, self.columns_of(rank, group_size).room
 
     def places(self, rank: int, group_size: int) -> Iterator[Part]:
         """Each part, as device `rank` of the group has it."""
-        by_rows = group_size if self.split is Split.ROWS else 1
-        whole = sum(self.parts.values())
+        columns = self.columns_of(rank, group_size)
         row = stored_row = 0
-        for name, stored_size in self.parts.items():
-            size = stored_size // by_rows
+        for name, size in self.parts.items():
+            share = self.rows_of(name, rank, group_size)
             shard: Shard | None = None
-            first = size * rank if by_rows > 1 else 0
             if self.stored_as is not None:
-                shard = Shard(0, stored_row + first, size, whole)
-            elif by_rows > 1:
-                shard = Shard(0, first, size, stored_size)
+                share = share._replace(start=stored_row + share.start)
+                shard = Shard(0, share.start, share.size, sum(self.parts.values()))
+            elif share != whole(size):
+                shard = Shard(0, share.start, share.size, size)
             weight_shard = shard
-            if self.split is Split.COLUMNS and group_size > 1:
-                columns = self.in_size // group_size
-                weight_shard = Shard(1, columns * rank, columns, self.in_size)
+            if columns != whole(self.in_size):
+                weight_shard = Shard(1, columns.start, columns.size, self.in_size)
             yield Part(
                 self.module(self.stored_as or name),
-                slice(row, row + size),
+                slice(row, row + share.size),
+                slice(0, columns.size),
+                share,
                 weight_shard,
                 shard,
                 self.transforms.get(name),
             )
-            row, stored_row = row + size, stored_row + stored_size
+            row, stored_row = row + share.room, stored_row + size

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cb_backend.layers.group import Group
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.projection import Projection
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.parallel.group import Group
 
 
 class SeparateLinear(Linear):
@@ -44,9 +44,8 @@ class SeparateLinear(Linear):
         normed, total = self.group.reduce_add_norm(x, residual, junction)
         return self(normed, step), total
 
-    def gated_after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        normed, total = self.group.reduce_add_norm(x, residual, junction)
-        return self.ops.silu_mul(self(normed, step)), total
+    def gated(self, x: Tensor, step: StepMetadata) -> Tensor:
+        return self.ops.silu_mul(self(x, step))
 
     def placements(self) -> Iterator[Placement]:
         for part in self.parts.values():

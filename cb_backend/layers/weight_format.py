@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.kernels.packed import KINDS
-from cb_backend.layers.experts import Experts, PlainExperts
+from cb_backend.kernels.packed import KINDS, TILE_ROWS
+from cb_backend.layers.experts import ExpertLayer, Experts, PlainExperts
+from cb_backend.layers.fp8_experts import Fp8Mixture, Fp8Reader
 from cb_backend.layers.fp8_linear import Fp8Linear
-from cb_backend.layers.group import Group
-from cb_backend.layers.layer_spec import MoESpec
-from cb_backend.layers.linear import Linear
+from cb_backend.layers.linear import Linear, PartialLinear
 from cb_backend.layers.mxfp4_experts import Mxfp4Mixture
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.packed_experts import Fp8Mixture, Fp8Reader, PackedMixture
+from cb_backend.layers.packed_experts import PackedMixture
 from cb_backend.layers.packed_linear import PackedLinear, StoredReader
-from cb_backend.layers.projection import Projection
+from cb_backend.layers.projection import Projection, Split
 from cb_backend.layers.separate_linear import SeparateLinear, part_of
+from cb_backend.parallel.group import Group
+
+ALIGNED = 16  # features: what the products' loads are aligned to
 
 
 class WeightFormat(Protocol):
@@ -28,6 +30,10 @@ class WeightFormat(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def granule(self) -> int:
+        """Features that stay together where several devices share a matrix."""
+        ...
 
     def new_linear(
         self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
@@ -36,17 +42,9 @@ class WeightFormat(Protocol):
         ...
 
     def new_experts(
-        self,
-        name: str,
-        hidden_size: int,
-        spec: MoESpec,
-        ops: ModelOps,
-        group: Group,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: ExpertLayer, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> Experts:
-        """Those of a layer, empty; `name` is of the module in the checkpoint that has them.
+        """What the device has of the layer's experts, empty.
 
         Raises `ConfigError` where the format has no such experts.
         """
@@ -57,30 +55,26 @@ class PlainFormat:
     """Weights in the model's dtype."""
 
     name = "plain"
+    granule = ALIGNED
 
     def new_linear(
         self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        return Linear(projection, ops, group, dtype=dtype, device=device)
+        is_partial = group.size > 1 and projection.split is Split.COLUMNS
+        kind = PartialLinear if is_partial else Linear
+        return kind(projection, ops, group, dtype=dtype, device=device)
 
     def new_experts(
-        self,
-        name: str,
-        hidden_size: int,
-        spec: MoESpec,
-        ops: ModelOps,
-        group: Group,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: ExpertLayer, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> PlainExperts:
-        return PlainExperts(name, hidden_size, spec, ops, dtype=dtype, device=device)
+        return PlainExperts(layer, ops, group, dtype=dtype, device=device)
 
 
 class Fp8Format:
     """Weights in fp8 (e4m3) with a scale for each output feature."""
 
     name = "fp8"
+    granule = ALIGNED
 
     def new_linear(
         self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
@@ -88,17 +82,9 @@ class Fp8Format:
         return Fp8Linear(projection, ops, group, dtype=dtype, device=device)
 
     def new_experts(
-        self,
-        name: str,
-        hidden_size: int,
-        spec: MoESpec,
-        ops: ModelOps,
-        group: Group,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: ExpertLayer, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> PackedMixture:
-        return Fp8Mixture(name, hidden_size, spec, Fp8Reader(), ops, group, dtype=dtype, device=device)
+        return Fp8Mixture(layer, Fp8Reader(), ops, group, dtype=dtype, device=device)
 
 
 class PackedFormat:
@@ -106,7 +92,12 @@ class PackedFormat:
 
     def __init__(self, reader: StoredReader) -> None:
         self.name = reader.name
+        self.granule = max(TILE_ROWS, reader.group)
         self._reader = reader
+
+    @property
+    def reader(self) -> StoredReader:
+        return self._reader
 
     @property
     def bytes_per_weight(self) -> float:
@@ -120,20 +111,12 @@ class PackedFormat:
         return PackedLinear(projection, ops, group, self._reader, dtype=dtype, device=device)
 
     def new_experts(
-        self,
-        name: str,
-        hidden_size: int,
-        spec: MoESpec,
-        ops: ModelOps,
-        group: Group,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layer: ExpertLayer, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> PackedMixture:
-        if spec.storage == "stacked":
-            raise ConfigError(f"{name}: {self.name} weights of this family are not supported")
-        kind = Mxfp4Mixture if spec.storage == "interleaved" else PackedMixture
-        return kind(name, hidden_size, spec, self._reader, ops, group, dtype=dtype, device=device)
+        if layer.spec.storage == "stacked":
+            raise ConfigError(f"{layer.name}: {self.name} weights of this family are not supported")
+        kind = Mxfp4Mixture if layer.spec.storage == "interleaved" else PackedMixture
+        return kind(layer, self._reader, ops, group, dtype=dtype, device=device)
 
 
 class SeparateFormats:
@@ -179,6 +162,12 @@ class ModuleFormats:
         changed = ModuleFormats(self._default, (), self.ignored)
         changed._exceptions = [(re.compile(re.escape(module)), PlainFormat()), *self._exceptions]
         return changed
+
+    def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> ModuleFormats:
+        """The same modules in other formats, by what `change` makes of each."""
+        found = ModuleFormats(change(self._default), (), self.ignored)
+        found._exceptions = [(pattern, change(its_format)) for pattern, its_format in self._exceptions]
+        return found
 
     def of(self, projection: Projection) -> WeightFormat | SeparateFormats:
         """The format that all parts have, or one of each. Raises `ConfigError` where one of several is fp8, whose

@@ -10,6 +10,7 @@ from cb_backend.layers.linear import Linear
 from cb_backend.layers.lora_linear import LoraLinear
 from cb_backend.layers.mlp import MLP, GeluMLP
 from cb_backend.layers.packed_linear import PackedLinear
+from cb_backend.layers.packed_pieces import Piece
 
 if TYPE_CHECKING:
     from cb_backend.models.decoder import DecoderLayer
@@ -39,7 +40,10 @@ def _product(linear: Linear) -> object:
         return (type(linear), linear.weight.shape, linear.weight.dtype, linear.bias is None)
     if type(linear) is not PackedLinear:
         return id(linear)
-    pieces = [(piece.rows.start, piece.rows.stop, piece.order is None, piece.weight) for piece in linear.pieces]
+    packed = [piece for piece in linear.pieces if isinstance(piece, Piece)]
+    if len(packed) < len(linear.pieces):
+        return id(linear)
+    pieces = [(piece.rows.start, piece.rows.stop, piece.order is None, piece.weight) for piece in packed]
     return (
         linear.bias is None,
         *(

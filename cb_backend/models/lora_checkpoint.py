@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from cb_backend.models.weights import Complain, refuse
 from cb_backend.support.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 
 KEY_BYTES = 16
+_PIECE_BYTES = 4 << 20
+_HASH_THREADS, _READ_THREADS = 4, 2
 _MOST_SCALE = torch.finfo(torch.float32).max
 _WRAPPING = "base_model.model."  # PEFT's own, before the names of the model's modules
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -36,7 +39,7 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 class PackedAdapter(NamedTuple):
     """An adapter as a row of the slab."""
 
-    key: bytes  # blake2b of the data: the same weights and scales have the same
+    key: bytes  # of the data: the same weights and scales have the same
     data: Tensor  # uint8 [bytes_per_adapter] on the CPU, pinned where the slab is on a GPU
     rank: int  # the largest of its modules'
     num_modules: int
@@ -56,29 +59,46 @@ class _Half(NamedTuple):
     part: int  # index of the slice
 
 
-def read_adapter(folder: Path, spec: ModelSpec, table: AdapterTable) -> PackedAdapter:
-    """The adapter, as a row of `table`'s slab.
+def read_adapter(
+    folder: Path, spec: ModelSpec, table: AdapterTable, new_memory: Callable[[], Tensor] | None = None
+) -> PackedAdapter:
+    """The adapter, as a row of `table`'s slab, in `new_memory` of zeros; None: in memory of the table's.
 
-    Raises `ConfigError` that names file, field or tensor, and value, for what `check_adapter` complains of, for numbers
-    that are not finite in the table's dtype, and for a file that changes while it is read. Raises `MemoryError`.
+    table: of whole adapters (`AdapterTable.whole`). Raises `ConfigError` that names file, field or tensor, and value,
+    for what `check_adapter` complains of, for numbers that are not finite in the table's dtype, and for a file that
+    changes while it is read. Raises `MemoryError`.
     """
     config, halves = _checked(folder, spec, table, refuse)
-    try:
-        data = torch.zeros(table.bytes_per_adapter, dtype=torch.uint8, pin_memory=table.device.type == "cuda")
-    except RuntimeError as error:  # as torch says it
-        raise MemoryError(str(error)) from None
+    data = (new_memory or table.new_host_memory)()
     reads = [Read(half.stored.name, half.stored, take=_taking(half, data, table.rank)) for half in halves]
-    read_tensors(reads, data.device)
+    read_tensors(reads, data.device, num_lanes=_READ_THREADS)
+    if not is_finite(data, table.dtype):
+        _refuse_not_finite(halves, data, table.rank)
     for half in halves:
         half.site.weights(data)[2][half.part] = config.scale_of(half.module)
-    key = hashlib.blake2b(data.numpy().data, digest_size=KEY_BYTES).digest()
-    return PackedAdapter(key, data, max(config.rank_of(half.module) for half in halves), len(halves) // 2)
+    return PackedAdapter(content_key(data), data, max(config.rank_of(half.module) for half in halves), len(halves) // 2)
+
+
+def is_finite(data: Tensor, dtype: torch.dtype) -> bool:
+    """Of memory that holds numbers of one type and zeros: all at once, for an adapter has hundreds of tensors."""
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    infinity = int(torch.tensor(torch.inf, dtype=dtype).view(bits))
+    pieces = data.view(bits).split(_PIECE_BYTES // dtype.itemsize)
+    return all(int((piece & torch.iinfo(bits).max).max()) < infinity for piece in pieces)  # without their signs
+
+
+def content_key(data: Tensor) -> bytes:
+    """blake2b over the digests of pieces, which several threads make."""
+    pieces = [piece.numpy().data for piece in data.split(_PIECE_BYTES)]
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        digests = pool.map(lambda piece: hashlib.blake2b(piece).digest(), pieces)
+    return hashlib.blake2b(b"".join(digests), digest_size=KEY_BYTES).digest()
 
 
 def check_adapter(folder: Path, spec: ModelSpec, table: AdapterTable, complain: Complain = refuse) -> None:
     """Complains of what cannot be served in the adapter's config and in the header of its weights.
 
-    table: where it would go; it may be on the device "meta". Raises `ConfigError` for files that cannot be read.
+    table: of whole adapters; it may be on the device "meta". Raises `ConfigError` for files that cannot be read.
     """
     _checked(folder, spec, table, complain)
 
@@ -184,10 +204,16 @@ def _taking(half: _Half, data: Tensor, rank: int) -> Callable[[Tensor], None]:
         else:
             target = a[half.part * rank :][: tensor.shape[0]]
             target.copy_(tensor)
+
+    return take
+
+
+def _refuse_not_finite(halves: list[_Half], data: Tensor, rank: int) -> None:
+    for half in halves:
+        a, b, _ = half.site.weights(data)
+        target = b[half.site.modules[half.part].rows] if half.is_b else a[half.part * rank :][:rank]
         if not bool(target.isfinite().all()):
             raise ConfigError(
                 f"{WEIGHTS_NAME}: tensor {half.stored.name} holds numbers that are not finite (in "
                 f"{str(target.dtype).removeprefix('torch.')}); train or save the adapter again"
             )
-
-    return take

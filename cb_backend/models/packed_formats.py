@@ -23,6 +23,10 @@ def _kind(bits: int) -> str:
     return "int4" if bits == 4 else "int8"
 
 
+def _told(group: int) -> str:
+    return "a scale an output" if group == -1 else f"groups of {group}"
+
+
 def _groups(in_size: int, group: int, where: str) -> int:
     if group == -1:
         return 1
@@ -49,7 +53,7 @@ class AwqReader(_Reader):
 
     @property
     def name(self) -> str:
-        return f"AWQ int4, groups of {self.group}"
+        return f"AWQ int4, {_told(self.group)}"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
         groups = _groups(in_size, self.group, "AWQ")
@@ -84,7 +88,7 @@ class GptqReader(_Reader):
 
     @property
     def name(self) -> str:
-        return f"GPTQ int{self.bits}, groups of {self.group}"
+        return f"GPTQ int{self.bits}, {_told(self.group)}"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
         groups, per_word = _groups(in_size, self.group, "GPTQ"), 32 // self.bits
@@ -112,6 +116,7 @@ class PackQuantizedReader(_Reader):
     group: int
     is_symmetric: bool
     has_group_order: bool
+    are_zeros_packed: bool = True  # as most files have them; others an int8 each
 
     @property
     def kind(self) -> str:
@@ -123,7 +128,7 @@ class PackQuantizedReader(_Reader):
 
     @property
     def name(self) -> str:
-        return f"pack-quantized int{self.bits}, groups of {self.group}"
+        return f"pack-quantized int{self.bits}, {_told(self.group)}"
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
         groups, per_word = _groups(in_size, self.group, "compressed-tensors"), 32 // self.bits
@@ -133,7 +138,8 @@ class PackQuantizedReader(_Reader):
             "weight_shape": (2,),
         }
         if not self.is_symmetric:
-            shapes["weight_zero_point"] = (-(-out_size // per_word), groups)
+            rows = -(-out_size // per_word) if self.are_zeros_packed else out_size
+            shapes["weight_zero_point"] = (rows, groups)
         if self.has_group_order:
             shapes["weight_g_idx"] = (in_size,)
         return shapes
@@ -162,6 +168,7 @@ class Fp8BlockReader(_Reader):
     """fp8 with a scale a block of the weight."""
 
     block: tuple[int, int]
+    scale_name: str = "weight_scale_inv"  # which it multiplies with whatever the name
     kind: str = "fp8"
     group: int = stored_weights.FP8_BLOCK
 
@@ -171,10 +178,10 @@ class Fp8BlockReader(_Reader):
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
         scales = (-(-out_size // self.block[0]), -(-in_size // self.block[1]))
-        return {"weight": (out_size, in_size), "weight_scale_inv": scales}
+        return {"weight": (out_size, in_size), self.scale_name: scales}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
-        return stored_weights.read_fp8(tensors["weight"], tensors["weight_scale_inv"], self.block)
+        return stored_weights.read_fp8(tensors["weight"], tensors[self.scale_name], self.block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,19 @@ import torch
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.adapter_table import AdapterTable
-from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models import families, weights
+from cb_backend.models.compressed_tensors import with_zeros_apart
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.generation_config import read_generation_eos_ids
-from cb_backend.models.quantization import FP8, module_formats
+from cb_backend.models.quantization import FP8, module_formats, quantization_values
+from cb_backend.models.sharding import check_shares
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import Complain, refuse
+from cb_backend.parallel.group import Group, NoGroup, OneOf
 from cb_backend.support.json_files import read_json_object
 
 
@@ -39,6 +41,12 @@ def read_model_config(folder: Path) -> ModelSpec:
     Raises `ConfigError` for a broken file, an unsupported model_type or an unsupported option.
     """
     values = _read_json(folder / "config.json")
+    apart = folder / "hf_quant_config.json"
+    if quantization_values(values) is None and apart.is_file():  # as ModelOpt wrote it in 2024
+        told = _read_json(apart)
+        of_weights = told.get("quantization", told)
+        if not isinstance(of_weights, dict) or of_weights.get("quant_algo"):  # else of the cache alone
+            values["quantization_config"] = {"quant_method": "modelopt", **told}
     if eos_token_ids := read_generation_eos_ids(folder):
         values["eos_token_id"] = list(eos_token_ids)
     return read_spec(ConfigReader(values))
@@ -76,6 +84,8 @@ def load_model(
     quantization: str | None = None,
     max_model_len: int | None = None,
     adapters: AdapterTable | None = None,
+    group: Group | None = None,
+    spreads_experts: bool = False,
 ) -> DecoderForCausalLM:
     """Build the model and fill it from the folder's safetensors, or with random numbers (`load_format` dummy).
 
@@ -86,15 +96,17 @@ def load_model(
     `quantization` fp8: the layers' matrices are quantised while they are loaded, if they are not in the file.
     `max_model_len`: the longest context that will come; None: the longest the checkpoint is meant for.
     `adapters`: in which the layers' projections make room; its slab is for the caller to make, afterwards.
+    `group`: the devices that hold the model together, of which this one gets its part; None: it gets all of it.
+    `spreads_experts`: of the experts it gets some whole, and not a part of each.
     Raises `ConfigError` that names file and tensor.
     """
-    make = replace(_maker(spec, ops, dtype, device, quantization), adapters=adapters)
+    make = replace(new_maker(spec, ops, dtype, device, quantization, group, spreads_experts), adapters=adapters)
     length = spec.max_context_len if max_model_len is None else max_model_len
     if load_format == "dummy":
         model = DecoderForCausalLM(spec, make, has_own_head=_has_own_head(spec), max_model_len=length)
-        weights.fill_dummy(model.placements(), seed)
+        weights.fill_dummy(model.placements(), seed, is_shard=make.group.size > 1)
         return model
-    spec, make, source, outline = _open_weights(folder, spec, make)
+    spec, make, source, outline = open_weights(folder, spec, make)
     if measured is not None:
         measured(sum(placement.target.nbytes for placement in outline.placements()))
     model = DecoderForCausalLM(spec, make, has_own_head=outline.has_own_head, max_model_len=length)
@@ -102,27 +114,50 @@ def load_model(
     if spec.tie_word_embeddings and model.lm_head.is_as(model.embed_tokens.weight):
         model.tie_head()
     if has_kv_scales:
-        _set_kv_scales(model, source)
+        set_kv_scales(model, source)
     return model
 
 
 def outline_model(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None, complain: Complain = refuse
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    complain: Complain = refuse,
+    num_ranks: int = 1,
+    spreads_experts: bool = False,
 ) -> tuple[DecoderForCausalLM, weights.CheckpointFiles]:
     """(the model of `load_model` on the device "meta": sizes and no numbers, the files it would be filled from).
+
+    `num_ranks`: devices that hold the model together; what is given is the first one's part. `spreads_experts`: as of
+    `load_model`.
 
     `complain` is told of everything that `load_model` would refuse of the files. Raises `ConfigError` where there is
     nothing that could be outlined.
     """
-    make = _maker(spec, resolve_ops("torch"), dtype, torch.device("meta"), quantization)
-    _, _, source, outline = _open_weights(folder, spec, make, complain)
+    make = _outline_maker(spec, dtype, quantization, num_ranks, spreads_experts)
+    _, _, source, outline = open_weights(folder, spec, make, complain)
     return outline, source
 
 
-def outline_spec(spec: ModelSpec, dtype: torch.dtype, quantization: str | None = None) -> DecoderForCausalLM:
-    """The model that a specification describes, on the device "meta". Raises `ConfigError` as building it does."""
-    make = _maker(spec, resolve_ops("torch"), dtype, torch.device("meta"), quantization)
+def outline_spec(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    num_ranks: int = 1,
+    spreads_experts: bool = False,
+) -> DecoderForCausalLM:
+    """The model that a specification describes, on the device "meta", or its part on the first of so many. Raises
+    `ConfigError` as building it does."""
+    make = _outline_maker(spec, dtype, quantization, num_ranks, spreads_experts)
     return DecoderForCausalLM(spec, make, has_own_head=_has_own_head(spec), max_model_len=1)
+
+
+def _outline_maker(
+    spec: ModelSpec, dtype: torch.dtype, quantization: str | None, num_ranks: int, spreads_experts: bool
+) -> LayerMaker:
+    ops, device = resolve_ops("torch"), torch.device("meta")
+    return new_maker(spec, ops, dtype, device, quantization, OneOf(num_ranks), spreads_experts)
 
 
 def _has_own_head(spec: ModelSpec) -> bool:
@@ -130,32 +165,44 @@ def _has_own_head(spec: ModelSpec) -> bool:
     return spec.has_head and not spec.tie_word_embeddings
 
 
-def outline_adapters(spec: ModelSpec, dtype: torch.dtype, max_rank: int) -> AdapterTable:
-    """Where adapters of the model have what, without memory: what their files are checked against.
+def outline_adapters(spec: ModelSpec, dtype: torch.dtype, max_rank: int, num_ranks: int = 1) -> AdapterTable:
+    """Where adapters of the model have what, without memory: what their files are checked against (`whole` of it).
 
-    Raises `ConfigError` as building the model does.
+    `num_ranks`: devices that hold the model together; what is given is the first one's share. Raises `ConfigError` as
+    building the model does.
     """
     table = AdapterTable(max_adapters=1, max_rank=max_rank, dtype=dtype, device=torch.device("meta"))
-    make = replace(_maker(spec, resolve_ops("torch"), dtype, table.device, None), adapters=table)
+    make = replace(_outline_maker(spec, dtype, None, num_ranks, spreads_experts=False), adapters=table)
     DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=1)
     return table
 
 
-def _maker(
-    spec: ModelSpec, ops: ModelOps, dtype: torch.dtype, device: torch.device, quantization: str | None
+def new_maker(
+    spec: ModelSpec,
+    ops: ModelOps,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None,
+    group: Group | None = None,
+    spreads_experts: bool = False,
 ) -> LayerMaker:
-    formats = spec.formats or module_formats(quantization or spec.quantization)
-    return LayerMaker(ops=ops, dtype=dtype, device=device, group=NoGroup(), format_of=formats)
+    """Raises `ConfigError` where the group's devices cannot share the model."""
+    formats, group = spec.formats or module_formats(quantization or spec.quantization), group or NoGroup()
+    check_shares(spec, group.size, spreads_experts=spreads_experts)
+    return LayerMaker(
+        ops=ops, dtype=dtype, device=device, group=group, format_of=formats, spreads_experts=spreads_experts
+    )
 
 
-def _open_weights(
+def open_weights(
     folder: Path, spec: ModelSpec, make: LayerMaker, complain: Complain = refuse
 ) -> tuple[ModelSpec, LayerMaker, weights.CheckpointFiles, DecoderForCausalLM]:
     """(the specification with the files' names, the maker with their format of the head, the files that hold what the
     model needs, the model without memory). Raises `ConfigError` for files that are missing, and for sizes that no
     model can have.
     """
-    source = weights.open_checkpoint(folder, spec.quantization == FP8, spec.formats is not None, complain)
+    is_fp8 = spec.quantization == FP8
+    source = weights.open_checkpoint(folder, is_fp8, spec.formats is not None and not is_fp8, complain)
     spec = _as_named(spec, source)
     source = source.under(spec.names)
     if spec.tie_word_embeddings:
@@ -165,6 +212,8 @@ def _open_weights(
     if spec.names.head in source.tensors and not source.has_scales(spec.names.head_module):
         # What is said of all linear layers need not be meant of the head.
         make = replace(make, format_of=make.format_of.with_plain(spec.names.head_module))
+    if any(name.endswith(".weight_zero_point") and each.dtype == "I8" for name, each in source.tensors.items()):
+        make = replace(make, format_of=make.format_of.changed(with_zeros_apart))
     # Wrong sizes in a config are named before memory of such sizes is asked for.
     sizes = replace(make, device=torch.device("meta"), adapters=None)
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
@@ -184,7 +233,7 @@ def _as_named(spec: ModelSpec, source: weights.CheckpointFiles) -> ModelSpec:
     return spec
 
 
-def _set_kv_scales(model: DecoderForCausalLM, source: weights.CheckpointFiles) -> None:
+def set_kv_scales(model: DecoderForCausalLM, source: weights.CheckpointFiles) -> None:
     for attention in (layer.self_attn for layer in model.layers):
         attention.key_scale, attention.value_scale = (
             weights.read_kv_scale(source, attention.name, kind) for kind in "kv"

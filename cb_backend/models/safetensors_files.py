@@ -121,13 +121,17 @@ def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
 def check_unchanged(path: Path, stamp: FileStamp, status: os.stat_result) -> None:
     """Raises `ConfigError` if the file is no longer the one whose header was read."""
     now = FileStamp.of(status)
-    if now == stamp:
-        return
-    what = "its time of modification"
-    if now.inode != stamp.inode:
-        what = "another file has its place"
-    elif now.size != stamp.size:
-        what = f"from {stamp.size} to {now.size} bytes"
-    raise ConfigError(
-        f"{path.name} changed while it was read ({what}); start again when nothing writes to the checkpoint's folder"
-    )
+    if now != stamp:
+        raise ConfigError(
+            f"{path.name} changed while it was read ({change(stamp, now)}); start again when nothing writes to the "
+            "checkpoint's folder"
+        )
+
+
+def change(before: FileStamp, now: FileStamp) -> str:
+    """What of a file is not as it was."""
+    if now.inode != before.inode:
+        return "another file has its place"
+    if now.size != before.size:
+        return f"from {before.size} to {now.size} bytes"
+    return "its time of modification"

@@ -10,7 +10,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.config_reader import ConfigReader
-from cb_backend.models.quantization import read_quantization
+from cb_backend.models.quantization import quantization_values, read_quantization
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -25,7 +25,11 @@ _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 def read_basics(reader: ConfigReader, *, is_tied: bool = False) -> dict[str, Any]:
     """The `ModelSpec` fields that no family reads in its own way. is_tied: the head is the embedding's by default."""
     vocab_size = reader.positive("vocab_size")
-    quantization = read_quantization(reader.values.get("quantization_config"), reader.where)
+    quantization = read_quantization(quantization_values(reader.values), reader.where)
+    if not reader.get("is_causal", bool, True):
+        raise ConfigError(
+            f"{reader.where}: is_causal is false; supported are models whose tokens see earlier ones only"
+        )
     return {
         "model_type": reader.get("model_type", str),
         "vocab_size": vocab_size,

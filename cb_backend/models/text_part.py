@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cb_backend.models.config_reader import ConfigReader
+from cb_backend.models.quantization import KEYS
 from cb_backend.models.spec import ModelSpec, Names
 
 # Said of the whole checkpoint, and true of its model of text.
-_SHARED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
+_SHARED = ("dtype", "torch_dtype", "eos_token_id", *KEYS)
 _NAMES = (
     Names(),
     Names("language_model.model.", "language_model.lm_head.weight"),

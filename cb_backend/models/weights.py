@@ -8,6 +8,7 @@ what the tensors are for. Pickled files are never read.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,16 @@ def open_checkpoint(
                     "and fp8 (e4m3) ones whose config.json says so"
                 )
             tensors[stored.name] = stored
-    return CheckpointFiles(tensors, frozenset(quantised))
+    return CheckpointFiles(tensors, frozenset(quantised)).renamed(_usual_scales(quantised))
+
+
+def _usual_scales(quantised: Iterable[str]) -> dict[str, str]:
+    """How transformers calls the scales of fp8 matrices, and how everybody else does."""
+    names: dict[str, str] = {}
+    for name in quantised:
+        module = name.removesuffix("weight")
+        names |= {f"{name}_scale_inv": f"{name}_scale", f"{module}activation_scale": f"{module}input_scale"}
+    return names
 
 
 def _header(path: Path, complain: Complain) -> list[StoredTensor]:
@@ -119,7 +129,10 @@ def fill_from_checkpoint(
 
     Raises `ConfigError` for a file that ends early or changes meanwhile, and for values that cannot be used.
     """
-    reads = [_read_of(placement, source) for placement in placements]
+    for placement in placements:
+        if placement.is_empty:  # who packs what comes must hear of it all the same
+            placement.target.copy_(torch.zeros(placement.target.shape))
+    reads = [_read_of(placement, source) for placement in placements if placement.is_read]
     files = {path: index for index, path in enumerate(dict.fromkeys(read.stored.path for read in reads))}
     # A file from its start to its end; but what is packed together comes together, wherever it lies.
     reads.sort(
@@ -180,12 +193,17 @@ def read_kv_scale(source: CheckpointFiles, prefix: str, kind: str) -> float:
     return 1.0
 
 
-def fill_dummy(placements: Iterable[Placement], seed: int) -> None:
-    """N(0, 0.02) for matrices and biases, ones for norms: the right shape and cost, no meaning."""
+def fill_dummy(placements: Iterable[Placement], seed: int, *, is_shard: bool = False) -> None:
+    """N(0, 0.02) for matrices and biases, ones for norms: the right shape and cost, no meaning.
+
+    is_shard: other devices have others of the placements; what they all have gets the same numbers on all.
+    """
     generator: torch.Generator | None = None
     for name, target, *_ in placements:
         if generator is None:
             generator = torch.Generator(target.device).manual_seed(seed)
+        if is_shard:
+            generator.manual_seed(seed + zlib.crc32(name.encode()))
         if isinstance(target, Tensor) and "norm" in name:
             target.fill_(1.0)
         else:
@@ -212,7 +230,7 @@ def check_placements(
                 f"{source.file_name(name)}: tensor {name} has shape {list(source.shape(name))}, "
                 f"config.json asks for {list(placement.shape)}"
             )
-        elif name in source.quantised:
+        elif name in source.quantised and placement.is_read:
             _check_scales(placement, source, complain)
     is_other = re.compile(ignored or "(?!)").match
     known = {placement.name for placement in placements}
@@ -235,7 +253,10 @@ def _check_scales(placement: Placement, source: CheckpointFiles, complain: Compl
     name = placement.name
     where, scale = source.file_name(name), f"{name}_scale"
     if not isinstance(placement.target, QuantizedRows):
-        complain(f"{where}: tensor {name} is {_FP8}; embedding, head and norms are supported unquantised only")
+        complain(
+            f"{where}: tensor {name} is {_FP8}; embedding, head and norms, and what quantization_config leaves out, "
+            "are supported unquantised only"
+        )
     elif scale not in source.tensors:
         complain(f"{where}: tensor {name} is {_FP8} but there is no {scale}; fetch the checkpoint again")
     elif source.shape(scale) not in ((), (1,), placement.shape[:1], (placement.shape[0], 1)):

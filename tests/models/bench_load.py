@@ -16,6 +16,7 @@ import cProfile
 import gc
 import itertools
 import json
+import math
 import os
 import pstats
 import time
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256,
@@ -32,26 +33,44 @@ SHAPES: dict[str, dict[str, int]] = {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 4096,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "tiny-gpt-oss": {
+        "model_type": "gpt_oss", "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 16, "vocab_size": 512,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
 }  # fmt: skip
+EXPONENT = 120  # of all scales of mxfp4: numbers of about 0.02
 FILE_BYTES = 5 << 30
 BLOCK_ELEMENTS = 32 << 20
 
 
 def write(folder: Path, shape: str) -> None:
-    """Llama's layers; every tensor is a run of the same block of random numbers."""
+    """Llama's layers, or what the shape's family has; every tensor is a run of the same block of random numbers."""
     import torch
 
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "tie_word_embeddings": False, "eos_token_id": 2, **SHAPES[shape],
+        "model_type": "llama", "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "tie_word_embeddings": False, "eos_token_id": 2, **SHAPES[shape],
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     block = (0.02 * torch.randn(BLOCK_ELEMENTS)).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
     files: list[dict[str, tuple[int, ...]]] = [{}]
     room = FILE_BYTES
-    for name, size in _tensors(SHAPES[shape]).items():
-        if room < (num_bytes := 2 * _product(size)):
+    for name, size in _tensors(config).items():
+        if room < (num_bytes := _num_bytes(name, size)):
             files.append({})
             room = FILE_BYTES
         files[-1][name] = size
@@ -60,36 +79,39 @@ def write(folder: Path, shape: str) -> None:
         _write_file(folder / f"model-{number + 1:05d}-of-{len(files):05d}.safetensors", tensors, block)
 
 
-def _tensors(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocab = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
-    kv = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
-    layer = {
-        "input_layernorm": (hidden,), "mlp.down_proj": (hidden, inner), "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden), "post_attention_layernorm": (hidden,), "self_attn.k_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden), "self_attn.q_proj": (hidden, hidden), "self_attn.v_proj": (kv, hidden),
-    }  # fmt: skip
-    numbers = sorted(range(sizes["num_hidden_layers"]), key=str)
-    layers = {f"model.layers.{number}.{name}.weight": size for number in numbers for name, size in layer.items()}
-    ends = {"lm_head.weight": (vocab, hidden), "model.embed_tokens.weight": (vocab, hidden)}
-    return {**ends, **layers, "model.norm.weight": (hidden,)}
+def _tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a checkpoint with this configuration, in the order in which published ones have them."""
+    import torch
+
+    from cb_backend.models.config_reader import ConfigReader
+    from cb_backend.models.registry import outline_spec, read_spec
+
+    model = outline_spec(read_spec(ConfigReader(config, "config.json")), torch.bfloat16)
+    return {name: tuple(shape) for name, shape in sorted((place.name, place.shape) for place in model.placements())}
 
 
-def _product(size: tuple[int, ...]) -> int:
-    return size[0] * (size[1] if len(size) > 1 else 1)
+def _is_in_bytes(name: str) -> bool:
+    return name.endswith(("_blocks", "_scales"))
+
+
+def _num_bytes(name: str, size: tuple[int, ...]) -> int:
+    return math.prod(size) * (1 if _is_in_bytes(name) else 2)
 
 
 def _write_file(path: Path, tensors: dict[str, tuple[int, ...]], block: bytes) -> None:
     entries, end = {}, 0
     for name, size in tensors.items():
-        entries[name] = {"dtype": "BF16", "shape": size, "data_offsets": [end, end + 2 * _product(size)]}
-        end += 2 * _product(size)
+        kind, first, end = "U8" if _is_in_bytes(name) else "BF16", end, end + _num_bytes(name, size)
+        entries[name] = {"dtype": kind, "shape": size, "data_offsets": [first, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
+    exponents = bytes([EXPONENT]) * len(block)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        view = memoryview(block)
-        while end:
-            end -= file.write(view[: min(end, len(view))])
+        for name, size in tensors.items():
+            view, left = memoryview(exponents if name.endswith("_scales") else block), _num_bytes(name, size)
+            while left:
+                left -= file.write(view[: min(left, len(view))])
         file.flush()
         os.fsync(file.fileno())  # what is not on the disk yet cannot be dropped from the page cache
 

@@ -20,6 +20,8 @@ from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.lora_checkpoint import read_adapter
 from cb_backend.models.registry import load_model, read_model_config
+from cb_backend.models.sharding import shard_spec
+from cb_backend.parallel.group import Group
 
 CPU = torch.device("cpu")
 
@@ -41,6 +43,8 @@ class PagedModel:
         device: torch.device = CPU,
         max_adapters: int = 0,
         max_rank: int = 16,
+        group: Group | None = None,
+        spreads_experts: bool = False,
     ) -> None:
         self.config = read_model_config(folder)
         self.adapters: AdapterTable | None = None
@@ -51,6 +55,8 @@ class PagedModel:
             "quantization": quantization,
             "max_model_len": max_len,
             "adapters": self.adapters,
+            "group": group,
+            "spreads_experts": spreads_experts,
         }
         self.ops = resolve_ops(backend)
         self.model = load_model(folder, self.config, ops=self.ops, dtype=dtype, device=device, **options)
@@ -62,7 +68,10 @@ class PagedModel:
         num_blocks = num_slots * max_blocks + 1
         kv_dtype = kv_dtype or dtype
         self.storage = KVCacheStorage(
-            layout_of(self.config, block_size, kv_dtype.itemsize), num_blocks, kv_dtype, device
+            layout_of(shard_spec(self.config, group.size if group else 1), block_size, kv_dtype.itemsize),
+            num_blocks,
+            kv_dtype,
+            device,
         )
         # What nobody wrote must not reach an answer.
         self.storage.data[:, 1:] = torch.tensor(1e30 if kv_dtype == dtype else float("nan")).to(self.storage.data.dtype)
@@ -120,7 +129,8 @@ class PagedModel:
 
     def load_adapter(self, slot: int, folder: Path) -> None:
         assert self.adapters is not None, "the model was made without adapters"
-        self.adapters.load(slot, read_adapter(folder, self.config, self.adapters).data)
+        whole = read_adapter(folder, self.config, self.adapters.whole).data
+        self.adapters.load(slot, whole if self.adapters.whole is self.adapters else self.adapters.share_of(whole))
 
     def _adapter_plan(self, decode_slots: list[int], prompt_slots: list[int], starts: Tensor) -> AdapterPlan | None:
         """None where no row goes through one."""

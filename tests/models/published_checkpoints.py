@@ -67,6 +67,8 @@ _REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("another model_type", {"model_type": "mamba"}, "model_type 'mamba' is not supported"),
     ("no model_type", {"model_type": ABSENT}, "does not set 'model_type'"),
     ("bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised (bitsandbytes)"),
+    ("MLX's quantisation", {"quantization": {"group_size": 64, "bits": 4}}, "quantised (MLX's way)"),
+    ("tokens that see all others", {"is_causal": False}, "is_causal is false"),
     ("an eps below 0", {"rms_norm_eps": -1.0}, "'rms_norm_eps' is -1.0; it must be above 0"),
     ("Llama with a window", {"sliding_window": 8}, "sliding_window is 8, which llama does not have"),
     ("no rotation of a part", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -90,7 +92,14 @@ def published_checkpoints() -> Iterator[PublishedShape]:
     for title, changes, outcome in _REFUSED_CONFIGS:
         yield _shape(f"config: {title}", "llama-gqa", partial(_edit_config, changes=changes), outcome)
     yield from _published_files()
-    for title, config, is_flat in (("fp8", DYNAMIC_FP8, False), ("compressed-tensors", COMPRESSED, True)):
+    towers = {**COMPRESSED, "ignore": ["re:.*lm_head", "re:vision_tower.*"]}
+    of_modelopt = {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    for title, config, is_flat in (
+        ("fp8", DYNAMIC_FP8, False),
+        ("compressed-tensors", COMPRESSED, True),
+        ("compressed-tensors, towers left out", towers, False),
+        ("ModelOpt, one level down", of_modelopt, True),
+    ):
         change = partial(
             quantise_checkpoint, config=config, is_per_tensor=False, scale_shape="flat" if is_flat else "as is"
         )

@@ -64,7 +64,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq 8 bits, 32": ({**GPTQ, "bits": 8, "group_size": 32}, of_group(gptq, 32, bits=8)),
     "w4a16": (pack_quantized(4, 64), of_group(pack, 64)),
     "w4a16, zeros": (pack_quantized(4, 32, symmetric=False), of_group(pack, 32, has_zeros=True)),
+    "w4a16, zeros an int8 each": (
+        pack_quantized(4, 32, symmetric=False),
+        of_group(pack, 32, has_zeros=True, are_zeros_packed=False),
+    ),
     "w4a16, act-order": (pack_quantized(4, 32, actorder="group"), of_group(pack, 32, is_act_order=True)),
+    "w4a16, act-order by another name": (
+        pack_quantized(4, 32, actorder="dynamic"),
+        of_group(pack, 32, is_act_order=True),
+    ),
     "w4a16, channel": (pack_quantized(4, -1), of_group(pack, -1)),
     "w8a16, 32": (pack_quantized(8, 32), of_group(pack, 32, bits=8)),
     "w8a16": (pack_quantized(8, 64), of_group(pack, 64, bits=8)),
@@ -80,6 +88,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 blocks, bf16 scales": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         whole(writers.write_fp8_blocks, dtype=torch.bfloat16),
+    ),
+    "fp8 blocks of compressed-tensors": (
+        compressed(
+            {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128], "symmetric": True},
+            format="float-quantized",
+        ),
+        whole(writers.write_fp8_blocks, scale_name="weight_scale", dtype=torch.bfloat16),
     ),
     "nvfp4": (
         compressed(
@@ -99,10 +114,18 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
         whole(writers.write_nvfp4, is_modelopt=True),
     ),
+    "nvfp4 of ModelOpt, of weights alone": (
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "exclude_modules": ["lm_head"]},
+        whole(writers.write_nvfp4, is_modelopt=True),
+    ),
 }  # fmt: skip
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama, biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide": (
+        LlamaConfig,
+        {"hidden_size": 256, "intermediate_size": 384, "attention_bias": True, "mlp_bias": True},
+    ),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {}),
     "qwen3-moe": (

@@ -127,14 +127,19 @@ def write_int_quantized(out_size: int, in_size: int, seed: int = 0) -> Written:
 
 
 def write_fp8_blocks(
-    out_size: int, in_size: int, block: tuple[int, int] = (128, 128), seed: int = 0, dtype: torch.dtype = torch.float32
+    out_size: int,
+    in_size: int,
+    block: tuple[int, int] = (128, 128),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scale_name: str = "weight_scale_inv",
 ) -> Written:
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(out_size, in_size, generator=generator) * 50).to(torch.float8_e4m3fn)
     shape = (-(-out_size // block[0]), -(-in_size // block[1]))
     scale = ((torch.rand(shape, generator=generator) + 0.5) / 50 / in_size**0.5).to(dtype)
     whole = scale.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:out_size, :in_size]
-    return {"weight": weight, "weight_scale_inv": scale}, weight.double() * whole
+    return {"weight": weight, scale_name: scale}, weight.double() * whole
 
 
 def draw_fp4(out_size: int, in_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -210,10 +210,10 @@ def edited(groups: dict[str, Any]) -> dict[str, Any]:
     [
         ({"quant_method": "bitsandbytes"}, r"quantised \(bitsandbytes\); supported are float32"),
         ({"bits": 4}, r"quantised \(unknown\)"),
+        ({"bits": 4, "group_size": 64}, r"quantised \(MLX's way\)"),
         ("fp8", "must be an object, found 'fp8'"),
         ({**DYNAMIC_FP8, "weight_block_size": [64, 64]}, r"\(fp8\) with a scale a block of \[64, 64\] weights"),
         ({**DYNAMIC_FP8, "fmt": "e5m2"}, r"numbers of the format 'e5m2'"),
-        ({**DYNAMIC_FP8, "ignored_layers": ["lm_head", "model.layers.0.mlp"]}, r"model\.layers\.0\.mlp left out"),
         ({**COMPRESSED, "config_groups": {}}, "no groups of layers"),
         ({**COMPRESSED, "config_groups": None}, "no groups of layers"),
         (edited({"weights": {**ARGUMENTS, "num_bits": 4, "type": "int"}}), "4-bit int weights"),

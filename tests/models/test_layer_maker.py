@@ -13,7 +13,6 @@ from torch import Tensor
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.attention import halves_apart
 from cb_backend.layers.fp8_linear import Fp8Linear
-from cb_backend.layers.group import Group, NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.layer_spec import AttentionSpec, MLPSpec, NormSpec
 from cb_backend.layers.linear import Linear
@@ -22,13 +21,15 @@ from cb_backend.layers.norm import Junction
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.placement import Placement, Shard
 from cb_backend.layers.projection import Projection, Split
+from cb_backend.layers.separate_linear import SeparateLinear, part_of
 from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PlainFormat
+from cb_backend.parallel.group import Group, NoGroup
 
 CPU = torch.device("cpu")
 STEP: Any = None  # these layers do not look at it
 
 
-class OneOf:
+class OneOf(NoGroup):
     """A device of a group, whose sums the test makes."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -108,6 +109,41 @@ def test_partial_sums_have_the_bias_once() -> None:
         fill(linear.placements(), {"a.o_proj.weight": weight, "a.o_proj.bias": bias})
         total += linear(columns, STEP)
     torch.testing.assert_close(total, x @ weight.T + bias)
+
+
+def test_parts_in_formats_of_their_own_are_gated_as_one() -> None:
+    """By themselves too, as a shared expert asks for it, and not only behind an addition."""
+    make, ops = maker(), resolve_ops("torch")
+    projection = Projection(name="a", in_size=8, parts={"gate": 6, "up": 6}, is_gated=True)
+    parts = {name: make.linear(part_of(projection, name)) for name in projection.parts}
+    for part in parts.values():
+        part.weight.normal_()
+    linear = SeparateLinear(projection, parts, ops, NoGroup(), dtype=torch.float32, device=CPU)
+    x = torch.randn(3, 8)
+    gate, up = (x @ part.weight.T for part in parts.values())
+    torch.testing.assert_close(linear.gated(x, STEP), torch.nn.functional.silu(gate) * up)
+
+
+def test_partial_sums_are_written_where_the_group_wants_them() -> None:
+    """What the others do not add up is not, nor what is nobody's but this device's."""
+    room, asked = torch.empty(9, 5), list[int]()
+
+    class Roomy(OneOf):
+        def partial_out(self, num_rows: int) -> Tensor:
+            asked.append(num_rows)
+            return room[:num_rows]
+
+    x = torch.randn(3, 8)
+    for size, split, is_there in ((2, Split.COLUMNS, True), (2, Split.ROWS, False), (1, Split.COLUMNS, False)):
+        out_size = 5 if split is Split.COLUMNS else 10
+        linear = maker(group=Roomy(0, size)).linear(
+            Projection(name="a", in_size=8 * size if split is Split.COLUMNS else 8, parts={"p": out_size}, split=split)
+        )
+        linear.weight.normal_()
+        product = linear(x, STEP)
+        assert (product.data_ptr() == room.data_ptr()) is is_there
+        torch.testing.assert_close(product, x @ linear.weight.T)
+    assert asked == [3]
 
 
 def test_what_a_group_cannot_share_out_is_named() -> None:

@@ -88,7 +88,7 @@ def test_experts_of_gpt_oss_are_read_as_published(gpt_oss: Path) -> None:
     ("broken", "message"),
     [
         ({"model.layers.0.mlp.experts.down_proj_scales": None}, "down_proj_scales is missing"),
-        ({"model.layers.1.mlp.experts.gate_up_proj_blocks": (3, 128, 2, 16)}, "gate_up_proj_blocks has shape"),
+        ({"model.layers.1.mlp.experts.gate_up_proj_blocks": (4, 128, 2, 16)}, "gate_up_proj_blocks has shape"),
         ({"model.layers.0.mlp.experts.5.up_proj.weight": (4, 4)}, "has no place in the model"),
     ],
 )
@@ -123,10 +123,9 @@ def test_experts_are_quantised_to_fp8_while_they_are_loaded(name: str, tmp_path:
                 assert (found - wanted).norm() / wanted.norm() < 0.04
 
 
-def test_a_mixture_in_fp8_by_channels_is_taken_over(tmp_path: Path) -> None:
-    """Weights and scales of the file, bit for bit; the router stays as it is, and may be named as left out."""
-    plain = write_checkpoint("qwen3-moe-window", tmp_path / "plain")
-    quantised = Path(shutil.copytree(plain, tmp_path / "quantised"))
+def in_fp8_by_channels(plain: Path) -> Path:
+    """The same in fp8, the router left out by name; and `plain` with the numbers of that."""
+    quantised = Path(shutil.copytree(plain, plain.parent / "quantised"))
     tensors, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):
@@ -146,6 +145,13 @@ def test_a_mixture_in_fp8_by_channels_is_taken_over(tmp_path: Path) -> None:
     }  # fmt: skip
     values = json.loads((plain / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**values, "quantization_config": config}))
+    return quantised
+
+
+def test_a_mixture_in_fp8_by_channels_is_taken_over(tmp_path: Path) -> None:
+    """Weights and scales of the file, bit for bit; the router stays as it is."""
+    plain = write_checkpoint("qwen3-moe-window", tmp_path / "plain")
+    quantised = in_fp8_by_channels(plain)
     found = PagedModel(quantised).model.layers[1].mlp
     wanted = PagedModel(plain).model.layers[1].mlp
     assert isinstance(found, MoE)

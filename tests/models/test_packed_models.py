@@ -14,6 +14,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.registry import read_model_config
 from tests.models import quantised_writers as writers
 from tests.models.paged_model import PagedModel
+from tests.models.quantised_checkpoints import Writer
 from tests.models.quantised_models import (
     AWQ,
     FAMILIES,
@@ -22,6 +23,8 @@ from tests.models.quantised_models import (
     SIZES,
     gptq,
     logits,
+    of_group,
+    pack,
     pack_quantized,
     pair,
 )
@@ -43,6 +46,25 @@ def test_a_quantised_model_is_the_model_of_its_numbers(name: str, tmp_path: Path
 def test_families(family: str, name: str, tmp_path: Path) -> None:
     config, writer = FORMATS[name]
     plain, quantised = pair(tmp_path, family, config, writer)
+    torch.testing.assert_close(logits(quantised), logits(plain), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "writer"),
+    [
+        ({**AWQ, "group_size": 128}, of_group(writers.write_awq, 128)),
+        ({**GPTQ, "group_size": 128}, of_group(gptq, 128)),
+        ({**GPTQ, "group_size": 128, "sym": True}, of_group(gptq, 128, is_symmetric=True)),
+        ({**GPTQ, "group_size": 128, "desc_act": True}, of_group(gptq, 128, is_act_order=True)),
+        ({**GPTQ, "group_size": 128, "bits": 8, "desc_act": True}, of_group(gptq, 128, bits=8, is_act_order=True)),
+        (pack_quantized(4, 128), of_group(pack, 128)),
+        (pack_quantized(4, 128, symmetric=False), of_group(pack, 128, has_zeros=True)),
+        (pack_quantized(4, 128, actorder="group"), of_group(pack, 128, is_act_order=True)),
+        (pack_quantized(8, 128), of_group(pack, 128, bits=8)),
+    ],
+)
+def test_groups_of_128_beside_biases(config: dict[str, Any], writer: Writer, tmp_path: Path) -> None:
+    plain, quantised = pair(tmp_path, "llama, wide", config, writer)
     torch.testing.assert_close(logits(quantised), logits(plain), atol=1e-4, rtol=0)
 
 

@@ -18,6 +18,13 @@ from tests.models.quantised_models import AWQ, GPTQ, SIZES, compressed, pack_qua
 
 AWQ_VERSIONS = ("gemv", "gemv_fast", "marlin", "exllama", "llm-awq", "GEMV")
 MXFP4 = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}
+# A rotation of weights alone, and one whose other half is of what the layers are given
+TURNED = {
+    "config_groups": {
+        "R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_output"}]},
+        "R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj"], "location": "input"}]},
+    }
+}
 # Methods that have been asked for elsewhere and must not slip through.
 NEVER = {
     "bitsandbytes", "hqq", "quanto", "torchao", "eetq", "fbgemm_fp8", "higgs", "spqr", "vptq", "aqlm", "bitnet",
@@ -36,6 +43,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GPTQ, "group_size": 64, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
     ({**GPTQ, "group_size": 64, "format": "gptq_p"}, "format 'gptq_p'"),
     ({**GPTQ, "group_size": 64, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
+    ({**GPTQ, "group_size": 64, "is_marlin_format": True}, "is_marlin_format true"),
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, r"quantised \(bitsandbytes\)"),
+    ({"group_size": 64, "bits": 4}, r"quantised \(MLX's way\)"),
+    ({**pack_quantized(4, 64), "sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
+    ({**pack_quantized(4, 64), "transform_config": TURNED}, "turns what layers are given, at 'input'"),
+    (compressed({"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [1, 64]}), r"\[1, 64\]"),
     ({**pack_quantized(4, 64), "format": "marlin-24"}, "format 'marlin-24'"),
     ({**pack_quantized(4, 64), "format": "dense"}, "format 'dense'"),
     ({**pack_quantized(4, 64), "config_groups": {}}, "no groups of layers"),
@@ -64,6 +77,30 @@ def write_config(folder: Path, quantization_config: Any) -> None:
     LlamaConfig(**SIZES).save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": quantization_config}))
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"transform_config": {"config_groups": {"R1": TURNED["config_groups"]["R1"]}}},
+        {"transform_config": {}},
+        {"sparsity_config": {"format": "dense"}},
+        {"sparsity_config": None},
+    ],
+)
+def test_what_changes_nothing_is_no_reason(beside: dict[str, Any], tmp_path: Path) -> None:
+    write_config(tmp_path, {**pack_quantized(4, 64), **beside})
+    assert read_model_config(tmp_path).quantization == "compressed-tensors"
+
+
+@pytest.mark.parametrize(("key", "method"), [("quantization", "MLX's way"), ("compression_config", "unknown")])
+def test_other_places_of_a_configuration_are_looked_at(key: str, method: str, tmp_path: Path) -> None:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    given = {"group_size": 64, "bits": 4} if key == "quantization" else {"version": "0.6"}
+    (tmp_path / "config.json").write_text(json.dumps({**values, key: given}))
+    with pytest.raises(ConfigError, match=rf"quantised \({method}\)"):
+        read_model_config(tmp_path)
 
 
 def test_methods_that_are_never_served_are_known_to_nobody_here() -> None:

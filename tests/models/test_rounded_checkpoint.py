@@ -54,12 +54,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pytest
     assert "name a checkpoint of the same model" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_smollm2_in_four_bits_is_near_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """576 and 1,536 inputs: nine and 24 groups of 64. Rounding without calibration, of a model that feels every one."""
     source = ensure_demo_model(print)
     w4, w8 = (write_rounded(source, tmp_path / f"w{bits}a16", bits, group) for bits, group in ((4, 32), (8, 64)))
-    options = ["--prompts", "6", "--tokens", "24", "--device", "cpu", "--formats", "bf16"]
+    options = ["--prompts", "4", "--tokens", "10", "--device", "cpu", "--formats", "bf16"]
     assert main(["bench", "accuracy", *options, "--beside", str(w4), "--beside", str(w8)]) == 0
     lines = lines_of(capsys)
     found = {name: [float(each.rstrip("%")) for each in lines[name]] for name in ("bf16", "w8a16", "w4a16")}

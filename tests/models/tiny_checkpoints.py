@@ -362,7 +362,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         {
             "hidden_size": 64,
             "intermediate_size": 96,
-            "num_local_experts": 3,
+            "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "head_dim": 16,
             "sliding_window": 16,
@@ -406,17 +406,22 @@ def write_checkpoint(name: str, folder: Path, **save_options: Any) -> Path:
     config_class, options = CONFIGS[name]
     torch.manual_seed(sum(name.encode()))
     model = AutoModelForCausalLM.from_config(config_class(**{**_BASE, **options}))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("bias", "sinks")):
-                parameter.normal_(0.0, 0.3)
-            elif "norm" in parameter_name:
-                parameter.uniform_(0.5, 1.5)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
-                buffer.normal_(0.0, 0.3)
+    draw_what_starts_alike(model)
     model.save_pretrained(folder, **save_options)
     return folder
+
+
+@torch.no_grad()
+def draw_what_starts_alike(model: torch.nn.Module) -> None:
+    """What transformers starts at 0 and 1."""
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(("bias", "sinks")):
+            parameter.normal_(0.0, 0.3)
+        elif "norm" in parameter_name:
+            parameter.uniform_(0.5, 1.5)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)
 
 
 def load_reference(folder: Path, **options: Any) -> torch.nn.Module:
