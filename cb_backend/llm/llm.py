@@ -32,7 +32,10 @@ from cb_backend.llm.results import Chunk, RequestOutput
 from cb_backend.llm.sampling import SamplingParams
 from cb_backend.support.native_paths import native_path
 
-_OF_A_SERVER = ("engine_python", "data_parallel_size", "watchdog_timeout_s", "stream_interval", "disable_log_stats")
+_OF_A_SERVER = (
+    "engine_python", "data_parallel_size", "watchdog_timeout_s", "stream_interval", "disable_log_stats", "idle_sleep_s",
+    "sleep_weights", "turn_s",
+)  # fmt: skip
 _HOLDING_S = 0.001  # between looks at requests that wait for their grammars
 
 
