@@ -7,10 +7,10 @@ tutorials write them so (`"enforce_eager": "true"`). This module does not know c
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from cb_backend.contracts.config_values import BOOLS, coerced, show
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.pooling import POOLINGS
 from cb_backend.contracts.scheduling import MAX_PRIORITY
@@ -26,6 +26,8 @@ DTYPES = {
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 MAX_RUN_AHEAD = 4
 MAX_LORA_RANK = 512
+MAX_RANKS = 8
+MAX_ENGINES = 64
 
 QUANTIZATIONS = ("fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -37,6 +39,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "prefill_policy": ("mixed", "hybrid"),
     "runner": ("auto", "generate", "pooling", "both"),
     "pooling": (None, *POOLINGS),
+    "sleep_weights": ("auto", "host", "files"),
 }
 # None is allowed where the field's type has it.
 _AT_LEAST_ONE = (
@@ -45,11 +48,14 @@ _AT_LEAST_ONE = (
     "max_loras", "max_cpu_loras",
 )  # fmt: skip
 _BETWEEN = {
-    "data_parallel_size": (1, 64),
+    "data_parallel_size": (1, MAX_ENGINES),
+    "tensor_parallel_size": (1, MAX_RANKS),
     "admission_reserve": (-10, 10),
     "reserved_priority": (-MAX_PRIORITY, MAX_PRIORITY - 1),  # the last class has nobody to be kept from
     "run_ahead": (0, MAX_RUN_AHEAD),
     "max_lora_rank": (1, MAX_LORA_RANK),
+    "idle_sleep_s": (0, 1e9),
+    "turn_s": (0, 1e9),
 }
 
 
@@ -61,17 +67,17 @@ class EngineConfig:
     model: str  # local folder, GGUF file, or hub id
     tokenizer: str | None = None  # another folder or hub id for the tokenizer; None: the model's
     dtype: str = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
-    # A method's name, as vLLM has it, is that of the checkpoint, or it is refused.
+    # The name of a method, as vLLM has it, must be the checkpoint's own method; another one is refused.
     quantization: str | None = None  # fp8: the layers' matrices, quantised at start-up; None: as the checkpoint is
     max_model_len: int | None = None  # tokens of prompt + output; None: the checkpoint's
-    load_format: str = "auto"  # auto | dummy (random weights, for benchmarks)
+    load_format: str = "auto"  # auto: the checkpoint's files | dummy: random weights, for benchmarks
     seed: int = 0  # of dummy weights
     generation_config: str = "vllm"  # vllm: neutral sampling defaults | auto: those of generation_config.json
     # What for
     # auto: what the checkpoint is for | generate: text | pooling: embeddings, classes, scores | both: text and these
     runner: str = "auto"
     pooling: str | None = None  # of embeddings: last | mean; None: the checkpoint's, else last
-    normalize: bool | None = None  # embeddings have length 1; None: the checkpoint's, else True
+    normalize: bool | None = None  # embeddings have length 1; None: the checkpoint's, else true
     # Tokens of the head whose shares are the score, the one that means yes last, as vLLM has it: ["no", "yes"].
     classifier_from_token: tuple[str, ...] = ()
     score_template: str | None = None  # of a pair to score, with {query} and {document}; None: one after the other
@@ -79,6 +85,9 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda
     engine_python: str | None = None  # interpreter of the engine process; None: the front end's own
     data_parallel_size: int = 1  # engines, each with a cache of its own and (where there are GPUs) a GPU of its own
+    tensor_parallel_size: int = 1  # devices of this host that hold the model together, for each engine
+    enable_expert_parallel: bool = False  # True: each device has some experts whole, not a part of every one
+    disable_custom_all_reduce: bool = False  # True: GPUs add up with NCCL, though they could read each other's memory
     worker_cls: str = "auto"  # "package.module:factory" of another model runner (tests, experiments)
     attention_backend: str = "auto"  # auto | triton | torch; auto: triton on a GPU
     # The batch
@@ -89,12 +98,12 @@ class EngineConfig:
     max_itl_ms: float | None = None  # prompt tokens beside running streams are held back to keep a step below it
     # The queue
     max_queue_size: int = 4096  # requests waiting beyond free slots; one more is refused as UNAVAILABLE
-    max_queue_tokens: int = 1 << 24  # their prompt tokens in all; beyond it a request is refused as UNAVAILABLE
+    max_queue_tokens: int = 1 << 24  # prompt tokens of all of them; beyond it a request is refused as UNAVAILABLE
     queue_timeout_ms: int | None = None  # a request that has not started by then ends as UNAVAILABLE; None: it waits
     timeout_ms: int | None = None  # the same for a request that has not ended, from its arrival at the engine
-    priority_aging_s: float = 10.0  # seconds of waiting that make up for one step of `priority`; 0: nothing does
+    priority_aging_s: float = 10.0  # seconds of waiting that count like 1 of `priority`; 0: waiting counts nothing
     reserved_share: float = 0.0  # part of slots and blocks that only requests of `reserved_priority` can start with
-    reserved_priority: int = -1  # greatest `priority` value of those
+    reserved_priority: int = -1  # the greatest `priority` value that may take them
     # The KV cache
     # Blocks for the expected growth of running requests stay free when another starts, and so many standard deviations
     # of it; below 0 fewer blocks than expected, so that batches and preemptions grow; -10: none.
@@ -105,15 +114,21 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, work space and cache
     num_gpu_blocks_override: int | None = None  # number of blocks, whatever the memory says
     enable_prefix_caching: bool = True  # blocks of a prefix that is cached are shared, not computed again
-    # False: layers with a window give blocks back that have fallen out of it, for 2 to 4 times the tokens of gemma3 and
-    # gpt-oss in the same memory. New, and not the default until it has been tried for longer.
-    disable_hybrid_kv_cache_manager: bool = True
-    swap_space: float = 0.0  # GiB of host memory for the blocks of preempted requests; 0: they are computed again
+    # True: layers with a window keep what has fallen out of it; False: they give those blocks back, for 2 to 4 times
+    # the tokens of gemma3 and gpt-oss in the same memory
+    disable_hybrid_kv_cache_manager: bool = False
+    swap_space: float = 0.0  # GiB of host memory a GPU for the blocks of preempted requests; 0: they are computed again
     # Adapters
     enable_lora: bool = False  # requests may name an adapter of multi_lora.json, which then stands beside model.json
     max_lora_rank: int = 16  # greatest rank of an adapter; what every place in a batch takes memory for
     max_loras: int | None = None  # adapters in one batch; None: as many as multi_lora.json names, at most 8
     max_cpu_loras: int | None = None  # adapters kept in host memory, at least max_loras; None: 4 times max_loras
+    # Sleep
+    # None: never | 0: when it is told to, or another model needs the card | seconds without a request. Asleep, a model
+    # gives the memory of weights and cache back; its first request wakes it.
+    idle_sleep_s: float | None = None
+    sleep_weights: str = "auto"  # where they are meanwhile: host (memory) | files (read again); auto: files on a CPU
+    turn_s: float = 10.0  # how long a model may serve on before it makes room for another that waits for the card
     # How steps are run
     enforce_eager: bool = False  # True: no CUDA graphs
     run_ahead: int | None = None  # steps launched before the last result is read; None: 0 on a CPU, else MAX_RUN_AHEAD
@@ -142,11 +157,26 @@ class EngineConfig:
             value = getattr(self, name)
             is_inside = value is None or lowest <= value <= highest
             _require(is_inside, f"{name} is {value}; it must be between {lowest} and {highest}")
+        if self.tensor_parallel_size > 1:
+            self._check_for_ranks()
         self._check_parts_and_times()
         _require(
             self.prefill_policy == "mixed" or self.max_itl_ms is not None,
             "prefill_policy is 'hybrid', which changes nothing without max_itl_ms; set that too",
         )
+
+    def steps_ahead(self, device: str) -> int:
+        """`run_ahead`, where it is left to the engine what is best on a `device` (cpu | cuda)."""
+        by_itself = MAX_RUN_AHEAD if device == "cuda" else 0  # on a CPU there is nothing to wait for
+        return by_itself if self.run_ahead is None else self.run_ahead
+
+    def _check_for_ranks(self) -> None:
+        """What runs on one device only."""
+        for is_so, what in (
+            (self.worker_cls != "auto", f"worker_cls is {self.worker_cls!r}, which runs on one device"),
+            (self.idle_sleep_s is not None, "idle_sleep_s is set, but sleep is supported on one device only"),
+        ):
+            _require(not is_so, f"{what}; set tensor_parallel_size to 1")
 
     def _check_parts_and_times(self) -> None:
         """The numbers whose borders belong to the range or not, each in its own way."""
@@ -158,6 +188,10 @@ class EngineConfig:
             self.max_cpu_loras is None or self.max_cpu_loras >= (self.max_loras or 1),
             f"max_cpu_loras is {self.max_cpu_loras}, below max_loras ({self.max_loras}); a batch's adapters come from"
             " host memory, so raise it",
+        )
+        _require(
+            self.sleep_weights == "auto" or self.idle_sleep_s is not None,
+            f"sleep_weights is {self.sleep_weights!r}, which changes nothing without idle_sleep_s; set that too",
         )
         _require(
             0 <= self.swap_space < 1 << 20, f"swap_space is {self.swap_space}; it must be GiB of memory, 0 or more"
@@ -185,7 +219,6 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "disable_log_requests": (True, False),
     "enable_log_requests": (True, False),
     "trust_remote_code": (False,),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "lora_dtype": ("auto",),
     "fully_sharded_loras": (False,),
@@ -197,11 +230,6 @@ _ACCEPTED_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 _WHY_NOT = {
     "scheduling_policy": "but requests always run in flight (`cb-backend study` compares that with static batches)",
 }
-
-_TEXTS = "tuple[str, ...]"
-_KIND_NAMES = {_TEXTS: "list of strings"}
-_BOOLS = {"true": True, "false": False, "1": True, "0": False}
-_MAX_SHOWN = 80  # characters of a value that an error repeats
 
 
 def engine_config_from_dict(arguments: dict[str, Any], place: str = " in model.json") -> EngineConfig:
@@ -215,7 +243,7 @@ def engine_config_from_dict(arguments: dict[str, Any], place: str = " in model.j
         if key in _ACCEPTED_WITHOUT_EFFECT:
             _check_without_effect(key, value)
         elif key in known and (value is not None or known[key].default is not MISSING):
-            values[key] = _coerce(key, value, str(known[key].type))
+            values[key] = coerced(key, value, str(known[key].type))
         elif key not in known:
             close = difflib.get_close_matches(key, [*known, *_ACCEPTED_WITHOUT_EFFECT], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -231,42 +259,12 @@ def engine_config_from_dict(arguments: dict[str, Any], place: str = " in model.j
 
 def _check_without_effect(key: str, value: Any) -> None:
     allowed = _ACCEPTED_WITHOUT_EFFECT[key]
-    plain = _BOOLS.get(value.lower(), value) if isinstance(value, str) else value
+    plain = BOOLS.get(value.lower(), value) if isinstance(value, str) else value
     if plain not in allowed:
         raise ConfigError(
-            f"engine argument {key!r} is {_show(value)}, {_WHY_NOT.get(key, 'which is not supported yet')};"
+            f"engine argument {key!r} is {show(value)}, {_WHY_NOT.get(key, 'which is not supported yet')};"
             " remove it or use " + " or ".join(repr(choice) for choice in allowed)
         )
-
-
-def _coerce(key: str, value: Any, annotation: str) -> Any:
-    """Turn a JSON value into the field's type; strings that spell the value are accepted."""
-    if value is None:
-        if "None" in annotation:
-            return None
-        raise ConfigError(f"engine argument {key!r} is null; remove it to get the default")
-    kind = annotation.split(" | ")[0]
-    try:
-        if kind == "bool":
-            return value if isinstance(value, bool) else _BOOLS[value.strip().lower()]
-        if kind == "int" and not isinstance(value, bool) and int(value) == float(value):
-            return int(value)
-        if kind == "float" and not isinstance(value, bool):
-            return float(value)
-        if kind == "str" and isinstance(value, str):
-            return value
-        if kind == _TEXTS:
-            texts = json.loads(value) if isinstance(value, str) else value
-            if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
-                return tuple(texts)
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
-        pass
-    raise ConfigError(f"engine argument {key!r} must be of type {_KIND_NAMES.get(kind, kind)}, got {_show(value)}")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 def _require(condition: bool, message: str) -> None:

@@ -41,3 +41,7 @@ class ConfigError(CbError):
     """The deployment is wrong: engine arguments, checkpoint, memory. The message names the remedy."""
 
     code = ErrorCode.INVALID_ARG
+
+
+class GaveUpError(Exception):
+    """The engine cannot go on; its process ends and is started again by a front end."""

@@ -13,6 +13,7 @@ from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.packed_logprobs import Packed
 from cb_backend.contracts.pooling import ModelTasks
 from cb_backend.contracts.queue_room import QueueRoom, RefusedRequests
+from cb_backend.contracts.rest import CallOffOrders, RestAnswer, RestStats, SetRest, UpdateWeights
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step_dump import DumpSteps, StepDump
 from cb_backend.contracts.token_rules import TokenRules
@@ -57,7 +58,19 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
     """Reuse nothing that was computed until now. Anybody may send it; the answer is one `EngineStats`."""
 
 
-FrontEndMessage = ResetPrefixCache | Hello | AddRequest | CancelRequests | Goodbye | Alive | DumpSteps | RefusedRequests
+FrontEndMessage = (
+    ResetPrefixCache
+    | Hello
+    | AddRequest
+    | CancelRequests
+    | Goodbye
+    | Alive
+    | DumpSteps
+    | RefusedRequests
+    | SetRest
+    | UpdateWeights
+    | CallOffOrders
+)
 
 
 # ---- engine to front end ----------------------------------------------------------------------------------------
@@ -173,6 +186,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_refused_grammars: int = 0
     grammar_seconds: float = 0.0  # compiling them, refused ones included
     adapters: AdapterStats | None = None
+    rest: RestStats | None = None  # None: it cannot sleep
 
 
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
@@ -181,7 +195,9 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-EngineMessage = EngineReady | StepOutput | RequestFailed | EngineStats | EngineFailed | StepDump | QueueRoom
+EngineMessage = (
+    EngineReady | StepOutput | RequestFailed | EngineStats | EngineFailed | StepDump | QueueRoom | RestAnswer
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _front_end_decoder = msgspec.msgpack.Decoder(FrontEndMessage)

@@ -32,12 +32,14 @@ class PoolingRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     token_ids: tuple[int, ...] = ()
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidRequestError` for ids that are not the head's."""
+        """Raise `InvalidRequestError` for ids that are not the head's, and for a state that it does not read."""
         for token_id in self.token_ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(f"token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})")
         if (self.readout == "head") != bool(self.token_ids):
             raise InvalidRequestError("token_ids go with the readout 'head', and with no other")
+        if self.readout == "head" and self.pooling != "last":
+            raise InvalidRequestError(f"the head reads the last token's state; pooling {self.pooling!r} is not for it")
 
 
 class ModelTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

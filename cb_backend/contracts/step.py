@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -240,6 +240,15 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class WatchedRunner(Runner, Protocol):
+    """A runner that has parts in other processes, which may end."""
+
+    def lost(self) -> str | None:
+        """Why no step can run any more; None while all parts live."""
+        ...
 
 
 # ---- what it means for requests ----------------------------------------------------------------------------------

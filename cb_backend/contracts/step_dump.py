@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from cb_backend.contracts.rest import RestStats
+
 
 class DumpSteps(msgspec.Struct, tag=True, frozen=True):
     """Asks for the engine's step log. Anybody may ask, without a `Hello`; the answer is one `StepDump`."""
@@ -31,4 +33,6 @@ class StepDump(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     joined: list[tuple[int, int, int, int, int]]  # index of the step, slot, request_id, tokens, of them cached
     ended: list[tuple[int, int, int]]  # index of the step, request_id, FinishReason
     adapters: list[tuple[int, str]] = []  # request_id, name of the adapter it goes through; none for the model as it is
+    sleeps: list[tuple[float, float]] = []  # begin and end, as time.monotonic(), of those that are over
     adapter_loads: list[tuple[int, int]] = []  # index of the step that loaded one, request_id that it was loaded for
+    rest: RestStats | None = None  # None: it cannot sleep

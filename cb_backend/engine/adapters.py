@@ -71,6 +71,7 @@ class AdapterStore:
         self._known: OrderedDict[AdapterSource, AdapterKey] = OrderedDict()
         self._reading: dict[AdapterSource, Future[PackedAdapter]] = {}
         self._refused: dict[AdapterSource, tuple[float, CbError]] = {}  # until when, and why
+        self._stuck: dict[AdapterSource, Future[PackedAdapter]] = {}  # reads that were given up and may still end
         self._num_without_room = 0  # asked for in this round, and not read for that
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # guards the counts
@@ -92,14 +93,16 @@ class AdapterStore:
         if refusal is not None and now < until:
             raise refusal.with_traceback(None)  # the same object again: what raised it before would stay with it
         self._refused.pop(source, None)
+        if source in self._stuck:
+            if not self._stuck[source].done():
+                raise _overdue(source)  # one thread that waits for these files is enough
+            self._reading[source] = self._stuck.pop(source)
         future = self._reading.get(source)
         if future is None:
             if len(self._kept) + len(self._reading) >= self._most_kept:
                 self._num_without_room += 1
                 return None
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter")
-            future = self._reading[source] = self._pool.submit(self._read_files, source)
+            future = self._submit(source)
         if not future.done():
             return None
         del self._reading[source]
@@ -118,6 +121,19 @@ class AdapterStore:
         if future is None:
             return WITHOUT_ROOM
         return None if future.running() else self.num_reads
+
+    def give_up(self, source: AdapterSource) -> CbError:
+        """Wait no longer for these files. Their thread may hang as long as it likes: others have their turn on new
+        ones. Returns what to tell who asked for them."""
+        future = self._reading.pop(source, None)
+        if future is not None and not future.cancel():
+            self._stuck[source] = future
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+                self._pool = None
+            for other in [other for other, waiting in self._reading.items() if waiting.cancel()]:
+                self._submit(other)
+        return _overdue(source)
 
     def tidy(self, in_use: Callable[[], Container[AdapterKey]], now: float) -> None:
         """Forget the least recently used where others want their room; those in use stay.
@@ -152,6 +168,12 @@ class AdapterStore:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._kept.clear()
 
+    def _submit(self, source: AdapterSource) -> Future[PackedAdapter]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter")
+        future = self._reading[source] = self._pool.submit(self._read_files, source)
+        return future
+
     def _keep(self, source: AdapterSource, packed: PackedAdapter) -> AdapterKey:
         self._kept.setdefault(packed.key, packed)
         self._kept.move_to_end(packed.key)
@@ -164,25 +186,29 @@ class AdapterStore:
 
     def _read_files(self, source: AdapterSource) -> PackedAdapter:
         begin = time.perf_counter()
-        is_refused = True
+        refusal: CbError | None = None
         try:
-            packed = self._read(source.path)
-            is_refused = False
-            return packed
-        except CbError as error:
-            raise InvalidRequestError(f"adapter {source.name!r} cannot be served: {error}") from error
-        except MemoryError:
-            raise UnavailableError(f"adapter {source.name!r}: the host has no memory for it; try again later") from None
+            return self._read(source.path)
         except Exception as error:
-            logger.exception("adapter %s in %s could not be read", source.name, source.path)
-            raise InvalidRequestError(
-                f"adapter {source.name!r} could not be read: {type(error).__name__}: {error}"
-            ) from error
+            refusal = _refusal(source, error)
         finally:
             with self._lock:
                 self.num_reads += 1
-                self.num_refused += is_refused
+                self.num_refused += refusal is not None
                 self.read_seconds += time.perf_counter() - begin
+        raise refusal  # NOTE: not where the other was caught: that one has a hold on what had been read by then
+
+
+def _refusal(source: AdapterSource, error: Exception) -> CbError:
+    """What to tell who asked for files whose reading failed so."""
+    if isinstance(error, UnavailableError):  # it may be served, but not now
+        return UnavailableError(f"adapter {source.name!r}: {error}; try again later")
+    if isinstance(error, CbError):
+        return InvalidRequestError(f"adapter {source.name!r} cannot be served: {error}")
+    if isinstance(error, MemoryError):
+        return UnavailableError(f"adapter {source.name!r}: the host has no memory for it; try again later")
+    logger.error("adapter %s in %s could not be read", source.name, source.path, exc_info=error)
+    return InvalidRequestError(f"adapter {source.name!r} could not be read: {type(error).__name__}: {error}")
 
 
 class AdapterWait:
@@ -213,11 +239,15 @@ class AdapterWait:
         if (turn := self._store.turn_of(self._source)) != self._turn or turn == WITHOUT_ROOM:
             self._turn, self._since = turn, now
         if now - self._since > READ_TIMEOUT_S:
-            return UnavailableError(
-                f"adapter {self._source.name!r} was not read from {self._source.path} within {READ_TIMEOUT_S:.0f} s; "
-                "look at the disk that it is on, and try again"
-            )
+            return self._store.give_up(self._source)
         return False
+
+
+def _overdue(source: AdapterSource) -> CbError:
+    return UnavailableError(
+        f"adapter {source.name!r} was not read from {source.path} within {READ_TIMEOUT_S:.0f} s; look at the disk that"
+        " it is on, and try again"
+    )
 
 
 def take_adapter(request: Request, key: AdapterKey) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
-from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode
+from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, GaveUpError
 from cb_backend.contracts.messages import (
     AddRequest,
     CancelRequests,
@@ -39,11 +39,13 @@ from cb_backend.contracts.messages import (
     token_ids_from_bytes,
 )
 from cb_backend.contracts.queue_room import RefusedRequests
+from cb_backend.contracts.rest import CallOffOrders, RestStats, SetRest, UpdateWeights
 from cb_backend.contracts.step_dump import DumpSteps
 from cb_backend.engine.ending import ServerEnding, leave
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from cb_backend.engine.garbage import GarbageSchedule, no_collection
 from cb_backend.engine.llm_engine import LLMEngine, StepFailedError, create_engine
+from cb_backend.engine.rest_desk import RestDesk, ask, begin_start
 from cb_backend.support.fault_points import reach
 from cb_backend.support.silence import SilenceClock
 
@@ -53,15 +55,10 @@ MAX_MESSAGES_PER_STEP = 1024  # so that a flood of requests cannot hold up the r
 IDLE_POLL_MS = 500
 WATCH_INTERVAL_S = 0.1  # how often dead processes are looked for while steps run
 STATS_INTERVAL_S = 0.5
-FIRST_FRONT_END_TIMEOUT_S = 60.0
 STALL_TIMEOUT_S = 10.0  # unfinished requests, but nothing to run
 MAX_FAILED_STEPS_IN_A_ROW = 3
 
 logger = logging.getLogger("cb_backend.engine")
-
-
-class GaveUpError(Exception):
-    """The engine cannot go on; the process ends and is started again by a front end."""
 
 
 class EngineProcess:
@@ -69,6 +66,7 @@ class EngineProcess:
 
     def __init__(self, engine: LLMEngine, link: FrontEndLink, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
+        self.desk: RestDesk | None = None  # of a model that may sleep
         self.link = link
         self.is_stopping = False
         self._clock = clock
@@ -98,7 +96,9 @@ class EngineProcess:
         """Messages, a step if there is something to do, and what must happen now and then."""
         self._take_messages()
         self._expire()
-        if self.engine.has_unfinished():
+        if self.desk is not None and not self.desk.may_step():
+            self._silence.heard()
+        elif self.engine.has_unfinished():
             self._step()
         self._tell_room()
         self._look_around()
@@ -107,7 +107,7 @@ class EngineProcess:
 
     def _take_messages(self) -> None:
         if not self.engine.has_unfinished():
-            has_news = self.link.wait(IDLE_POLL_MS)
+            has_news = self.link.wait(IDLE_POLL_MS if self.desk is None else self.desk.rest.idle_poll_ms(IDLE_POLL_MS))
             self._silence.heard()
             if not has_news:
                 self._garbage.collect_if_due(is_idle=True)
@@ -133,7 +133,10 @@ class EngineProcess:
         elif isinstance(message, Goodbye):
             self._drop_front_end(message.front_end_id)
         elif isinstance(message, DumpSteps):
-            self.link.send(identity, self.engine.log.dump(message.max_steps))
+            dump = self.engine.log.dump(message.max_steps)
+            self.link.send(identity, msgspec.structs.replace(dump, rest=self._rest_stats()))
+        elif isinstance(message, SetRest | UpdateWeights | CallOffOrders):
+            ask(self.desk, self.link, identity, message)
         elif isinstance(message, ResetPrefixCache):
             self.engine.scheduler.reset_prefix_cache()
             self.link.send(identity, self._stats())
@@ -192,6 +195,7 @@ class EngineProcess:
             logger.exception("a step failed; its requests end with an error")
             output = error.output
             self._num_failed_steps += 1
+            self.engine.check_runner()
         if output is not None:
             self._silence.heard()
             if not self.engine.has_requests():  # first, so that the last clients find their work in the metrics
@@ -207,7 +211,7 @@ class EngineProcess:
             raise GaveUpError(f"{self._num_failed_steps} steps in a row failed; the reasons are above")
 
     def _wait_out_stall(self) -> None:
-        if self.engine.is_holding:  # ends by itself
+        if self.engine.is_holding or (self.desk is not None and self.desk.rest.is_draining):  # ends by itself
             self._silence.heard()
         if self._silence.look() > STALL_TIMEOUT_S:
             raise GaveUpError(f"no progress for {STALL_TIMEOUT_S:.0f} s with open requests: {self.engine.stats()}")
@@ -220,7 +224,7 @@ class EngineProcess:
         now = self._clock()
         is_busy = self.engine.has_unfinished()
         if (is_busy and now >= self._next_stats) or (self._was_busy and not is_busy):
-            self._send_stats()
+            self.send_stats()
             self._next_stats = now + STATS_INTERVAL_S
         if now >= self._next_watch or not is_busy:
             self._watch_processes(now)
@@ -228,7 +232,7 @@ class EngineProcess:
         self._garbage.collect_if_due(is_idle=False)
         self._was_busy = is_busy
 
-    def _send_stats(self) -> None:
+    def send_stats(self) -> None:
         try:
             reach("process.stats")
             self.link.send_to_all(self._stats())
@@ -238,19 +242,19 @@ class EngineProcess:
     def _stats(self) -> EngineStats:
         stats = self.engine.stats()
         num_refused = stats.num_refused + self._num_refused
-        return msgspec.structs.replace(stats, engine_pid=os.getpid(), num_refused=num_refused)
+        return msgspec.structs.replace(stats, engine_pid=os.getpid(), num_refused=num_refused, rest=self._rest_stats())
+
+    def _rest_stats(self) -> RestStats | None:
+        return None if self.desk is None else self.desk.rest.stats()
 
     def _watch_processes(self, now: float) -> None:
+        self.engine.check_runner()
         for front_end_id in self.link.dead_front_ends():
             logger.warning("front end %d is gone; its requests are aborted", front_end_id)
             self._drop_front_end(front_end_id)
         self.link.end_requests_of_silent(self.engine.config.watchdog_timeout_s, self.engine.cancel)
-        if not self.link.is_server_alive:
-            logger.info("the server is gone; the engine ends")
-            self.is_stopping = True
-        is_too_late = now - self._start_time > FIRST_FRONT_END_TIMEOUT_S
-        if not self.link.front_ends and (self.link.has_had_front_end or is_too_late):
-            logger.info("no front end is left; the engine ends")
+        if (over := self.link.why_over(now - self._start_time)) is not None:
+            logger.info("%s; the engine ends", over)
             self.is_stopping = True
 
 
@@ -259,17 +263,16 @@ def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:
     link = FrontEndLink(socket_path, server_pid)
     try:
         begin = time.monotonic()
+        start = begin_start(config, Path(socket_path).parent)
         with no_collection():
-            engine = create_engine(config)
+            engine = create_engine(config, Path(socket_path).parent, start.weights)
+        process = EngineProcess(engine, link)
+        process.desk = start.desk(engine, link, process.send_stats)
     except Exception as error:
-        is_final = isinstance(error, ConfigError)
-        reason = str(error) if isinstance(error, CbError) else f"{type(error).__name__}: {error}"
-        logger.error("the engine cannot start: %s", reason, exc_info=None if is_final else error)
-        report_failed_start(link, " ".join(reason.split()))
+        report_failed_start(link, error)
         link.close()
-        return EXIT_CONFIG_ERROR if is_final else EXIT_START_FAILED
+        return EXIT_CONFIG_ERROR if isinstance(error, ConfigError) else EXIT_START_FAILED
     logger.info("ready after %.1f s: %s", time.monotonic() - begin, engine.info)
-    process = EngineProcess(engine, link)
     signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(process, "is_stopping", True))
     try:
         return process.run()

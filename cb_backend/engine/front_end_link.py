@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from cb_backend.contracts.errors import ErrorCode
+from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode
 from cb_backend.contracts.messages import (
     EngineFailed,
     EngineMessage,
@@ -34,6 +34,8 @@ from cb_backend.support.silence import SilenceClock
 # now, and from then on for the others.
 FAILED_START_FIRST_S = 60.0
 FAILED_START_LINGER_S = 2.0
+# An engine to which no front end has come by then is nobody's.
+FIRST_FRONT_END_TIMEOUT_S = 60.0
 
 # As numbers: with the enum's members each call would build new ones.
 _NO_WAIT, _MORE_NO_WAIT, _EVENTS, _IS_READABLE = map(
@@ -78,6 +80,14 @@ class FrontEndLink:
     @property
     def is_server_alive(self) -> bool:
         return self._server.is_alive
+
+    def why_over(self, seconds: float) -> str | None:
+        """Why nobody will ask for anything any more, so long after the start; None: somebody may."""
+        if not self.is_server_alive:
+            return "the server is gone"
+        if not self.front_ends and (self.has_had_front_end or seconds > FIRST_FRONT_END_TIMEOUT_S):
+            return "no front end is left"
+        return None
 
     def wait(self, timeout_ms: int) -> bool:
         """Return when a message has come or a watched process has ended (True), or when the time is over (False)."""
@@ -200,8 +210,12 @@ class FrontEndLink:
             self._poller.register(watch.fd, zmq.POLLIN)
 
 
-def report_failed_start(link: FrontEndLink, reason: str) -> None:
-    """Tell every front end that says hello why there is no engine, for as long as they may still be coming."""
+def report_failed_start(link: FrontEndLink, error: Exception) -> None:
+    """Tell every front end that says hello why there is no engine, for as long as they may still be coming; and in the
+    log, with where it happened unless the error says all."""
+    reason = str(error) if isinstance(error, CbError) else f"{type(error).__name__}: {error}"
+    logger.error("the engine cannot start: %s", reason, exc_info=None if isinstance(error, ConfigError) else error)
+    reason = " ".join(reason.split())
     deadline = time.monotonic() + FAILED_START_FIRST_S
     while time.monotonic() < deadline and link.is_server_alive:
         link.wait(100)

@@ -7,25 +7,25 @@ to `run_ahead` steps are launched before the result of the oldest is read, so th
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Protocol, cast
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.contracts.adapters import NOT_ENABLED, AdapterSource
-from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig
-from cb_backend.contracts.errors import CbError, ConfigError, InvalidRequestError
+from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import CbError, ConfigError, GaveUpError, InvalidRequestError
 from cb_backend.contracts.messages import EngineStats, ModelInfo
 from cb_backend.contracts.queue_room import QueueRoom
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
-from cb_backend.contracts.step import EngineOutput, Pending, Runner, StepPlan, StepResult
+from cb_backend.contracts.step import EngineOutput, Pending, Runner, StepPlan, StepResult, WatchedRunner
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.adapters import adapter_wait, new_adapter_store
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
@@ -33,17 +33,12 @@ from cb_backend.engine.grammar.grammar_wait import grammar_wait
 from cb_backend.engine.grammar.guide import Guide
 from cb_backend.engine.grammar.guided_rows import FedStep, GuidedRows
 from cb_backend.engine.held_requests import Condition, HeldRequests
+from cb_backend.engine.runner_choice import choose_runner
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.engine.step_log import StepLog
 from cb_backend.kv_cache.make_manager import make_manager
 from cb_backend.support.fault_points import reach
-
-
-class RunnerFactory(Protocol):
-    """What `EngineConfig.worker_cls` names: loads the model and sizes its cache."""
-
-    def __call__(self, config: EngineConfig) -> tuple[Runner, ModelInfo]: ...
 
 
 class StepFailedError(Exception):
@@ -84,8 +79,8 @@ class LLMEngine:
         self.config = config
         self.info = info
         self.runner = runner
-        by_itself = MAX_RUN_AHEAD if info.device == "cuda" else 0  # on a CPU there is nothing to wait for
-        self.run_ahead = by_itself if config.run_ahead is None else config.run_ahead
+        self._watched = runner if isinstance(runner, WatchedRunner) else None
+        self.run_ahead = config.steps_ahead(info.device)
         kv = make_manager(config, info, self.run_ahead)
         self.scheduler = Scheduler(config, kv, info.max_model_len, info.num_host_blocks, policy, info.num_adapter_slots)
         self.log = StepLog(self.scheduler.num_slots, info.num_blocks, info.block_size, self.scheduler.running, clock)
@@ -196,6 +191,12 @@ class LLMEngine:
         """Whether any request is waiting or running; steps that were launched for others may still come back."""
         return self.scheduler.num_running + self.scheduler.num_waiting > 0
 
+    def check_runner(self) -> None:
+        """Raises `GaveUpError` where a part of the runner is gone, so that no step can run any more."""
+        lost = None if self._watched is None else self._watched.lost()
+        if lost is not None:
+            raise GaveUpError(lost)
+
     def has_unfinished(self) -> bool:
         return bool(self._launched) or self.scheduler.has_unfinished()
 
@@ -280,16 +281,10 @@ def _salt_bytes(salt: str) -> bytes:
     return blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest() if salt else b""
 
 
-def create_engine(config: EngineConfig) -> LLMEngine:
-    """Load the model and build the engine. Raises `ConfigError` with a one-line reason and remedy."""
-    name = config.worker_cls
-    if name == "auto":
-        name = "cb_backend.engine.runner.runner_factory:create_runner"
-    module_name, _, attribute = name.partition(":")
-    try:
-        factory: RunnerFactory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"worker_cls {name!r} cannot be loaded: {error}") from error
+def create_engine(config: EngineConfig, folder: Path | None = None, weights: Path | None = None) -> LLMEngine:
+    """Load the model and build the engine. `folder` and `weights` are as `choose_runner` has them. Raises `ConfigError`
+    with a one-line reason and remedy."""
+    factory = choose_runner(config, folder, weights)
     try:
         runner, info = factory(config)
     except MemoryError as error:

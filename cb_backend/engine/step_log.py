@@ -67,6 +67,7 @@ class StepLog:
     ) -> None:
         """`request_of` knows running requests by their ids; without it no adapter has a name."""
         self.records: deque[StepRecord] = deque(maxlen=capacity)
+        self.sleeps: deque[tuple[float, float]] = deque(maxlen=capacity)
         self.first_tokens: dict[int, float] = {}  # request_id -> its first launch; first tokens of the last step
         self._sizes = (num_slots, num_blocks, block_size)
         self._clock = clock
@@ -163,6 +164,10 @@ class StepLog:
             for request_id in request_ids:
                 scheduled_at.pop(request_id, None)
 
+    def slept(self, begin: float, end: float) -> None:
+        """The model was asleep, by the log's clock."""
+        self.sleeps.append((begin, end))
+
     def idle(self) -> None:
         """There was nothing to run."""
         self._is_going_on = False
@@ -249,6 +254,7 @@ class StepLog:
             request_ids=rows("<i8", [owners[id(record.request_ids), id(record.slots)] for record in records]),
             joined=[(i, *joined) for i, record in enumerate(records) for joined in record.joined],
             ended=[(i, *ended) for i, record in enumerate(records) for ended in record.ended],
+            sleeps=[slept for slept in self.sleeps if records and slept[1] >= records[0].begin],
             adapters=self._adapters_of(owners.values()),
             adapter_loads=[(i, rid) for i, record in enumerate(records) for rid in record.adapter_loads],
         )

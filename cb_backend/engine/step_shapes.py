@@ -26,10 +26,10 @@ _PROMPTS_IN_BETWEEN = {384: 8, 640: 16, 768: 16, 1280: 16, 1536: 16, 1792: 16}
 _BESIDE = (0, 8, 32, 64, 128, 256, 512)
 _BESIDE_IN_BETWEEN = (0, 64, 128, 256, 512)
 # The same of steps with rows that go through adapters.
-_ADAPTER_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+_ADAPTER_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
 _ADAPTER_PREFILL = (128, 512, 1024, 2048)
 _ADAPTER_BESIDE = (0, 64, 256)
-_ADAPTER_FULL = (8, 64, 256)
+_ADAPTER_FULL = (8, 64, 256)  # with room for any plan; plans of full steps fit the sizes of `FullSteps` as well
 _MOST_PREFILL = max(_PROMPTS_OF_PREFILL)
 _LEAST_PROMPTS = max(_PROMPTS_OF_PREFILL.values())  # room of every full step
 _TOKENS_OF_PROMPT = 128  # and of larger ones: as many prompts as are this long
@@ -135,7 +135,8 @@ def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShap
 
 def adapter_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
     """Shapes to capture of steps with rows that go through adapters: coarser, so that the start does not take twice as
-    long. Full steps have room for some tokens more than the budget, so that each fits one of few shapes.
+    long, but for full steps, which under load are most of those with prompts. A few more have room for some tokens more
+    than the budget, so that each plan fits one.
     """
     most_rows = min(max_num_seqs, max_num_batched_tokens)
     sizes = [*(size for size in _ADAPTER_DECODE if size < most_rows), most_rows]
@@ -151,6 +152,10 @@ def adapter_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepS
         for least, size in zip((0, *full[:-1]), full, strict=True):
             num_prefill = max_num_batched_tokens - least
             shapes.append(StepShape(size, num_prefill, full_steps.num_prompts, has_adapters=True))
+    if max_num_batched_tokens <= _MOST_PREFILL:  # above, each takes long to capture
+        for size in full_steps.decode_sizes:
+            shape = StepShape(size, max_num_batched_tokens - size, full_steps.num_prompts, has_adapters=True)
+            shapes += [shape] if shape not in shapes else []
     return shapes
 
 

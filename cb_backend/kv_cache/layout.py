@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from cb_backend.contracts.config import EngineConfig
+
 ALL_TOKENS = 0  # a window: every earlier token is read
 KEYS_AND_VALUES = "keys and values"
 _PER_TOKEN = {KEYS_AND_VALUES: 2}  # vectors that a KV head of a layer keeps of a token, by kind of group
@@ -28,6 +30,13 @@ class CachedModel(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+
+
+class WindowedModel(CachedModel, Protocol):
+    """The same, and what each of its layers sees."""
+
+    @property
+    def windows(self) -> tuple[int, ...]: ...
 
 
 class KVGroup(NamedTuple):
@@ -144,3 +153,9 @@ def layout_of(model: CachedModel, block_size: int, element_bytes: int, windows: 
         block_size=block_size,
         element_bytes=element_bytes,
     )
+
+
+def engine_layout(config: EngineConfig, model: WindowedModel, element_bytes: int, max_model_len: int) -> KVLayout:
+    """The layout that the engine's arguments make of a model, or of a device's part of it."""
+    windows = () if config.disable_hybrid_kv_cache_manager else kept_windows(model.windows, max_model_len)
+    return layout_of(model, config.block_size, element_bytes, windows)

@@ -6,6 +6,9 @@ place for the writes of padding tokens: it is counted in `num_blocks` and never 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -37,13 +40,25 @@ def kv_not_capable(name: str, needs: str) -> str:
 class KVCacheStorage:
     """The blocks of a layout, zero at the start; `layers` are each layer's views of `data`, in the model's order."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`num_blocks` counts the null block. Raises `ValueError` where the layout was made for another dtype."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        """`num_blocks` counts the null block. `memory` gives a number of bytes (uint8, zeros) where they are not
+        PyTorch's to give. Raises `ValueError` where the layout was made for another dtype."""
         if dtype.itemsize != layout.element_bytes:
             raise ValueError(f"a layout of {layout.element_bytes} bytes an element cannot hold {dtype}")
         self.layout = layout
         self.num_blocks = num_blocks
-        self.data = _zeros(layout.shape(num_blocks), dtype, device)
+        shape = layout.shape(num_blocks)
+        if memory is None:
+            self.data = _zeros(shape, dtype, device)
+        else:
+            self.data = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         rows = self.data.unbind(0)
         places = sorted(
             (layer, row, group) for group, of in enumerate(layout.groups) for row, layer in enumerate(of.layers)

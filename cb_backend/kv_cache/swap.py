@@ -14,6 +14,7 @@ from torch import Tensor
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.step import StepPlan
 from cb_backend.kv_cache.storage import KVCacheStorage, free_memory, show_bytes
+from cb_backend.parallel.group import Agreed, Group, NoGroup
 
 _GIB = 1 << 30
 PIECE_BYTES = _GIB  # of host memory at a time, at most (or one block): little is lost where sizes are rounded up
@@ -22,13 +23,15 @@ PIECE_BYTES = _GIB  # of host memory at a time, at most (or one block): little i
 class BlockSwapper:
     """Host memory for `num_blocks` blocks of a cache. Raises `ConfigError` where the host has not so much."""
 
-    def __init__(self, storage: KVCacheStorage, num_blocks: int) -> None:
+    def __init__(self, storage: KVCacheStorage, num_blocks: int, group: Group | None = None) -> None:
+        """group: whose devices each take as much, of the same host; None: there is one."""
         # As bytes: not every device copies every narrow type by index. As `KVLayout.shape`, head_dim in bytes.
         self._cache = storage.data.view(torch.uint8)
         self.num_blocks = num_blocks
         layers, _, *block = self._cache.shape
         # One block of all its layers lies in one place, so that it is one transfer.
-        self._host = _HostBlocks(num_blocks, (layers, *block), is_pinned=self._cache.device.type == "cuda")
+        is_pinned = self._cache.device.type == "cuda"
+        self._host = _HostBlocks(num_blocks, (layers, *block), group or NoGroup(), is_pinned=is_pinned)
 
     def apply(self, plan: StepPlan) -> None:
         """Make the plan's copies: first out, then in. Call before anything of the step itself."""
@@ -54,9 +57,9 @@ class BlockSwapper:
 class _HostBlocks:
     """uint8 [*block_shape] of host memory for each of `num_blocks` blocks, in pieces of many blocks."""
 
-    def __init__(self, num_blocks: int, block_shape: tuple[int, ...], *, is_pinned: bool) -> None:
-        """Raises `ConfigError` where there is not so much: the system would promise more than it has, and end the
-        process when it is used."""
+    def __init__(self, num_blocks: int, block_shape: tuple[int, ...], group: Group, *, is_pinned: bool) -> None:
+        """Raises `ConfigError` where there is not so much for all of the group: the system would promise more than it
+        has, and end a process when it is used."""
         self.block_shape = block_shape
         block_bytes = math.prod(block_shape)
         self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
@@ -66,7 +69,9 @@ class _HostBlocks:
         needed_bytes = sum(pinned_bytes(size * block_bytes) if is_pinned else size * block_bytes for size in sizes)
         free_bytes, _ = free_memory(torch.device("cpu"))
         reason = f" (pinned, it takes {show_bytes(needed_bytes)})" if needed_bytes > asked_bytes else ""
-        if needed_bytes <= free_bytes:
+        each = f" for each of {group.size} devices" if group.size > 1 else ""
+        if group.size * needed_bytes <= free_bytes:
+            group.agree(0, Agreed.LEAST)  # none of them takes its part before all have seen what is free
             try:
                 self._pieces = [
                     torch.empty((size, *block_shape), dtype=torch.uint8, pin_memory=is_pinned) for size in sizes
@@ -75,7 +80,7 @@ class _HostBlocks:
             except RuntimeError as error:  # memory that may not be pinned, or not so much of it
                 reason = f" ({str(error).splitlines()[0]})"
         raise ConfigError(
-            f"not enough host memory for swapped blocks: swap_space asks for {show_bytes(asked_bytes)}, "
+            f"not enough host memory for swapped blocks: swap_space asks for {show_bytes(asked_bytes)}{each}, "
             f"{show_bytes(free_bytes)} are free{reason}; lower swap_space"
         )
 

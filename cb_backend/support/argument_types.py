@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,18 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return value
+
+
+def int_up_to(most: int) -> Callable[[str], int]:
+    """The type of a whole number from 1 to `most`."""
+
+    def bounded(text: str) -> int:
+        value = positive_int(text)
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
+        return value
+
+    return bounded
 
 
 def positive_float(text: str) -> float:
@@ -44,6 +58,15 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:80]}")
     return value
+
+
+def server_address(text: str) -> str:
+    """`HOST:PORT`; `[::1]:8001` and the names of gRPC's own kinds of addresses too."""
+    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", text)
+    is_one = match is not None and 1 <= int(match[1]) <= 65535
+    if not is_one and not re.match(r"(dns|ipv4|ipv6|unix|unix-abstract):", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, like localhost:8001")
+    return text
 
 
 def output_file(text: str) -> Path:

@@ -249,11 +249,11 @@ def serve(scenario: str, num_rows: int, num_front_ends: int) -> None:
 
 
 class Apart:
-    """A process that runs the loop of one checkout's package."""
+    """A process that runs the loop of one checkout's package, by that checkout's own copy of this file."""
 
     def __init__(self, checkout: str, arguments: list[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": checkout, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--serve", *arguments]
+        command = [sys.executable, f"{checkout}/tests/engine/bench_host.py", "--serve", *arguments]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
+from cb_backend.engine.runner.step_runner import StepRunner
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 PACKAGE = f"{Path(__file__).resolve().parents[2] / 'cb_backend'}/"
@@ -242,7 +242,7 @@ class FakeCuda(TorchFunctionMode):
                     self.mistakes.append(f"{copy.site} copied memory that changed before the copy was done")
 
     @contextlib.contextmanager
-    def capture(self, graph: FakeGraph, pool: object = None) -> Iterator[None]:
+    def capture(self, graph: FakeGraph, pool: object = None, **options: object) -> Iterator[None]:
         self.capturing = graph
         self.graphs.append(graph)
         try:
@@ -308,14 +308,14 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
             with fake:  # modes are a thread's own
                 super().run()
 
-    run_step = SlotRunner.run_step
+    run_step = StepRunner.run_step
 
-    def run_or_capture(runner: SlotRunner, buffers: StepBuffers) -> None:
+    def run_or_capture(runner: StepRunner, buffers: StepBuffers) -> None:
         if fake.capturing is not None:
             fake.capturing.calls.append(lambda: run_step(runner, buffers))
         run_step(runner, buffers)
 
-    monkeypatch.setattr(SlotRunner, "run_step", run_or_capture)
+    monkeypatch.setattr(StepRunner, "run_step", run_or_capture)
     monkeypatch.setattr(threading, "Thread", Thread)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     stand_ins = {
@@ -331,6 +331,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
         "empty_cache": lambda: None,
     }
     for name, stand_in in stand_ins.items():

@@ -5,7 +5,7 @@ On a CUDA device that is none; what is computed is compared with an engine on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import pytest
 
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.runner.ranks import RankedRunner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_graphs import StepGraphs
 from cb_backend.engine.step_shapes import FullSteps, StepShape, adapter_shapes, step_shapes
 from tests.engine.adapted import adapted_engine, source_of
 from tests.engine.drive import Run, run
 from tests.engine.fake_cuda import FakeCuda, fake_device
+from tests.engine.fake_ranks import use_ranks
 from tests.fakes.graphs import graphs_of
 from tests.models.adapters import ALL_MODULES, write_adapter
 
@@ -49,14 +51,16 @@ def adapters(gqa_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     ]
 
 
-def rounds(folder: Path, adapters: list[Path], **settings: Any) -> tuple[list[Run], LLMEngine, list[list[int]]]:
+def rounds(
+    folder: Path, adapters: list[Path], numbers: Sequence[int] = range(len(ROUNDS)), **settings: Any
+) -> tuple[list[Run], LLMEngine, list[list[int]]]:
     """(what each round gave, the engine, replays of each graph in each round)."""
     engine = adapted_engine(folder, **{**SETTINGS, **settings})
-    runner = engine.runner
+    runner = engine.runner.runner if isinstance(engine.runner, RankedRunner) else engine.runner
     captured = runner.graphs._graphs.values() if isinstance(runner, SlotRunner) else ()
     graphs: list[Any] = [graph for graph, _ in captured]
     runs, replays = [], []
-    for wanted in ROUNDS:
+    for wanted in (ROUNDS[number] for number in numbers):
         before = [graph.num_replays for graph in graphs]
         sources = {index: source_of(adapters[each]) for index, each in enumerate(wanted) if each is not None}
         runs.append(run(engine, PROMPTS, GREEDY, adapters=sources))
@@ -113,6 +117,31 @@ def test_launched_kernel_by_kernel_it_is_the_same(
     assert fake.graphs == []
 
 
+def test_ranks_replay_what_is_in_their_places(
+    gqa_folder: Path, adapters: list[Path], expected: list[Run], fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has its share of what the plan loads; nothing waits for its way there."""
+    use_ranks(monkeypatch)
+    ranked = {"device": "cuda", "tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+    numbers = (0, 2, 3)
+    runs, engine, replays = rounds(gqa_folder, adapters, numbers, **ranked)
+    try:
+        assert [each.token_ids for each in runs] == [expected[number].token_ids for number in numbers]
+        assert isinstance(engine.runner, RankedRunner)
+        assert engine.runner.adapters is not None
+        is_of_adapters = [shape.has_adapters for shape in engine.runner.runner.graphs.shapes]
+        for number, counts in zip(numbers, replays, strict=True):
+            used = {has for has, count in zip(is_of_adapters, counts, strict=True) if count}
+            assert (True in used) is (ROUNDS[number] is not BASE)
+        table = engine.runner.adapters.table
+        assert table.slab.is_cuda
+        assert table.bytes_per_adapter < table.whole.bytes_per_adapter
+        assert fake.mistakes == []
+        assert not [site for site in fake.waits if "adapter" in site]
+    finally:
+        engine.close()
+
+
 def both_families(max_num_seqs: int, budget: int) -> StepGraphs:
     graphs = graphs_of(max_num_seqs, budget)
     for shape in adapter_shapes(max_num_seqs, budget):
@@ -134,6 +163,8 @@ def test_steps_of_each_family_find_graphs_of_their_own(max_num_seqs: int, budget
         assert most == 0 or full is None or full[1].shape.has_adapters
         if budget <= 2048 and most:
             assert full is not None, f"a full step of {num_decode} rows has no graph"
+            own = graphs.find(num_decode, most, 1)
+            assert own is None or full[1].shape.num_tokens <= own[1].shape.num_tokens, "it computes no more padding"
         base = graphs.find(num_decode, 0, 0)
         assert base is not None
         assert not base[1].shape.has_adapters
@@ -143,5 +174,6 @@ def test_x1_shapes_without_adapters_are_what_they_were() -> None:
     """And those with adapters are few."""
     shapes = step_shapes(256, 2048)
     assert not any(shape.has_adapters for shape in shapes)
-    assert len(adapter_shapes(256, 2048)) <= 30
+    assert len(adapter_shapes(256, 2048)) <= 40
+    assert len(shapes) > 2 * len(adapter_shapes(256, 2048)), "the start takes little longer"
     assert StepShape(256, has_adapters=True) in adapter_shapes(256, 2048)

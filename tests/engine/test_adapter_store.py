@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +17,10 @@ from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import CbError, ConfigError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AdapterStats, ModelInfo
+from cb_backend.contracts.request import Request
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine import adapters
-from cb_backend.engine.adapters import READ_TIMEOUT_S, REFUSAL_LASTS_S, AdapterStore, AdapterWait
+from cb_backend.engine.adapters import READ_TIMEOUT_S, REFUSAL_LASTS_S, WITHOUT_ROOM, AdapterStore, AdapterWait
 from cb_backend.engine.llm_engine import LLMEngine
 from tests.fakes.engine import info_of
 from tests.fakes.runners import HashModel, HashRunner
@@ -78,12 +82,23 @@ def refusal(store: AdapterStore, wanted: AdapterSource, now: float = 0.0) -> CbE
 
 def test_files_are_read_once_and_kept() -> None:
     reader = Reader({"/adapters/doll": b"d"})
-    store = AdapterStore(reader, 2)
-    assert found(store, source("doll")) == b"d"
+    store = AdapterStore(reader, 1)
+    eventually(lambda: store.find(source("doll"), 0.0) == b"d", "the adapter")
+    store.tidy(set, 0.0)
     assert store.find(source("doll"), 1.0) == b"d"
     assert reader.read_paths == ["/adapters/doll"]
     assert reader.packed_of is not None
     assert reader.packed_of(b"d").key == b"d"
+    store.close()
+
+
+def test_the_seconds_of_reads_are_told() -> None:
+    store = AdapterStore(Reader({"/adapters/doll": b"d", "/adapters/sheep": b"s"}), 2)
+    begin = time.perf_counter()
+    found(store, source("doll"))
+    first = store.read_seconds
+    found(store, source("sheep"))
+    assert 0 < first < store.read_seconds <= 2 * (time.perf_counter() - begin)
     store.close()
 
 
@@ -127,6 +142,37 @@ def test_an_unforeseen_error_of_reading_is_the_requests_alone() -> None:
     stats = store.add_to(AdapterStats(max_loras=2))
     assert stats is not None
     assert (stats.num_reads, stats.num_refused, stats.num_kept) == (2, 1, 1)
+    store.close()
+
+
+class Memory:
+    """What an adapter is read into."""
+
+
+@pytest.mark.parametrize("kind", [ConfigError, UnavailableError, MemoryError, ValueError])
+def test_of_what_was_refused_nothing_is_kept_but_the_reason(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks again within seconds is told the same: the error has no hold on what had been read by then."""
+    monkeypatch.setattr(adapters.logger, "disabled", True)  # pytest keeps what is logged, errors with all they hold
+    taken: list[weakref.ref[Memory]] = []
+
+    def read(path: str) -> Packed:
+        memory = Memory()
+        taken.append(weakref.ref(memory))
+        try:
+            raise OSError("the numbers end early")
+        except OSError as error:
+            raise kind("broken") from error
+
+    reader = Reader()
+    reader.read = read  # type: ignore[method-assign]
+    store = AdapterStore(reader, 4)
+    reason = str(refusal(store, source("doll")))
+    assert "broken" in reason or kind is MemoryError
+    gc.collect()
+    assert [memory() for memory in taken] == [None]
+    assert str(refusal(store, source("doll"), now=1.0)) == reason
     store.close()
 
 
@@ -210,6 +256,8 @@ def test_who_waits_too_long_is_told_where() -> None:
     wait = AdapterWait(store, source("a"), keys.append, 10.0)
     store.find(source("a"), 10.0)
     eventually(lambda: store.turn_of(source("a")) is None, "the reader")
+    assert store.find(source("b"), 10.0) is None
+    assert store.turn_of(source("b")) == WITHOUT_ROOM, "what is being read has the only room"
     assert wait(10.0) is False
     assert wait(10.0 + READ_TIMEOUT_S) is False
     late = wait(10.1 + READ_TIMEOUT_S)
@@ -261,6 +309,24 @@ def test_who_stands_behind_files_that_hang_is_told() -> None:
     store.close()
 
 
+def test_at_the_end_no_other_read_begins() -> None:
+    names = "abcd"
+    of_others = set(threading.enumerate())
+    reader = Reader({f"/adapters/{name}": name.encode() for name in names})
+    reader.gate.clear()
+    store = AdapterStore(reader, len(names))
+    for name in names:
+        assert store.find(source(name), 0.0) is None
+    eventually(lambda: store.turn_of(source("b")) is None, "as many reads as there are threads")
+    threads = set(threading.enumerate()) - of_others
+    store.close()
+    reader.gate.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(threads) == 2
+    assert sorted(reader.read_paths) == ["/adapters/a", "/adapters/b"]
+
+
 # ---- in an engine ------------------------------------------------------------------------------------------------
 
 
@@ -277,9 +343,11 @@ def engine_of(reader: Reader, num_adapter_slots: int = 2) -> LLMEngine:
     return LLMEngine(config, runner, ModelInfo(**{**changed, "num_adapter_slots": num_adapter_slots}))
 
 
-def add(engine: LLMEngine, request_id: int, wanted: AdapterSource | None, prompt: int = 9) -> None:
+def add(engine: LLMEngine, request_id: int, wanted: AdapterSource | None, prompt: int = 9) -> Request:
     tokens = np.arange(1, 1 + prompt, dtype=np.int32)
-    engine.add_request(engine.make_request(request_id, tokens, TokenRules(max_tokens=4), adapter=wanted))
+    request = engine.make_request(request_id, tokens, TokenRules(max_tokens=4), adapter=wanted)
+    engine.add_request(request)
+    return request
 
 
 def run(engine: LLMEngine) -> dict[int, int]:
@@ -325,8 +393,9 @@ def test_cached_prefixes_are_shared_by_content_alone() -> None:
             (None, 8),
         ]
     ):
-        add(engine, number, wanted)
+        request = add(engine, number, wanted)
         assert run(engine) == {number: num_cached}, number
+        assert request.adapter == (reader.content[wanted.path] if wanted else b"")
     reader.content["/adapters/doll"] = b"n" * 16
     add(engine, 10, source("doll", mtime_ns=2))
     assert run(engine) == {10: 0}, "the same name, other weights"
@@ -365,3 +434,82 @@ def test_a_request_that_is_cancelled_while_its_adapter_is_read_leaves_nothing() 
     reader.gate.set()
     engine.scheduler.check_integrity()
     engine.close()
+
+
+class HungReader(Reader):
+    """Some folders are on a disk that does not answer until it is told to."""
+
+    def __init__(self, content: dict[str, bytes], hung: set[str]) -> None:
+        super().__init__(content)
+        self.hung = hung
+        self.asked: list[str] = []
+        self.answers = threading.Event()
+
+    def read(self, path: str) -> Packed:
+        self.asked.append(path)
+        if path in self.hung:
+            assert self.answers.wait(60)
+        return super().read(path)
+
+
+def test_a_disk_that_hangs_holds_up_no_other_adapter() -> None:
+    """Not even with as many of its files asked for as there are threads; nor do threads pile up at it."""
+    names = [f"hung{index}" for index in range(adapters.NUM_THREADS)]
+    content = {f"/adapters/{name}": name.encode() for name in (*names, "doll")}
+    reader = HungReader(content, {f"/adapters/{name}" for name in names})
+    store = AdapterStore(reader, 8)
+    waits = [AdapterWait(store, source(name), lambda key: None, 0.0) for name in names]
+    assert [wait(0.0) for wait in waits] == [False] * len(names)
+    eventually(lambda: len(reader.asked) == len(names), "both threads hang")
+    keys: list[bytes] = []
+    doll = AdapterWait(store, source("doll"), keys.append, 0.0)
+    assert [wait(1.0) for wait in (*waits, doll)] == [False] * (len(names) + 1)
+    for wait in waits:
+        told = wait(READ_TIMEOUT_S + 1.1)
+        assert isinstance(told, UnavailableError)
+        assert "was not read from /adapters/hung" in str(told)
+    eventually(lambda: doll(READ_TIMEOUT_S + 1.2) is True, "the other adapter, whose time begins when it is read")
+    assert keys == [b"doll"]
+    for _ in range(3):  # who asks again is told at once
+        assert isinstance(refusal(store, source("hung0"), READ_TIMEOUT_S + 2.0), UnavailableError)
+    assert reader.asked.count("/adapters/hung0") == 1
+    reader.answers.set()
+
+    def is_found() -> bool:
+        try:
+            return store.find(source("hung0"), READ_TIMEOUT_S + 3.0) == b"hung0"
+        except UnavailableError:
+            return False
+
+    eventually(is_found, "it answers again")
+    assert reader.asked.count("/adapters/hung0") == 1, "what was read meanwhile counts"
+    store.close()
+
+
+def test_what_waits_behind_others_and_is_given_up_is_read_by_nobody() -> None:
+    reader = HungReader({"/adapters/hung0": b"0", "/adapters/hung1": b"1"}, {"/adapters/hung0", "/adapters/hung1"})
+    store = AdapterStore(reader, 8)
+    for name in ("hung0", "hung1", "doll"):
+        assert store.find(source(name), 0.0) is None
+    eventually(lambda: len(reader.asked) == 2, "both threads hang")
+    store.give_up(source("doll"))
+    store.give_up(source("hung0"))
+    store.give_up(source("nobody asked for"))
+    reader.answers.set()
+    eventually(lambda: store.num_reads == 2, "both end")
+    assert "/adapters/doll" not in reader.asked
+    store.close()
+
+
+def test_contents_that_come_again_under_another_name_have_been_used() -> None:
+    reader = Reader({"/adapters/a": b"A", "/adapters/b": b"B", "/adapters/again": b"A", "/adapters/d": b"D"})
+    store = AdapterStore(reader, 3)
+    for name in ("a", "b", "again"):
+        found(store, source(name))
+    found(store, source("d"))
+    reader.content["/adapters/e"] = b"E"
+    found(store, source("e"))
+    assert store.packed_of(b"A").key == b"A"
+    with pytest.raises(KeyError):
+        store.packed_of(b"B")
+    store.close()

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import ConfigError, GaveUpError
 from cb_backend.contracts.messages import (
     EngineFailed,
     EngineReady,
@@ -60,8 +61,12 @@ class StuckEngine:
     def step(self) -> None:
         self.num_steps += 1
 
+    def check_runner(self) -> None:
+        """It is one process."""
+
     def stats(self) -> EngineStats:
-        return EngineStats(**{**dict.fromkeys(EngineStats.__struct_fields__, 0), "steps": None, "adapters": None})
+        nothing = dict.fromkeys(("steps", "adapters", "rest"))
+        return EngineStats(**{**dict.fromkeys(EngineStats.__struct_fields__, 0), **nothing})
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def folder() -> Iterator[Path]:
 def test_the_reason_of_a_failed_start_waits_for_the_first_front_end(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(front_end_link, "FAILED_START_LINGER_S", 0.0)
     link = FrontEndLink(str(folder / "s"), os.getppid())
-    telling = threading.Thread(target=report_failed_start, args=(link, "the reason"))
+    telling = threading.Thread(target=report_failed_start, args=(link, ConfigError("the\n reason")))
     telling.start()
     telling.join(0.3)
     assert telling.is_alive(), "the front end that has started the engine was slow to come"
@@ -133,7 +138,7 @@ def test_an_engine_that_was_stopped_itself_does_not_give_up(folder: Path) -> Non
             now += 1.0
             process.turn()
         now += 1.0
-        with pytest.raises(engine_process.GaveUpError, match="no progress"):
+        with pytest.raises(GaveUpError, match="no progress"):
             process.turn()
     finally:
         link.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_a_start_that_fails_leaves_it_as_it_was() -> None:
 def test_an_engine_starts_without_collections(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     seen: list[bool] = []
 
-    def fail(config: EngineConfig) -> None:
+    def fail(config: EngineConfig, folder: Path, weights: Path | None) -> None:
         seen.append(gc.isenabled())
         raise ValueError("no model")
 

@@ -17,6 +17,7 @@ from tests.engine.test_equal_to_transformers import GREEDY, reference
 from tests.models.tiny_checkpoints import write_checkpoint
 
 BLOCK = 4
+LIKE_OTHERS = ("olmo3", "exaone4-hybrid")  # whose layers come in the order of gemma3's, in shorter turns
 WINDOWS = {"gemma3": 9, "gpt-oss": 9, "olmo3": 9, "exaone4-hybrid": 10, "qwen2-mixed": 8, "mistral-window": 16}
 
 
@@ -44,7 +45,7 @@ def answers(got: Run, num_prompts: int) -> list[list[int]]:
     return [got.token_ids[index] for index in range(num_prompts)]
 
 
-@pytest.fixture(params=WINDOWS)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LIKE_OTHERS)) for name in WINDOWS])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_checkpoint(request.param, tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner import cuda_warm_up
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
+from cb_backend.parallel.group import Agreed, Group, NoGroup
 from tests.engine.drive import config, run
 from tests.engine.fake_cuda import FakeCuda, FakeGraph, fake_device
 
@@ -49,14 +51,15 @@ class Clock:
 
 
 @pytest.fixture
-def is_launch_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float], float], tuple[bool, int]]:
+def is_launch_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, int]]:
     """Whether a step is held for launch bound, and how often it ran to find out."""
 
-    def measure(launch_s: list[float], device_s: float) -> tuple[bool, int]:
+    def measure(launch_s: list[float], device_s: float, group: Group | None = None) -> tuple[bool, int]:
         clock = Clock(launch_s, device_s)
         monkeypatch.setattr(torch.cuda, "synchronize", clock.synchronize)
         monkeypatch.setattr(cuda_warm_up, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-        runner: Any = SimpleNamespace(new_buffers=lambda shape: None, run_step=clock.run_step)
+        model = SimpleNamespace(group=group or NoGroup())
+        runner: Any = SimpleNamespace(new_buffers=lambda shape: None, run_step=clock.run_step, model=model)
         return cuda_warm_up._is_launch_bound(runner, SHAPE), clock.num_steps
 
     return measure
@@ -79,9 +82,32 @@ def test_a_step_is_launch_bound_where_launching_takes_more_than_a_third_of_it(
     device_s: float,
     is_bound: bool,
     num_steps: int,
-    is_launch_bound: Callable[[list[float], float], tuple[bool, int]],
+    is_launch_bound: Callable[..., tuple[bool, int]],
 ) -> None:
     assert is_launch_bound(launch_s, device_s) == (is_bound, num_steps)
+
+
+class OtherRank(NoGroup):
+    """One of two ranks, of which the other has these values, in this order."""
+
+    size = 2
+
+    def __init__(self, *values: int) -> None:
+        self.values = list(values)
+
+    def agree(self, value: int, how: Agreed) -> int:
+        return min(value, self.values.pop(0))
+
+
+def test_ranks_run_as_many_steps_to_find_out_and_find_the_same(
+    is_launch_bound: Callable[..., tuple[bool, int]],
+) -> None:
+    """One that ran a step more would wait in it for ever."""
+    bound_here, bound_there = ([0.008], 0.021), ([0.006], 0.021)
+    assert is_launch_bound(*bound_here, OtherRank(0, 0)) == (False, 1)
+    assert is_launch_bound(*bound_there, OtherRank(1, 0)) == (False, 1)
+    assert is_launch_bound(*bound_here, OtherRank(1, 0, 0)) == (False, 2)
+    assert is_launch_bound(*bound_here, OtherRank(1, 1, 1)) == (True, 2)
 
 
 @pytest.fixture
@@ -141,7 +167,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A device whose largest step takes a GiB; `free` bytes are left for cache and steps, `asked` is what they get."""
     memory = SimpleNamespace(free=1 << 40, asked=[])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 5 << 30)  # holes that packing left
 
     def size_kv_cache(config: object, layout: object, device: object, step_bytes: int) -> int:
         if step_bytes > memory.free:
@@ -182,9 +209,34 @@ def test_a_cache_that_leaves_no_room_for_large_graphs_goes_without(
     assert "no memory for graphs of full steps beside 99 blocks" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("there", "num_blocks", "has_large"),
+    [((80,), 80, True), ((200,), 100, True), ((0, 90), 90, False), ((0, 200), 100, False)],
+)
+def test_ranks_have_the_same_cache_and_the_same_graphs(
+    there: tuple[int, ...], num_blocks: int, has_large: bool, memory: SimpleNamespace
+) -> None:
+    """What the one with the least memory has room for; here there are 100 blocks beside any graphs."""
+    settings = config("any", **SETTINGS)
+    shapes = step_shapes(40, BUDGET)
+    arguments: Any = (settings, None, torch.device("cuda"), OtherRank(*there), shapes, 1 << 30)
+    found, kept = cuda_warm_up._size_cache(*arguments)
+    assert found == num_blocks
+    assert kept == [shape for shape in shapes if has_large or not shape.is_large]
+    assert any(shape.is_large for shape in shapes)
+
+
 def test_a_cache_that_does_not_fit_beside_one_step_is_refused(
     folder: Path, fake: FakeCuda, memory: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory.free = 1 << 30
     with pytest.raises(ConfigError, match="not enough memory"):
         engine_on_device(folder, True, monkeypatch)
+
+
+def test_a_line_of_the_log_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts the lines of several ranks, which share the log, would run into one another."""
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    cuda_warm_up.log("rank 1: ready")
+    assert written == ["cb_backend engine: rank 1: ready\n"]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.engine.runner import host_memory, slot_runner, step_buffers
+from cb_backend.engine.runner import host_memory, step_buffers, step_runner
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.engine.step_shapes import StepShape, step_shapes
@@ -127,7 +127,7 @@ def test_no_host_memory_is_made_while_graphs_serve(tmp_path: Path, monkeypatch: 
         made.append(shape)
         return step_buffers.padding(shape, padding_slot)
 
-    for module in (slot_runner, host_memory):
+    for module in (step_runner, host_memory):
         monkeypatch.setattr(module, "padding", padding)
     run(engine, prompts_for(reference.info.vocab_size), PARAMS, arrivals=[0, 1, 1, 4, 4, 6, 12])
     used = {replay.buffers.shape for replay in replays if replay.num_replays}

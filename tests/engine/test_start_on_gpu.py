@@ -63,7 +63,7 @@ def test_graphs_are_captured_largest_first_into_one_pool_and_the_log_says_how_fa
 def test_kernels_that_cannot_be_compiled_ahead_are_compiled_by_the_warm_up(
     folder: Path, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(launch_all: object) -> int:
+    def fail(launch_all: object, is_rehearsal: bool = False) -> int:
         raise TimeoutError("compiling 9 kernels took longer than 180 s")
 
     monkeypatch.setattr(cuda_warm_up, "compile_ahead", fail)

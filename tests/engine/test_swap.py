@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,12 @@ from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.kv_cache import swap
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks, pinned_bytes
+from cb_backend.parallel.group import NoGroup
+from cb_backend.parallel.torch_group import TorchGroup
 from tests.engine.drive import config, run, with_reference_runner
 from tests.fakes.storage import empty_storage
 from tests.models.tiny_checkpoints import write_checkpoint
+from tests.parallel.ranks import on_ranks
 
 PARAMS = TokenRules(max_tokens=30, temperature=0.8, seed=7, ignore_eos=True)
 
@@ -90,15 +94,46 @@ def test_pinned_memory_is_counted_as_it_is_allocated(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(swap, "free_memory", lambda _: (6 << 30, 6 << 30))
-    blocks = swap._HostBlocks(num_blocks, (block_bytes,), is_pinned=True)
+    blocks = swap._HostBlocks(num_blocks, (block_bytes,), NoGroup(), is_pinned=True)
     assert blocks[num_blocks - 1].shape == (block_bytes,)
     assert 5 << 30 <= sum(taken) <= 6 << 30
     monkeypatch.setattr(swap, "free_memory", lambda _: (5 << 30, 6 << 30))
     with pytest.raises(ConfigError, match=r"asks for 5.00 GiB, 5.00 GiB are free \(pinned, it takes 5.\d\d GiB\);"):
-        swap._HostBlocks(num_blocks, (block_bytes,), is_pinned=True)
+        swap._HostBlocks(num_blocks, (block_bytes,), NoGroup(), is_pinned=True)
 
 
 def test_more_swap_space_than_the_host_has_is_refused_with_both_figures() -> None:
     storage = empty_storage(6, num_layers=2, num_kv_heads=3, block_size=4, head_dim=8)
     with pytest.raises(ConfigError, match=r"asks for 1536.00 GiB, \d+\.\d\d GiB are free; lower swap_space"):
         BlockSwapper(storage, 1 << 30)
+
+
+@pytest.mark.parametrize(("free_gib", "is_refused"), [(6, False), (5, True)])
+def test_ranks_together_take_no_more_of_the_host_than_there_is(
+    free_gib: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees all of what is free; none takes its own before the others have looked."""
+    seen, taken = threading.Barrier(3), []
+
+    def free(_: torch.device) -> tuple[int, int]:
+        if taken:
+            return 0, 8 << 30
+        seen.wait(30)
+        return free_gib << 30, 8 << 30
+
+    def empty(shape: tuple[int, ...], **_: object) -> torch.Tensor:
+        taken.append(math.prod(shape))
+        return torch.zeros((), dtype=torch.uint8).expand(shape)
+
+    def work(group: TorchGroup) -> str:
+        try:
+            swap._HostBlocks(4, (1 << 29,), group, is_pinned=False)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(swap, "free_memory", free)
+    monkeypatch.setattr(swap.torch, "empty", empty)
+    told = on_ranks(3, work)
+    assert sum(taken) == (0 if is_refused else 6 << 30)
+    assert all(is_refused == ("asks for 2.00 GiB for each of 3 devices, 5.00 GiB are free" in each) for each in told)

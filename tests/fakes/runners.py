@@ -192,7 +192,8 @@ class _FakeRunner:
         work = self._rows(plan)
         blocks, undone = self._written_blocks(work), self.undone
         read_blocks = self._read_blocks(work)
-        pending = FakePending(lambda: self._run(plan, work), blocks, read_blocks, undone, lambda: _break(work))
+        loads = self._loads(plan)
+        pending = FakePending(lambda: self._run(plan, work, loads), blocks, read_blocks, undone, lambda: _break(work))
         undone.append(pending)
         if not self.is_delayed:
             pending.result()
@@ -266,11 +267,13 @@ class _FakeRunner:
         assert NULL_BLOCK not in read, "the null block is read"
         return read
 
-    def _run(self, plan: StepPlan, work: list[tuple[_Slot, int, int, bool]]) -> StepResult:
+    def _run(
+        self, plan: StepPlan, work: list[tuple[_Slot, int, int, bool]], loads: dict[int, AdapterKey]
+    ) -> StepResult:
         sampled: list[int] = []
         status: list[int] = []
         pooled: dict[int, bytes] = {}
-        self._swap(plan)
+        self._swap(plan, loads)
         for index, (slot, computed, scheduled, is_asking) in enumerate(work):
             end = computed + scheduled
             if slot.is_broken or slot.has_ended:
@@ -310,8 +313,14 @@ class _FakeRunner:
     def _compute(self, slot: _Slot, computed: int, end: int) -> tuple[int, bool]:
         raise NotImplementedError
 
-    def _swap(self, plan: StepPlan) -> None:
-        """Copy blocks out, then in."""
+    def _loads(self, plan: StepPlan) -> dict[int, AdapterKey]:
+        """What is to be copied to slots of adapters. It is looked up when a step is launched: whoever asked for it may
+        have gone, and the host have forgotten it, before the step is done.
+        """
+        return {}
+
+    def _swap(self, plan: StepPlan, loads: dict[int, AdapterKey]) -> None:
+        """Load adapters, and copy blocks out, then in."""
 
     def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""
@@ -363,9 +372,11 @@ class HashRunner(_FakeRunner):
         self._adapter_slots: dict[int, AdapterKey] = {}
         self.fails_at = fails_at or {}
 
-    def _swap(self, plan: StepPlan) -> None:
-        for slot, key in plan.adapter_loads:
-            self._adapter_slots[slot] = self.adapters.packed_of(key).key
+    def _loads(self, plan: StepPlan) -> dict[int, AdapterKey]:
+        return {slot: self.adapters.packed_of(key).key for slot, key in plan.adapter_loads}
+
+    def _swap(self, plan: StepPlan, loads: dict[int, AdapterKey]) -> None:
+        self._adapter_slots |= loads
         for device, host in plan.copies.out:
             self._host_blocks[host] = bytes(self._blocks[device])
         for device, host in plan.copies.back:

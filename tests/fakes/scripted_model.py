@@ -26,6 +26,7 @@ from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
 from cb_backend.layers.ops import resolve_ops
+from cb_backend.parallel.group import NoGroup
 from tests.fakes.counting_runner import byte_characters
 from tests.fakes.storage import empty_storage
 
@@ -147,6 +148,7 @@ class ScriptedModelRunner(SlotRunner):
 
 class _ScriptedModel:
     dtype = torch.float32
+    group = NoGroup()
     adapters = None
 
     def __init__(self, runner: ScriptedModelRunner, vocab_size: int) -> None:

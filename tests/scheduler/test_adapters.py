@@ -39,6 +39,7 @@ def test_rows_are_told_the_slot_of_their_adapter_and_loads_come_once() -> None:
     stats = engine.scheduler.stats().adapters
     assert stats is not None
     assert (stats.num_loads, stats.num_resident, stats.max_loras) == (2, 2, 2)
+    assert not engine.scheduler._parts.adapters._loading, "the step that loaded them has come back"
 
 
 @pytest.mark.parametrize("run_ahead", [0, 3])
@@ -97,6 +98,27 @@ def test_a_more_urgent_head_takes_the_slot_of_the_adapter_with_the_fewest() -> N
     engine.run()
     assert len(engine.tokens[3]) == 50
     assert most_adapters(engine) == 2
+
+
+def test_all_of_an_adapter_give_way_in_one_step() -> None:
+    engine = engine_with(1)
+    low = [engine.add(number, 5, adapter=b"a", max_tokens=20) for number in range(3)]
+    engine.step()
+    engine.add(9, 5, adapter=b"b", max_tokens=2, scheduling=SchedulingParams(priority=-1))
+    plan = engine.step()
+    assert plan is not None
+    assert [row.request_id for row in plan.joined] == [9]
+    assert [request.num_preemptions for request in low] == [1, 1, 1]
+
+
+def test_nobody_without_an_adapter_gives_way_for_one() -> None:
+    engine = engine_with(1)
+    engine.add(0, 5, adapter=b"a", max_tokens=20, scheduling=SchedulingParams(priority=-5))
+    engine.add(1, 5, max_tokens=20)
+    engine.step()
+    engine.add(9, 5, adapter=b"b", max_tokens=2, scheduling=SchedulingParams(priority=-1))
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
 
 
 def test_an_equally_urgent_head_takes_nobodys_slot() -> None:

@@ -153,13 +153,14 @@ def test_exactly_a_quarter_of_a_giant_waits_for_a_prefix_that_the_giant_computes
     assert engine.runner.num_computed[2] == 4
 
 
-def test_others_start_beside_the_longest_hit_in_the_same_step() -> None:
+def test_others_start_beside_the_longest_hit_in_the_same_step_and_were_passed_once() -> None:
     engine = FakeEngine()
     engine.add(0, PREFIX[:40], max_tokens=1)
     engine.run()
-    engine.add(1, 4, max_tokens=1)
+    passed = engine.add(1, 4, max_tokens=1)
     engine.add(2, [*PREFIX[:40], 1], max_tokens=1)
     assert start_of(engine.step()) == [2, 1]
+    assert passed.num_overtaken == 1
 
 
 def test_who_may_not_pass_is_passed_like_the_others() -> None:
@@ -172,6 +173,25 @@ def test_who_may_not_pass_is_passed_like_the_others() -> None:
     engine.add(4, 5, max_tokens=1)
     assert start_of(engine.step()) == [4]
     assert low.num_overtaken == 1, "it had waited longer"
+
+
+def test_while_nobody_may_begin_those_who_have_begun_go_on_and_give_way_to_nobody() -> None:
+    engine = FakeEngine(num_blocks=16, enable_prefix_caching=False)
+    engine.add(1, 20, max_tokens=30)
+    second = engine.add(2, 20, max_tokens=30)
+    while not second.num_preemptions:
+        engine.step()
+    gate = engine.scheduler.gate
+    gate.close()
+    engine.add(3, 4, max_tokens=1, scheduling=SchedulingParams(priority=-1))
+    assert (gate.is_closed, gate.num_begun) == (True, 2)
+    while gate.num_begun:
+        engine.step()
+    assert joined(engine) == [1, 2, 2]
+    assert engine.scheduler.num_preemptions == 1
+    gate.open()
+    engine.run()
+    assert joined(engine) == [1, 2, 2, 3]
 
 
 # ---- prompts that are computed whole ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ GAUGES = {
     "num_free_blocks",
     "num_free_host_blocks",
     "steps",
+    "rest",
     "engine_pid",
 }
 

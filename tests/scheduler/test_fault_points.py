@@ -24,8 +24,10 @@ def test_the_scheduler_comes_by_all_its_points() -> None:
         engine.run()
         assert when("swap.bring_in") == engine.scheduler.stats().num_swapped_in == 1
         assert when("kv.allocate_slots") == 3, "two starts, and one again"
-        for point in ("kv.append_blocks", "kv.cache_full_blocks", "scheduler.schedule", "slots.join"):
+        for point in ("kv.append_blocks", "kv.cache_full_blocks", "scheduler.schedule"):
             assert when(point), point
+        assert when("plan.launch") == when("results.complete") == len(engine.plans)
+        assert when("slots.join") == when("results.leave") == 3
         assert (when("scheduler.cancel"), when("scheduler.expire")) == (0, 0)
         engine.scheduler.cancel(99)
         engine.scheduler.expire()

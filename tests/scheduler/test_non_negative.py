@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cb_backend.engine.scheduler import pace
 from cb_backend.engine.scheduler.pace import non_negative_solution
 
 
@@ -52,3 +53,8 @@ def test_what_was_never_seen_costs_nothing() -> None:
     assert found[1] == 0
     assert features @ found == pytest.approx([2.0, 4.0, 6.0])
     assert non_negative_solution(np.zeros((3, 3)), np.zeros(3)).tolist() == [0, 0, 0]
+
+
+def test_what_wants_nothing_negative_is_one_small_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_by_active_sets", None)
+    assert non_negative_solution(np.eye(2), np.array([2.0, 0.0])).tolist() == [2.0, 0.0]

@@ -33,6 +33,23 @@ def test_an_outlier_counts_as_three_times_what_was_expected() -> None:
     assert one.seconds(500, 1e5) < 1.5 * expected
 
 
+def test_an_outlier_is_one_from_the_fifth_step_with_prompts_on() -> None:
+    one, other, step = StepTimeModel(), StepTimeModel(), (np.array([50.0]), np.array([0.0]), np.array([True]))
+    for model in (one, other):
+        for tokens in (10.0, 20.0, 30.0, 40.0):
+            model.observe(np.array([tokens]), np.array([0.0]), np.array([True]), np.array([1e-3 * tokens]))
+    one.observe(*step, np.array([100.0]))
+    other.observe(*step, np.array([3 * 0.05]))
+    assert one.coefficients() == pytest.approx(other.coefficients())
+
+
+def test_what_seemed_to_cost_nothing_is_learned_when_it_costs_something() -> None:
+    model = fitted((0.0, 0.0, 0.0))
+    model.observe(np.array([500.0]), np.array([1e5]), np.array([True]), np.array([0.02]))
+    assert 0 < model.seconds(500, 1e5) < 0.02
+    assert model.relative_error < 1
+
+
 def test_the_error_moves_by_a_fiftieth() -> None:
     model = fitted(COSTS)
     before, expected = model.relative_error, model.seconds(500, 1e5)
@@ -77,6 +94,11 @@ def test_no_more_than_twice_what_has_been_seen_and_no_less_than_what_must_go_on(
     assert paced(1.0).most_prefill_tokens(10, 1e5, 0) == MIN_PREFILL_TOKENS, "nothing is left of the limit"
     assert paced(4.25).most_prefill_tokens(10, 0.0, 0) == MIN_PREFILL_TOKENS, "less is left than must go on"
     assert Pace(20.0).most_prefill_tokens(1, 0.0, 0) == 64, "of the first trials"
+    assert paced(20.005, (0.0, 1e-5, 0.0)).most_prefill_tokens(1, 0.0, 0) == 1999, "of 20.005 ms one stream takes 0.01"
+    just = paced(20.0)
+    just._model._coefficients = np.array([0.02, 0.0, 0.0])
+    assert just.most_prefill_tokens(10, 0.0, 0) == MIN_PREFILL_TOKENS, "just nothing is left"
+    assert timed(Pace(1e6), [0.0, 1.0, 2.0, 3.0, 4.0], 1).most_prefill_tokens(1, 0.0, 0) == 64, "at first twice 32"
     assert paced(20.0, (0.0, 0.0, 0.0), 100).most_prefill_tokens(1, 0.0, 0) == 200, "what costs nothing has no limit"
 
 
@@ -116,6 +138,18 @@ def test_a_step_that_took_no_time_teaches_nothing_and_one_of_decode_rows_nothing
     assert decoding.most_prefill_tokens(0, 0.0, 0) == 64
 
 
+def test_a_step_takes_the_time_from_its_launch_or_from_the_end_of_the_one_before() -> None:
+    pace, one = Pace(None), np.ones(1, np.int32)
+    for step_id, launched in ((1, 0.0), (2, 0.0)):
+        pace.launched(StepPlan(step_id, one, one, one, one > 0, 0), launched)
+    pace.completed(1, 1.0)
+    pace.completed(2, 1.5)
+    pace.launched(StepPlan(3, one, one, one, one > 0, 0), 10.0)
+    pace.completed(3, 10.25)
+    assert [seconds for _, seconds in pace._unlearned] == [1.0, 0.5, 0.25]
+    assert (pace.has_limit, Pace(20.0).has_limit) == (False, True)
+
+
 def test_what_is_still_to_be_learned_never_piles_up() -> None:
     pace = timed(Pace(None), [float(second) for second in range(257)], 1)
     assert not pace._unlearned, "256 are learned at once, though nobody has asked"
@@ -135,5 +169,9 @@ def test_draining_is_weighed_by_what_a_prompt_token_costs_alone_and_beside_strea
     for num_samples, is_asked in ((3, False), (4, True)):
         pace._model.num_prefill_samples = num_samples
         assert (pace.shares_by_draining(10, 1e5, 2000) != (0.0, 0.0)) == is_asked, "after four trials"
-    limited = paced(20.0, most_seen=num_mixed // 2)
+    by_pairs = paced(20.0, (0.0, 0.0, 1e-5))  # so few that one more or less would show
+    num_mixed = by_pairs.most_prefill_tokens(1, 0.0, 0)
+    _, lost = by_pairs.shares_by_draining(1, 0.0, 2000)
+    assert lost == pytest.approx(2000**2 / (2000**2 + num_mixed**2), rel=1e-6)
+    limited = paced(20.0, most_seen=pace.most_prefill_tokens(10, 1e5, 0) // 2)
     assert limited.shares_by_draining(10, 1e5, 2000) == (0.0, 0.0), "no more has been seen"

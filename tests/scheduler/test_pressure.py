@@ -41,29 +41,6 @@ def test_preemptions_are_rare_at_the_default_and_common_without_the_expectation(
     assert preempted_share(0.5, num_blocks=40) <= 0.05, "though the cache holds only two of the longest"
 
 
-def test_before_anything_is_known_a_usual_length_is_expected_but_no_more_than_is_allowed() -> None:
-    for max_tokens, num_running in ((4, 8), (400, 5)):
-        engine = FakeEngine(num_blocks=40, enable_prefix_caching=False, admission_reserve=0.5)
-        for number in range(8):
-            engine.add(number, 12, max_tokens=max_tokens)
-        engine.step()
-        assert engine.scheduler.num_running == num_running
-
-
-def test_the_growth_of_less_urgent_requests_does_not_count() -> None:
-    engine = FakeEngine(num_blocks=64, enable_prefix_caching=False, admission_reserve=0.5)
-    for _ in range(50):
-        engine.scheduler._parts.lengths.add(200, 400)
-    engine.add(1, 4, max_tokens=200, scheduling=SchedulingParams(priority=1))
-    engine.step()
-    engine.add(2, 100, max_tokens=100, scheduling=SchedulingParams(priority=1))
-    engine.step()
-    assert engine.scheduler.num_waiting == 1, "at its end both would hold 76 blocks"
-    engine.add(3, 100, max_tokens=100)
-    engine.step()
-    assert [row.request_id for plan in engine.plans for row in plan.joined] == [1, 3]
-
-
 def test_what_is_still_to_come_is_that_of_requests_that_ran_as_long() -> None:
     lengths = OutputLengths()
     for value in [10] * 30 + [100] * 10:  # more than what was believed at first

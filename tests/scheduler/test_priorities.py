@@ -268,7 +268,7 @@ def test_a_preempted_request_has_started_and_keeps_to_its_whole_timeout_only() -
 
 def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     engine = FakeEngine(max_num_seqs=8)
-    for request_id in range(5000):
+    for request_id in range(1100):
         engine.add(request_id, 1, max_tokens=1, scheduling=SchedulingParams(timeout_ms=10**8))
         engine.step()
     assert len(engine.scheduler._deadlines) <= 1024

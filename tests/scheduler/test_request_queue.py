@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -121,3 +122,21 @@ def test_deadlines_are_swept_when_most_of_their_requests_have_ended_and_not_befo
     for number in range(1025):
         deadlines.add(make_request(3000 + number))
     assert len(deadlines) == 1026, "those that have ended are kept"
+
+
+def test_a_sweep_keeps_whoever_can_still_be_late_in_the_order_of_time_and_arrival() -> None:
+    rng, deadlines = random.Random(0), Deadlines(EngineConfig(model="m"))
+    requests = [make_request(number, timeout_ms=rng.randint(1, 100)) for number in range(1025)]
+    for request in requests[:-1]:
+        deadlines.add(request)
+    for number, request in enumerate(requests[:900]):
+        if number % 3:
+            request.status = RequestStatus.RUNNING if number % 3 == 1 else RequestStatus.FINISHED_STOPPED
+    deadlines.add(requests[-1])
+    watched = [request for request in requests if not request.status.is_finished]
+    assert len(deadlines) == len(watched) == 725
+    late = []
+    for request, _ in deadlines.due(1.0):
+        request.status = RequestStatus.FINISHED_ABORTED
+        late.append(request)
+    assert late == sorted(watched, key=lambda request: (request.scheduling.timeout_ms, request.request_id))

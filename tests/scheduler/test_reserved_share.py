@@ -32,6 +32,15 @@ def test_reserved_slots_are_left_for_the_urgent_and_nobody_is_preempted_for_them
     assert engine.scheduler.num_preemptions == 0
 
 
+def test_of_two_slots_one_can_be_reserved_and_of_one_none() -> None:
+    for num_slots in (2, 1):
+        engine = FakeEngine(max_num_seqs=num_slots, reserved_share=0.99)
+        for number in range(3):
+            engine.add(number, 1, max_tokens=9)
+        engine.step()
+        assert engine.scheduler.num_running == 1
+
+
 def test_reserved_blocks_are_left_for_the_urgent() -> None:
     engine = FakeEngine(num_blocks=40, reserved_share=0.5, enable_prefix_caching=False)
     for number in range(8):

@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cb_backend.contracts.pooling import PoolingRules
+from cb_backend.contracts.request import FinishReason
 from cb_backend.contracts.scheduling import SchedulingParams
-from cb_backend.contracts.step import EngineOutput, Failure, PromptLogprobs, RowStatus, StepResult, TokenLogprobs
+from cb_backend.contracts.step import (
+    NO_TOKEN,
+    EngineOutput,
+    Failure,
+    PromptLogprobs,
+    RowStatus,
+    StepResult,
+    TokenLogprobs,
+)
 from cb_backend.engine.scheduler.stats import FIRST_SAMPLES, OutputLengths
 from tests.fakes.engine import FakeEngine
 
@@ -93,6 +103,58 @@ def test_before_anything_is_known_answers_are_short_and_from_the_first_eight_on_
     lengths.add(100, 1000)
     assert lengths.still_to_come(np.array([0, 40]))[0].tolist() == [100.0, 60.0], "what was believed counts no more"
     assert lengths.still_to_come(np.array([100]))[0].tolist() == [100.0]
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_pooling_requests_end_with_their_prompts_and_those_beside_them_go_on() -> None:
+    engine = FakeEngine()
+    engine.add(1, 5)
+    engine.add(2, [7] * 9, pooling=PoolingRules())
+    engine.add(3, 9, pooling=PoolingRules())
+    engine.launch()
+    engine.scheduler.cancel(3)
+    output = engine.finish()
+    assert (output.request_ids.tolist(), output.token_ids.tolist()) == ([1, 2], [10, NO_TOKEN])
+    assert output.finish_reasons.tolist() == [0, FinishReason.STOP]
+    assert output.num_cached_tokens == {1: 0, 2: 0}
+    engine.add(4, [7] * 9, pooling=PoolingRules())
+    engine.launch()
+    assert engine.finish().num_cached_tokens == {4: 8}
+    engine.run()
+    assert engine.tokens == {1: list(range(10, 18)), 2: [], 3: [], 4: []}
+
+
+def test_rows_that_complete_no_block_are_not_looked_at_for_the_cache() -> None:
+    engine = FakeEngine()
+    for number, length in enumerate((3, 4, 9)):
+        engine.add(number, length)
+    engine.launch()
+    assert engine.scheduler._in_flight._steps[0].filled.tolist() == [1, 2]
+
+
+def test_what_waits_for_a_step_is_given_back_when_the_step_fails() -> None:
+    engine = FakeEngine()
+    engine.add(1, 9)
+    engine.launch()
+    engine.scheduler.cancel(1)
+    assert engine.kv.num_free_blocks == 100 - 3
+    engine.scheduler.fail_step(1)
+    assert engine.kv.num_free_blocks == 100
+
+
+def test_what_launched_steps_touch_is_given_back_with_the_last_of_them() -> None:
+    engine = FakeEngine(run_ahead=2)
+    engine.add(1, 9)
+    for _ in range(3):
+        engine.launch()
+    engine.scheduler.cancel(1)
+    free = []
+    while engine.in_flight:
+        engine.finish()
+        free.append(engine.kv.num_free_blocks)
+    assert free == [97, 97, 100]
 
 
 # ---- attachments ----------------------------------------------------------------------------------------------------

@@ -56,6 +56,9 @@ def test_a_steady_step_brings_nothing_but_arrays() -> None:
     assert plan is not None
     assert (plan.joined, plan.new_blocks.tolist(), scheduled(plan)) == ((), [], [1, 1, 1])
     assert plan.first.tolist() == [5, 5, 5]
+    assert not any(array.flags.writeable for array in (plan.slots, plan.num_tokens, plan.wants)), (
+        "the next has them too"
+    )
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_a_decode() -> None:
@@ -108,6 +111,22 @@ def test_a_stop_id_does_not_end_the_request_before_min_tokens() -> None:
     assert engine.reasons[1] == FinishReason.STOP
 
 
+def test_a_least_number_of_tokens_beyond_all_bounds_is_one_that_no_stop_id_reaches() -> None:
+    engine = FakeEngine(script=lambda _, index: 7)
+    engine.add(1, 5, stop_ids=(7,), min_tokens=2**31, max_tokens=6)
+    engine.run()
+    assert engine.reasons[1] == FinishReason.LENGTH
+
+
+def test_a_stop_id_stays_when_one_with_more_of_them_joins() -> None:
+    engine = FakeEngine()
+    engine.add(1, 5, stop_ids=(13,))
+    engine.step()
+    engine.add(2, 5, stop_ids=(98, 99, 12))
+    engine.run()
+    assert engine.tokens == {1: [10, 11, 12, 13], 2: [10, 11, 12]}
+
+
 @pytest.mark.parametrize("run_ahead", [0, 1, 4])
 def test_a_stop_found_late_drops_what_ran_ahead(run_ahead: int) -> None:
     engine = FakeEngine(run_ahead=run_ahead)
@@ -132,7 +151,7 @@ def test_no_more_steps_are_launched_than_the_engine_may_run_ahead(run_ahead: int
     scheduler = Scheduler(config, KVCacheManager(101, 4), 1000)
     scheduler.add_request(Request(1, np.ones(5, np.int32), 5, TokenRules(), (), 100))
     assert [scheduler.schedule() is not None for _ in range(num_steps + 1)] == [True] * num_steps + [False]
-    assert scheduler.stats().num_host_blocks == 0
+    assert (scheduler.stats().num_host_blocks, scheduler.stats().adapters) == (0, None)
 
 
 def test_a_request_that_was_cancelled_waits_like_any_other_when_it_is_sent_again() -> None:
@@ -193,7 +212,9 @@ def test_a_cancelled_request_keeps_no_grammar_though_its_deadline_still_remember
     request.guide = object()
     if has_started:
         engine.step()
+    assert engine.scheduler.num_guided == has_started
     assert engine.scheduler.cancel(1)
+    assert engine.scheduler.num_guided == 0
     assert len(engine.scheduler._deadlines) == 1
     assert request.guide is None
 
@@ -270,6 +291,16 @@ def test_cached_tokens_are_told_with_the_first_token() -> None:
     assert engine.finish().num_cached_tokens == {2: 8}
     engine.launch()
     assert engine.finish().num_cached_tokens == {}
+
+
+def test_how_long_steps_take_is_learned_by_the_time_that_is_told() -> None:
+    engine = FakeEngine()
+    engine.add(1, 5, max_tokens=1)
+    engine.scheduler.set_time(1.0)
+    engine.launch()
+    engine.scheduler.set_time(1.5)
+    engine.finish()
+    assert [seconds for _, seconds in engine.scheduler._pace._unlearned] == [0.5]
 
 
 def test_stats_count_what_happened() -> None:

@@ -50,6 +50,7 @@ def test_a_preempted_request_returns_from_host_memory_and_computes_one_token(run
     assert engine.tokens == {1: list(range(10, 50)), 2: list(range(10, 50))}
     stats = engine.scheduler.stats()
     assert (stats.num_swapped_out, stats.num_swapped_in, stats.num_free_host_blocks) == (1, 1, 100)
+    assert not engine.scheduler._swap._on_trust, "the step that copied it out has come back"
 
 
 def test_p1_without_room_a_victim_is_computed_again() -> None:

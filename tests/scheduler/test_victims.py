@@ -19,6 +19,16 @@ def test_the_last_block_on_its_way_is_waited_for() -> None:
     assert {number: len(tokens) for number, tokens in engine.tokens.items()} == {1: 2, 2: 5, 3: 5}
 
 
+def test_who_waited_for_a_block_comes_first_only_until_all_have_one() -> None:
+    engine = FakeEngine()
+    engine.add(1, 4)
+    engine.step()
+    preemption = engine.scheduler._preemption
+    preemption._waiting = [(0, 0)]
+    engine.step()
+    assert preemption._waiting == []
+
+
 def test_an_urgent_request_waits_for_blocks_that_just_suffice() -> None:
     engine = FakeEngine(num_blocks=5, block_size=4, run_ahead=1, enable_prefix_caching=False)
     engine.add(1, 11, max_tokens=1)  # is about to give back three

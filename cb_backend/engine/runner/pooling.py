@@ -2,8 +2,9 @@
 
 The states of a step's last tokens are there whether or not anybody asks, inside graphs too, so the rows that ask take
 theirs after the step. A mean needs the states of every token: sums stay on the device from chunk to chunk, and such
-steps are launched kernel by kernel. Knows hidden states and slots, not requests; nothing here waits for the device
-before `result`.
+steps are launched kernel by kernel. Where several ranks hold the model, all of them have the states, and rank 0 alone
+reads them; but for the head, of which each has its rows. Knows hidden states and slots, not requests; nothing here
+waits for the device before `result`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from cb_backend.engine.runner.logprobs import to_host
 from cb_backend.models.decoder import DecoderForCausalLM
 
 
-class PoolingOfStep:
-    """The slots of pooling requests, and the work of a step for them."""
+class PoolingOfRank:
+    """The slots of pooling requests, and what every rank does for them: the layers, and its rows of the head."""
 
     def __init__(self, model: DecoderForCausalLM, num_slots: int, device: torch.device) -> None:
         self._model = model
@@ -29,7 +30,6 @@ class PoolingOfStep:
         self.is_used = False  # until the first pooling request joins, nothing else here is looked at
         self._rules: list[PoolingRules | None] = [None] * num_slots
         self._is_mean = np.zeros(num_slots, np.bool_)
-        self._sums: Tensor | None = None  # float32 [num_slots, hidden_size], made for the first mean
         self._lengths = np.zeros(num_slots, np.int32)  # tokens of the prompts
 
     def join(self, rows: tuple[JoinedRow, ...]) -> None:
@@ -45,6 +45,41 @@ class PoolingOfStep:
     def needs_all_states(self, plan: StepPlan) -> bool:
         """Whether the hidden states of all the step's tokens are wanted, and not only of the rows' last ones."""
         return self.is_used and bool(self._is_mean[plan.slots[plan.num_decode_rows :]].any())
+
+    def share_head(self, plan: StepPlan, hidden: Tensor, first_prompt: int) -> None:
+        """Of a rank that does not read: its part of the logits that rank 0 asks for in `PoolingOfStep.launch`, whose
+        arguments these are."""
+        if not self.is_used:
+            return
+        for rules, owners in self._ending(plan):
+            if rules.readout == "head":
+                self._logits(self._last_states(plan, owners, hidden, first_prompt))
+
+    def _ending(self, plan: StepPlan) -> list[tuple[PoolingRules, NDArray[np.int64]]]:
+        """The plan's rows whose prompts end, by what is read off them, in an order that all ranks find."""
+        (rows,) = (plan.wants == HIDDEN_WANTED).nonzero()
+        kinds: dict[PoolingRules, list[int]] = {}
+        for row in rows.tolist():
+            rules = self._rules[int(plan.slots[row])]
+            assert rules is not None, "a row that wants a hidden state has rules of pooling"
+            kinds.setdefault(rules, []).append(row)
+        return [(rules, np.array(same, np.int64)) for rules, same in kinds.items()]
+
+    def _last_states(self, plan: StepPlan, rows: NDArray[np.int64], hidden: Tensor, first_prompt: int) -> Tensor:
+        """[num_rows_asked, hidden_size] in the model's dtype."""
+        return hidden.index_select(0, copy_to(rows - plan.num_decode_rows + first_prompt, self._device))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[num_rows_asked, hidden_size] -> [num_rows_asked, vocab_size], on rank 0 alone."""
+        return self._model.compute_logits(states.to(self._model.dtype))
+
+
+class PoolingOfStep(PoolingOfRank):
+    """And the reading: the work of a step for the rows whose prompts end in it."""
+
+    def __init__(self, model: DecoderForCausalLM, num_slots: int, device: torch.device) -> None:
+        super().__init__(model, num_slots, device)
+        self._sums: Tensor | None = None  # float32 [num_slots, hidden_size], made for the first mean
 
     def add(self, plan: StepPlan, hidden: Tensor) -> None:
         """Add a step's states, [num_tokens, hidden_size] in the plan's order, to the sums of the means."""
@@ -69,28 +104,18 @@ class PoolingOfStep:
         """
         if not self.is_used or hidden is None:
             return None
-        (rows,) = (plan.wants == HIDDEN_WANTED).nonzero()
-        if not len(rows):
-            return None
-        kinds: dict[PoolingRules, list[int]] = {}
-        for row in rows.tolist():
-            rules = self._rules[int(plan.slots[row])]
-            assert rules is not None, "a row that wants a hidden state has rules of pooling"
-            kinds.setdefault(rules, []).append(row)
         parts = []
-        for rules, same in kinds.items():
-            owners = np.array(same, np.int64)
+        for rules, owners in self._ending(plan):
             states = self._pooled(rules, plan, owners, hidden, first_prompt)
             parts.append((owners, to_host(self._read(rules, states))))
-        return PendingPooled(parts)
+        return PendingPooled(parts) if parts else None
 
     def _pooled(
         self, rules: PoolingRules, plan: StepPlan, rows: NDArray[np.int64], hidden: Tensor, first_prompt: int
     ) -> Tensor:
         """[num_rows_asked, hidden_size]: float32 means, or last states in the model's dtype."""
         if rules.pooling == "last":
-            places = rows - plan.num_decode_rows + first_prompt
-            return hidden.index_select(0, copy_to(places, self._device))
+            return self._last_states(plan, rows, hidden, first_prompt)
         assert self._sums is not None
         slots = plan.slots[rows].astype(np.int64)
         lengths = copy_to(self._lengths[slots].astype(np.float32), self._device)
@@ -107,7 +132,7 @@ class PoolingOfStep:
             assert model.classifier is not None, "who asks for a classifier has been told if there is none"
             return model.classifier(own)
         ids = copy_to(np.array(rules.token_ids, np.int64), self._device)
-        return model.compute_logits(states.to(model.dtype)).index_select(1, ids).float()
+        return self._logits(states).index_select(1, ids).float()
 
 
 class PendingPooled:

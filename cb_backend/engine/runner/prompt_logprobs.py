@@ -7,6 +7,7 @@ does not know requests, and nothing here waits for the device before `result`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,10 +80,15 @@ def _figures(
     """As `top_logprobs` gives them, [num_tokens, 1 + k], on their way to the host."""
     given = copy_to(batch.token_ids[chunk.slot, chunk.first : chunk.first + chunk.num_tokens].copy(), hidden.device)
     parts = []
-    for start in range(0, chunk.num_tokens, TOKENS_AT_ONCE):
-        end = min(start + TOKENS_AT_ONCE, chunk.num_tokens)
-        logits = model.compute_logits(hidden[chunk.first_token + start : chunk.first_token + end])
-        rows = torch.arange(end - start, device=hidden.device)
-        parts.append(ops.top_logprobs(logits, rows, given[start:end], chunk.num_top))
+    for start, logits in logits_of(chunk, hidden, model):
+        rows = torch.arange(len(logits), device=hidden.device)
+        parts.append(ops.top_logprobs(logits, rows, given[start : start + len(logits)], chunk.num_top))
     floats, ints = (torch.cat(column) for column in zip(*parts, strict=True))
     return to_host(floats), to_host(ints)
+
+
+def logits_of(chunk: AskingChunk, hidden: Tensor, model: DecoderForCausalLM) -> Iterator[tuple[int, Tensor]]:
+    """(place in the chunk, logits from there on), a slice at a time: the same slices on every rank."""
+    for start in range(0, chunk.num_tokens, TOKENS_AT_ONCE):
+        end = min(start + TOKENS_AT_ONCE, chunk.num_tokens)
+        yield start, model.compute_logits(hidden[chunk.first_token + start : chunk.first_token + end])

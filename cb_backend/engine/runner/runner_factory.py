@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,25 +15,31 @@ import torch
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.messages import ModelInfo
-from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log
+from cb_backend.contracts.pooling import ModelTasks
+from cb_backend.engine.runner.checkpoint_tokenizer import find_tokenizer, plain_encoder, read_tokenizer_eos_ids
+from cb_backend.engine.runner.cuda_warm_up import create_cuda_runner, log, log_of
 from cb_backend.engine.runner.load_progress import LoadProgress
+from cb_backend.engine.runner.sleeper import RunnerSleeper
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.start_account import StartAccount
 from cb_backend.engine.runner.step_adapters import allocate_adapters, new_adapter_table
+from cb_backend.engine.runner.step_runner import AnyRunner
+from cb_backend.kernels.compile_ahead import begin_hashing
 from cb_backend.kernels.fp8 import MIN_CAPABILITY, fp8_needs, fp8_needs_of, is_fp8_capable
 from cb_backend.kernels.launch import IS_INTERPRETING
-from cb_backend.kv_cache.layout import kept_windows, layout_of
+from cb_backend.kv_cache.layout import engine_layout
 from cb_backend.kv_cache.storage import KVCacheStorage, resolve_kv_dtype, size_kv_cache
 from cb_backend.kv_cache.swap import BlockSwapper, num_swap_blocks
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.models.checkpoint import has_tokenizer, resolve_checkpoint, resolve_tokenizer
+from cb_backend.models.checkpoint import resolve_checkpoint
 from cb_backend.models.generation_config import read_sampling_defaults
 from cb_backend.models.quantization import FP8, SYNONYMS
 from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
+from cb_backend.models.replacement import ModelWeights, weight_stamps
+from cb_backend.models.sharding import shard_spec
 from cb_backend.models.spec import ModelSpec
-from cb_backend.models.spec_fields import within_vocabulary
-from cb_backend.models.tasks import EncodePlain, resolve_tasks
-from cb_backend.support.tokenizer_files import load_tokenizer, token_text
+from cb_backend.models.tasks import resolve_tasks
+from cb_backend.parallel.group import Agreed, Group, NoGroup
 
 
 def resolve_device(name: str) -> torch.device:
@@ -122,113 +129,150 @@ def _memory_errors() -> Iterator[None]:
         raise MemoryError(". ".join(text.split(". ")[:3]).rstrip(".")) from error
 
 
-@_memory_errors()
-def create_runner(config: EngineConfig) -> tuple[SlotRunner, ModelInfo]:
-    """Load the checkpoint and make its cache. Raises `ConfigError` with a one-line reason and remedy, `MemoryError`
-    where the device or the host has too little."""
-    device = resolve_device(config.device)
-    account = StartAccount(device, log)
+def create_runner(config: EngineConfig, weights: Path | None = None) -> tuple[SlotRunner, ModelInfo]:
+    """Load the checkpoint and make its cache. `weights`: as `load_runner` has it. Raises `ConfigError` with a one-line
+    reason and remedy, `MemoryError` where the device or the host has too little."""
+    return load_runner(config, NoGroup(), SlotRunner, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    """What settings and small files make of a checkpoint, before a weight is read."""
+
+    device: torch.device
+    folder: Path
+    stored_spec: ModelSpec  # as the checkpoint has it
+    spec: ModelSpec  # as it is served
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    quantization: str | None
+    max_model_len: int
+    tokenizer_dir: Path
+    tokenizer_eos_ids: tuple[int, ...]
+    tasks: ModelTasks
+    sampling_defaults: dict[str, float]
+
+    @property
+    def has_kv_scales(self) -> bool:
+        return self.kv_dtype != self.dtype
+
+
+def _resolve(config: EngineConfig, device: torch.device) -> _Resolved:
+    """Finds what may be wrong with the settings and the small files. Raises `ConfigError`."""
     folder = resolve_checkpoint(config.model)
-    spec = read_model_config(folder)
-    dtype = resolve_dtype(config.dtype, spec, device)
+    stored_spec = read_model_config(folder)
+    dtype = resolve_dtype(config.dtype, stored_spec, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
-    quantization = resolve_quantization(config, spec, dtype, device)
-    max_model_len = resolve_max_model_len(config, spec)
-    # What small files may have wrong is found before the weights are loaded.
+    quantization = resolve_quantization(config, stored_spec, dtype, device)
+    max_model_len = resolve_max_model_len(config, stored_spec)
     tokenizer_dir = find_tokenizer(config, folder)
-    spec, tasks = resolve_tasks(folder, spec, config, plain_encoder(tokenizer_dir))
-    tokenizer_eos_ids = read_tokenizer_eos_ids(tokenizer_dir, spec.vocab_size)
+    spec, tasks = resolve_tasks(folder, stored_spec, config, plain_encoder(tokenizer_dir))
     wants_defaults = config.generation_config == "auto"
-    sampling_defaults = read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {}
+    return _Resolved(
+        device=device,
+        folder=folder,
+        stored_spec=stored_spec,
+        spec=spec,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        tokenizer_dir=tokenizer_dir,
+        tokenizer_eos_ids=read_tokenizer_eos_ids(tokenizer_dir, spec.vocab_size),
+        tasks=tasks,
+        sampling_defaults=read_sampling_defaults(folder, spec.vocab_size) if wants_defaults else {},
+    )
+
+
+@_memory_errors()
+def load_runner(
+    config: EngineConfig, group: Group, kind: type[AnyRunner], weights: Path | None = None
+) -> tuple[AnyRunner, ModelInfo]:
+    """A runner of this kind for the group's part of the model; every device of the group must call it.
+
+    `weights`: folder of a checkpoint of the same specification, whose tensors are loaded. All else, as where answers
+    end and how they are sampled unasked, is the model's own."""
+    device = resolve_device(config.device)
+    is_first, name = group.rank == 0, f"rank {group.rank}: "
+    account = StartAccount(device, log if is_first else lambda line: log(name + line))
+    if device.type == "cuda":
+        begin_hashing()
+    found = _resolve(config, device)
+    spec, dtype, kv_dtype, max_model_len = found.spec, found.dtype, found.kv_dtype, found.max_model_len
     ops = resolve_ops(resolve_attention_backend(config.attention_backend, device))
     adapters = new_adapter_table(config, dtype, device)
+    sleeper = None if config.idle_sleep_s is None else RunnerSleeper(config, device, log)
     account.ends("checkpoint")
-    progress = LoadProgress(config.model, device, log)
+    filled_from = weights or found.folder
+    load_format = config.load_format if weights is None else "auto"
+    stamps = {} if sleeper is None or load_format == "dummy" else weight_stamps(filled_from)
+    progress = LoadProgress(str(weights or config.model), device, log_of(group))  # all read alike
     model = load_model(
-        folder,
+        filled_from,
         spec,
         ops=ops,
         dtype=dtype,
         device=device,
-        load_format=config.load_format,
+        load_format=load_format,
         seed=config.seed,
         measured=progress.begin,
         progress=progress.at,
-        has_kv_scales=kv_dtype != dtype,
-        quantization=quantization,
+        has_kv_scales=found.has_kv_scales,
+        quantization=found.quantization,
         max_model_len=max_model_len,
         adapters=adapters,
+        group=group,
+        spreads_experts=config.enable_expert_parallel,
     )
     account.weights(model)
     if adapters is not None:
-        allocate_adapters(adapters, config.max_cpu_loras, log)
+        allocate_adapters(adapters, config.max_cpu_loras, log_of(group))  # all have as much
         account.ends("adapters", "adapters", None if device.type == "cuda" else adapters.nbytes)
-    windows = () if config.disable_hybrid_kv_cache_manager else kept_windows(spec.windows, max_model_len)
-    layout = layout_of(spec, config.block_size, kv_dtype.itemsize, windows)
+    new_cache = None
+    if sleeper is not None:
+        sleeper.take_model(model)
+        new_cache = sleeper.new_cache
+    layout = engine_layout(config, shard_spec(spec, group.size), kv_dtype.itemsize, max_model_len)
     if device.type == "cuda":
-        runner = create_cuda_runner(config, layout, model, ops, max_model_len, kv_dtype, account)
+        runner = create_cuda_runner(kind, config, layout, model, ops, max_model_len, kv_dtype, account, new_cache)
     else:
-        storage = KVCacheStorage(layout, size_kv_cache(config, layout, device), kv_dtype, device)
-        runner = SlotRunner(model, ops, storage, config.max_num_seqs, max_model_len)
+        num_blocks = group.agree(size_kv_cache(config, layout, device), Agreed.LEAST)
+        storage = KVCacheStorage(layout, num_blocks, kv_dtype, device, new_cache)
+        runner = kind(model, ops, storage, config.max_num_seqs, max_model_len)
         account.ends("cache", "KV cache", storage.data.nbytes)
         account.tell()
+    if sleeper is not None and isinstance(runner, SlotRunner):
+        is_dummy = config.load_format == "dummy"
+        own = ModelWeights(
+            model, found.folder, found.stored_spec, found.quantization, found.has_kv_scales, is_dummy, config.seed
+        )
+        sleeper.attach(runner, own, filled_from, stamps)
     num_host_blocks = num_swap_blocks(config.swap_space, layout.bytes_per_block)
     if num_host_blocks:
-        runner.swapper = BlockSwapper(runner.storage, num_host_blocks)
-    info = ModelInfo(
+        runner.swapper = BlockSwapper(runner.storage, num_host_blocks, group)
+    num_adapter_slots = 0 if adapters is None else adapters.max_adapters
+    return runner, _model_info(config, found, runner.storage, num_host_blocks, num_adapter_slots)
+
+
+def _model_info(
+    config: EngineConfig, found: _Resolved, storage: KVCacheStorage, num_host_blocks: int, num_adapter_slots: int
+) -> ModelInfo:
+    return ModelInfo(
         model=config.model,
-        tokenizer_dir=str(tokenizer_dir),
-        vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer_eos_ids))),
+        tokenizer_dir=str(found.tokenizer_dir),
+        vocab_size=found.spec.vocab_size,
+        max_model_len=found.max_model_len,
+        eos_token_ids=tuple(dict.fromkeys((*found.spec.eos_token_ids, *found.tokenizer_eos_ids))),
         block_size=config.block_size,
-        num_blocks=runner.storage.num_blocks - 1,  # block 0 is the null block
+        num_blocks=storage.num_blocks - 1,  # block 0 is the null block
         max_num_seqs=config.max_num_seqs,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device.type,
+        dtype=str(found.dtype).removeprefix("torch."),
+        device=found.device.type,
         kv_cache_dtype=config.kv_cache_dtype,
-        quantization=quantization,
+        quantization=found.quantization,
         num_host_blocks=num_host_blocks,
-        num_adapter_slots=0 if adapters is None else adapters.max_adapters,
-        kv_windows=layout.windows,
-        sampling_defaults=sampling_defaults,
-        tasks=tasks,
+        num_adapter_slots=num_adapter_slots,
+        kv_windows=storage.layout.windows,
+        sampling_defaults=found.sampling_defaults,
+        tasks=found.tasks,
     )
-    return runner, info
-
-
-def find_tokenizer(config: EngineConfig, folder: Path) -> Path:
-    """The tokenizer's folder; the checkpoint's own when it has none, for whoever works with token ids alone.
-
-    A front end that finds no tokenizer there refuses to start. Raises `ConfigError` for one that cannot be converted.
-    """
-    if config.tokenizer is None and not has_tokenizer(folder):
-        return folder
-    return resolve_tokenizer(config.tokenizer, folder)
-
-
-def plain_encoder(tokenizer_dir: Path) -> EncodePlain | None:
-    """What `resolve_tasks` asks token ids of; None where there is no tokenizer."""
-    if not (tokenizer_dir / "tokenizer.json").is_file():
-        return None
-    return lambda text: list(load_tokenizer(tokenizer_dir)[0].encode(text, add_special_tokens=False).ids)
-
-
-def read_tokenizer_eos_ids(tokenizer_dir: Path, vocab_size: int) -> tuple[int, ...]:
-    """The id of the tokenizer's `eos_token`: fine-tuned models end their turns with it, whatever their
-    generation_config.json kept of the base model. Warns of ids that the tokenizer has and the model lacks.
-
-    Raises `ConfigError` for a tokenizer that cannot be read.
-    """
-    if not (tokenizer_dir / "tokenizer.json").is_file():
-        return ()
-    backend, settings = load_tokenizer(tokenizer_dir)
-    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    if highest >= vocab_size:
-        log(
-            f"the tokenizer's ids go up to {highest}, the model's vocabulary ends at {vocab_size - 1}: prompts that"
-            " need the others are refused"
-        )
-    eos_token = token_text(settings.get("eos_token"))
-    eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
-    return () if eos_token_id is None else within_vocabulary([eos_token_id], vocab_size, "the tokenizer's eos_token")

@@ -1,8 +1,7 @@
-"""The model runner: state lives on the device by slot, on a GPU most steps are graph replays, nothing waits.
+"""The model runner: steps as `StepRunner` launches them, and their rows' tokens, sampled where the next step looks.
 
 `execute` launches a step and returns at once; the next step may be launched before its result is read, because
-the sampled tokens are already where the next step looks for them. A step too large for a graph is launched kernel by
-kernel, and so is one with a prompt whose own log-probabilities are asked for. What else only some rows ask for (rules,
+the sampled tokens are already where the next step looks for them. What only some rows ask for (rules,
 log-probabilities) is done for these rows after the step, from its logits.
 On a CPU it is the same with the kernels' twins and without graphs: every step is done when it has been launched.
 """
@@ -11,38 +10,26 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from cb_backend.contracts.step import TOKENS_WANTED, MaskSource, StepPlan
-from cb_backend.engine.runner.device_state import (
-    block_table_deltas,
-    copy_to,
-    deltas_of_groups,
-    joined_slots,
-    new_slot_state,
-)
-from cb_backend.engine.runner.host_memory import HostMemory
-from cb_backend.engine.runner.input_batch import InputBatch, is_sampled_apart
+from cb_backend.contracts.rest import Sleeper
+from cb_backend.contracts.step import TOKENS_WANTED, MaskSource, NoMasks, StepPlan
+from cb_backend.engine.runner.input_batch import is_sampled_apart
 from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows, status_with_rules
 from cb_backend.engine.runner.logprobs import LogprobsOfStep, PendingLogprobs
 from cb_backend.engine.runner.pending_step import PendingStep
 from cb_backend.engine.runner.pooling import PoolingOfStep
-from cb_backend.engine.runner.prompt_logprobs import asking_chunks, launch_prompt_logprobs
+from cb_backend.engine.runner.prompt_logprobs import AskingChunk, PendingPromptLogprobs, launch_prompt_logprobs
 from cb_backend.engine.runner.row_masks import MaskedRows, RowMasks
-from cb_backend.engine.runner.step_adapters import StepAdapters
-from cb_backend.engine.runner.step_buffers import StepBuffers, fill, make_buffers, padding, split
-from cb_backend.engine.runner.step_graphs import StepGraphs
-from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, StepShape
+from cb_backend.engine.runner.step_buffers import StepBuffers
+from cb_backend.engine.runner.step_runner import StepRunner
 from cb_backend.kernels.row_sampling import RowSampling
 from cb_backend.kv_cache.storage import KVCacheStorage
-from cb_backend.kv_cache.swap import BlockSwapper
 from cb_backend.layers.ops import Ops
-from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.models.decoder import DecoderForCausalLM
 
 
-class SlotRunner:
+class SlotRunner(StepRunner):
     """Implements `step.Runner` with run-ahead."""
 
     def __init__(
@@ -53,114 +40,55 @@ class SlotRunner:
         num_slots: int,
         max_model_len: int,
     ) -> None:
-        """`storage` may be replaced later by a larger one of the same kind; `swapper` is set where blocks swap."""
-        self.model = model
-        self.ops = ops
-        self.storage = storage
-        self.swapper: BlockSwapper | None = None
-        self.adapters = None if model.adapters is None else StepAdapters(model.adapters, model.spec, ops)
-        self.device = storage.data.device
-        self.block_size = storage.layout.block_size
-        self.padding_slot = num_slots
-        self.num_groups = len(storage.layout.groups)
-        self.batch = InputBatch(num_slots, max_model_len, self.block_size, self.num_groups)
-        self.state = new_slot_state(num_slots, self.batch.max_rows, self.device, self.num_groups)
+        super().__init__(model, ops, storage, num_slots, max_model_len)
+        self.sleeper: Sleeper | None = None  # where the model may sleep
+        self.weights_key = b""  # of weights that have taken the place of the configured ones
         self.rules = LogitsRules(model.spec.vocab_size, num_slots, self.device, ops)
         self.masks = RowMasks(num_slots, self.device, ops)
         self.logprobs = LogprobsOfStep(self.device, ops)
-        self.pooling = PoolingOfStep(model, num_slots, self.device)
-        self.graphs = StepGraphs()
-        self.memory = HostMemory(num_slots, self.device)
-        # One for all graphs, which leave here what rows need again: logits, and the hidden states that they are of.
-        most_rows, spec = num_slots + MAX_GRAPH_PROMPTS, model.spec
-        self.logits = torch.empty(
-            most_rows if spec.generates else 0, spec.vocab_size, dtype=model.dtype, device=self.device
-        )
-        self.hidden = torch.empty(most_rows, spec.hidden_size, dtype=model.dtype, device=self.device)
+        self.pooling: PoolingOfStep = PoolingOfStep(model, num_slots, self.device)
+        # Of the states in `hidden`, left here by graphs as these are.
+        most_rows = len(self.hidden) if model.spec.generates else 0
+        self.logits = torch.empty(most_rows, model.spec.vocab_size, dtype=model.dtype, device=self.device)
         self._is_asking = np.zeros(num_slots, np.bool_)  # slots whose rows ask for more than the step
-        self._last_replay: tuple[StepShape, NDArray[np.int32]] | None = None  # what a decode graph's buffers hold
 
     def cache_key(self, num_prompt_tokens: int) -> bytes:
-        return self.model.ropes.cache_key(num_prompt_tokens)
-
-    def close(self) -> None:
-        """Give up the cache's memory; the runner cannot be used afterwards."""
-        self.graphs.clear()
-        self.storage.layers.clear()
-        del self.storage.data
-
-    def new_buffers(self, shape: StepShape) -> StepBuffers:
-        """Buffers that hold nothing but padding."""
-        shape = shape._replace(num_groups=self.num_groups)
-        return make_buffers(shape, padding(shape, self.padding_slot), self.device)
+        return self.weights_key + self.model.ropes.cache_key(num_prompt_tokens)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, masks: MaskSource) -> PendingStep:
-        if self.swapper is not None:
-            self.swapper.apply(plan)
-        if self.adapters is not None:
-            self.adapters.load(plan)
-        self.batch.apply(plan)
         if plan.joined:
             self.rules.join(plan.joined)
             self.masks.join(plan.joined)
             self.pooling.join(plan.joined)
             for row in plan.joined:
                 self._is_asking[row.slot] = is_sampled_apart(row.params) or row.params.logprobs is not None
-            self.ops.join_slots(copy_to(joined_slots(plan.joined), self.device), self.state)
-        deltas = block_table_deltas(plan)
-        if self.num_groups > 1:
-            deltas = deltas_of_groups(deltas, self.num_groups, self.padding_slot + 1)
-        num_decode = plan.num_decode_rows
-        num_prompts = plan.num_rows - num_decode
-        num_prefill = plan.total_tokens - num_decode if num_prompts else 0
-        chunks = asking_chunks(plan, self.batch) if num_prompts else []
-        has_adapters = self.adapters is not None and self.batch.has_adapters(plan.slots)
-        is_summed = num_prompts > 0 and self.pooling.needs_all_states(plan)
-        found = None if chunks or is_summed else self.graphs.find(num_decode, num_prefill, num_prompts, has_adapters)
-        of_prompts = logits = None
-        if found is None:
-            shape = StepShape(num_decode, num_prefill, num_prompts, 0, has_adapters, self.num_groups)
-            buffers = self._eager_buffers(shape, plan, deltas)
-            hidden = self._compute_hidden(buffers)
-            if chunks:
-                of_prompts = launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch)
-            if is_summed:
-                self.pooling.add(plan, hidden)
-            hidden, logits = self._finish_step(buffers, hidden)
-        else:
-            graph, buffers = found
-            self._fill(buffers, plan, deltas)
-            graph.replay()
-            hidden = self.hidden
-        pooled = self.pooling.launch(plan, hidden, buffers.shape.num_decode) if num_prompts else None
+        buffers, hidden, logits, of_prompts = self._launch(plan)
+        pooled = None
+        if plan.num_rows > plan.num_decode_rows:
+            pooled = self.pooling.launch(plan, hidden, buffers.shape.num_decode)
         logprobs = self._run_tail(plan, buffers, logits, masks)
         values, done = self.memory.fetch(plan.step_id, buffers.result)
         return PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts, pooled)
 
-    @torch.inference_mode()
-    def run_step(self, buffers: StepBuffers) -> None:
-        """A whole step, reading and writing only device memory. What a graph captures."""
-        self._finish_step(buffers, self._compute_hidden(buffers))
-
-    def rehearse_step(self, buffers: StepBuffers) -> None:
-        """Launches every kernel that `run_step` launches, for a small part of its launches."""
-        with self.model.abridged():
-            self.run_step(buffers)
+    def complete(self, plan: StepPlan) -> None:
+        self.execute(plan, NoMasks()).result()
 
     def _finish_step(self, buffers: StepBuffers, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """From hidden states to booked tokens. Returns the rows' last hidden states [num_rows, hidden_size], and the
-        logits [num_rows, vocab_size] as the model gave them, but for stop ids before min_tokens."""
-        if buffers.shape.num_prefill:
-            index = buffers.segments["sample_index"]
-            out = self.hidden[: len(index)] if len(index) <= len(self.hidden) else None
-            hidden = torch.index_select(hidden, 0, index, out=out)  # [num_rows, hidden_size]
+        """From hidden states to booked tokens. The logits are as the model gave them, but for stop ids before
+        min_tokens."""
+        hidden = self._last_states(buffers, hidden)
         if not self.model.spec.generates:
             return hidden, None
         num_rows = hidden.shape[0]
         logits = self.model.compute_logits(hidden, self.logits[:num_rows] if num_rows <= len(self.logits) else None)
         self._sample(buffers, logits)
         return hidden, logits
+
+    def _take_states(self, plan: StepPlan, chunks: list[AskingChunk], hidden: Tensor) -> PendingPromptLogprobs | None:
+        if self.pooling.needs_all_states(plan):
+            self.pooling.add(plan, hidden)
+        return launch_prompt_logprobs(chunks, hidden, self.model, self.ops, self.batch) if chunks else None
 
     def _run_tail(
         self, plan: StepPlan, buffers: StepBuffers, logits: Tensor | None, masks: MaskSource
@@ -210,31 +138,6 @@ class SlotRunner:
         result[:, ruled.rows] = chosen
         rules.record(ruled, token_ids)
 
-    def _compute_hidden(self, buffers: StepBuffers) -> Tensor:
-        """The layers. [num_tokens, hidden_size]"""
-        shape, rows, segments = buffers.shape, buffers.rows, buffers.segments
-        state, ops, slots = self.state, self.ops, buffers.slots
-        ops.apply_deltas(state.block_tables, buffers.deltas)
-        adapters = None
-        if shape.has_adapters and self.adapters is not None:
-            adapters = self.adapters.plan_step(buffers, state.adapter)
-        ops.prepare_rows(slots, shape.num_decode, state, self.block_size, rows)
-        nothing = slots[:0]
-        step = StepMetadata(
-            ropes=self.model.ropes.rows(rows.positions, rows.num_prompt_tokens),
-            slot_mapping=rows.slot_mapping.view(self.num_groups, -1)[:, : shape.num_tokens].unbind(),
-            block_tables=state.tables.unbind(),
-            num_decode_rows=shape.num_decode,
-            decode_slots=slots[: shape.num_decode],
-            decode_seq_lens=rows.seq_lens,
-            prefill_slots=segments.get("prompt_slots", nothing),
-            prefill_query_start_loc=segments.get("query_start_loc", nothing),
-            prefill_seq_lens=segments.get("prompt_seq_lens", nothing),
-            max_query_len=shape.num_prefill,
-            adapters=adapters,
-        )
-        return self.model(rows.token_ids, step, self.storage.layers)
-
     def _sample(self, buffers: StepBuffers, logits: Tensor) -> None:
         """Choose the rows' tokens and book them. Changes stop ids in logits [num_rows, vocab_size]."""
         state, ops, slots, rows = self.state, self.ops, buffers.slots, buffers.rows
@@ -243,33 +146,3 @@ class SlotRunner:
         ops.commit_tokens(
             slots, token_ids, is_failed, rows.sample_positions, state.min_positions, state, buffers.result
         )
-
-    # ---- what a plan brings ----------------------------------------------------------------------------------------
-
-    def _eager_buffers(self, shape: StepShape, plan: StepPlan, deltas: NDArray[np.int32]) -> StepBuffers:
-        """Buffers of just the plan's size."""
-        deltas = self._apply_overflow(shape, deltas)
-        host = padding(shape, self.padding_slot)
-        fill(split(host, shape), shape, plan, deltas, self.batch, self.padding_slot)
-        return make_buffers(shape, host, self.device)
-
-    def _fill(self, buffers: StepBuffers, plan: StepPlan, deltas: NDArray[np.int32]) -> None:
-        """Bring a plan into a graph's buffers with one copy, or none when nothing changed since its last replay."""
-        shape = buffers.shape
-        deltas = self._apply_overflow(shape, deltas)
-        is_plain = not len(deltas) and not shape.num_prefill
-        last = self._last_replay
-        if is_plain and last is not None and last[0] == shape and np.array_equal(last[1], plan.slots):
-            return
-        host, views = self.memory.step(shape, plan.step_id)
-        fill(views, shape, plan, deltas, self.batch, self.padding_slot)
-        buffers.host_copy.copy_(host, non_blocking=True)
-        # Deltas left in the buffers would be applied again by the next replay, to a slot that may have changed hands.
-        self._last_replay = (shape, plan.slots) if is_plain else None
-
-    def _apply_overflow(self, shape: StepShape, deltas: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Apply deltas at once when there are more than the shape has room for; returns those still to be applied."""
-        if len(deltas) <= shape.num_deltas:
-            return deltas
-        self.ops.apply_deltas(self.state.block_tables, copy_to(deltas, self.device))
-        return deltas[:0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,19 +25,26 @@ from cb_backend.models.lora_checkpoint import PackedAdapter, read_adapter
 from cb_backend.models.spec import ModelSpec
 
 
+class Packed(Protocol):
+    """An adapter on the host, or this rank's share of one."""
+
+    @property
+    def data(self) -> Tensor: ...  # as `AdapterTable.load` wants it
+
+
 class StepAdapters:
     """The slots of a table. `packed_of` is set by whoever keeps adapters on the host, before the first is asked for."""
 
     def __init__(self, table: AdapterTable, spec: ModelSpec, ops: Ops) -> None:
         self.table = table
-        self.packed_of: Callable[[bytes], PackedAdapter] | None = None  # by its key
+        self.packed_of: Callable[[bytes], Packed] | None = None  # by its key
         self._spec = spec
         self._ops = ops
 
     def read(self, path: str) -> PackedAdapter:
-        """An adapter's folder. Touches nothing on the device, so any thread may. Raises `ConfigError` for what cannot
-        be served."""
-        return read_adapter(Path(path), self._spec, self.table)
+        """An adapter's folder, where one device has all of the model. Touches nothing on it, so any thread may. Raises
+        `ConfigError` for what cannot be served."""
+        return read_adapter(Path(path), self._spec, self.table.whole)
 
     def load(self, plan: StepPlan) -> None:
         """Make the plan's loads. Call before anything of the step itself."""

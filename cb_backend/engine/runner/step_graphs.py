@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -39,19 +39,23 @@ class StepGraphs:
         step: Callable[[StepBuffers], object],
         rehearse: Callable[[StepBuffers], object],
         progress: Callable[[str], None],
+        *,
+        beside_threads: bool = False,
     ) -> None:
         """Capture `step` for every shape. The step must be runnable on buffers of padding and must not wait;
-        `rehearse` runs before it and launches all its kernels.
+        `rehearse` runs before it and launches all its kernels. beside_threads: others of the process look at the device
+        meanwhile, as a library does that watches what it has launched.
         """
         order = sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
         start = time.perf_counter()
         pool = None
+        options: dict[str, Any] = {"capture_error_mode": "thread_local"} if beside_threads else {}
         for done, shape in enumerate(order):
             buffers = make(shape)
             rehearse(buffers)  # compiles kernels and sets up library handles outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, **options):
                 step(buffers)
             pool = graph.pool()
             self.add(shape, graph, buffers)

@@ -69,8 +69,8 @@ class ContinuousAdmission:
         self._block_size = parts.kv.block_size
         self._admission_reserve = config.admission_reserve
         self._reserved_priority = parts.queue.reserved_priority
-        # Something is left for the others, however small the engine is.
-        self._reserved_slots = min(int(config.reserved_share * self._table.num_slots), self._table.num_slots - 1)
+        # The share is below 1, so one slot at least is left for the others, however small the engine is.
+        self._reserved_slots = int(config.reserved_share * self._table.num_slots)
         self._reserved_blocks = int(config.reserved_share * parts.kv.num_usable_blocks)
 
     def may_admit(self, head: Request) -> bool:
@@ -101,7 +101,7 @@ class ContinuousAdmission:
         """As if every request would run to its limit, and nobody in the reserved class held anything."""
         table, order = self._table, self._table.order
         if not len(order):
-            return 0
+            return 0  # as `num_reserved_blocks` has it
         held = np.maximum(table.num_computed_tokens[order], table.num_prompt_tokens[order])
         growth = int((table.max_computed_tokens[order] + 1 - held).sum())
         growth += request.max_total_tokens - len(request.token_ids)
@@ -148,6 +148,7 @@ class Admission:
         self._results = results
         self._preemption = preemption
         self._add_chunk = add_chunk
+        self.is_closed = False  # to everybody who has not begun
         self._is_memory_short = False  # of the last look at the queue: somebody did not fit
         self._blocked_head: Request | None = None  # the head of the queue when last nobody could start ...
         self._blocked_at = _CAN_ALWAYS_TRY  # ... the free blocks at that time
@@ -162,7 +163,7 @@ class Admission:
         head = self._queue.head
         if head is None or self._table.least_urgent <= head.scheduling.priority or not self._is_continuous:
             return
-        if self._is_prefix_coming(head):
+        if self._is_prefix_coming(head) or self.is_closed:
             return
         num_blocks = self._kv.num_missing_blocks(head, _num_tokens_to_hold(head))
         num_blocks += self._policy.num_reserved_blocks(head)
@@ -174,9 +175,13 @@ class Admission:
         `giant_left` above 0: only requests that are short beside a prompt with so many tokens left.
         """
         queue, head = self._queue, self._queue.head
-        if head is None or not self._table.num_free_slots or (not giant_left and self._is_still_blocked(head)):
+        if head is None or not self._table.num_free_slots:
             return False
         longest = longest_of_all = giant_left // SHORT_FACTOR if giant_left else _ANY_LENGTH
+        if self.is_closed:
+            return self._go_on(plan, longest)
+        if not giant_left and self._is_still_blocked(head):
+            return False
         self._is_memory_short = False
         must_wait = False  # somebody, for something that comes without any further decision
         first = queue.first(self._lookahead)
@@ -206,6 +211,12 @@ class Admission:
             self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
             self._blocked_version = self._table.version
         return False
+
+    def _go_on(self, plan: PlanBuilder, longest: int) -> bool:
+        """Start one of those who have begun. Nobody else counts: whoever may not begin must keep none of them waiting,
+        for that is what everybody waits for."""
+        begun = (request for request in self._queue.everyone if request.num_preemptions)
+        return any(len(request.token_ids) <= longest and self._start(request, plan) for request in begun)
 
     def _candidates(self) -> list[Request]:
         """The first of the queue. Where one of them lacks an adapter, also the first of each adapter that can start,

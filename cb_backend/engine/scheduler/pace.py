@@ -204,7 +204,6 @@ def _by_active_sets(matrix: Floats, side: Floats) -> Floats:
             step = float(np.min(solution[is_below] / (solution[is_below] - trial[is_below])))
             solution = solution + step * (trial - solution)
             is_free &= solution > _ZERO
-            solution[~is_free] = 0.0
     return solution
 
 

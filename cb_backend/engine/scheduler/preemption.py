@@ -69,7 +69,7 @@ class Preemption:
         batch.drop([*dropped, *(slot for slot, _ in self._waiting)])
         return np.array([slot for slot, _ in in_turn[:num_free]], np.intp)
 
-    def yield_to(self, head: Request, num_blocks: int, lacks_adapter: bool = False) -> None:
+    def yield_to(self, head: Request, num_blocks: int, lacks_adapter: bool) -> None:
         """Preempt running requests of higher `priority` values until the first of the queue has a slot and blocks.
 
         Where its adapter finds no slot, first all of another adapter, of the one with the fewest requests.

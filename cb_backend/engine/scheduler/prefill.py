@@ -70,6 +70,14 @@ class PrefillPlanner:
         self._add_all(plan, slots)
         self._admit_all(plan, admit, 0)
 
+    def has_no_room_beside_streams(self) -> bool:
+        """Whether the first in the queue needs a step of its own: its prompt may not be cut, and does not fit beside a
+        token for everybody who runs."""
+        if self._is_chunking or not self._table.num_running:
+            return False
+        head = self._queue.head
+        return head is not None and len(head.token_ids) > self._budget - self._table.num_running
+
     def is_better_without_streams(self) -> bool:
         """Whether the next step is to be one of prompts alone."""
         if not self._is_hybrid:

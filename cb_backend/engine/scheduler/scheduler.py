@@ -21,6 +21,7 @@ from cb_backend.contracts.step import EngineOutput, StepPlan, StepResult
 from cb_backend.engine.scheduler.adapter_slots import AdapterSlots
 from cb_backend.engine.scheduler.admission import Admission, ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.fair_share import FairShare
+from cb_backend.engine.scheduler.gate import Gate
 from cb_backend.engine.scheduler.order import Deadlines, RequestQueue
 from cb_backend.engine.scheduler.pace import Pace
 from cb_backend.engine.scheduler.parts import Parts
@@ -49,9 +50,7 @@ class Scheduler:
     ) -> None:
         """`policy`: who may start, where another than in-flight batching is to be studied."""
         self._budget = config.max_num_batched_tokens
-        self._is_chunking = config.enable_chunked_prefill
-        self._max_model_len = max_model_len
-        self._num_cache_tokens = kv.most_tokens
+        self._max_model_len, self._num_cache_tokens = max_model_len, kv.most_tokens
         share = FairShare()
         self._parts = parts = Parts(
             config=config,
@@ -78,6 +77,7 @@ class Scheduler:
         self._preemption = Preemption(parts, self._results)
         self._prefill = PrefillPlanner(parts, self._pace)
         self._admission = Admission(parts, policy, self._results, self._preemption, self._prefill.add)
+        self.gate = Gate(parts, self._admission)
         self._decode_batch = DecodeBatch(self._table)
         self._now = 0.0
         self._step_id = 0
@@ -224,7 +224,8 @@ class Scheduler:
         reach("scheduler.schedule")
         plan = PlanBuilder(self._budget)
         self._admission.yield_to_head()
-        self._was_exclusive = (self._needs_exclusive_step() and self._admission.admit(plan)) or self._drain(plan)
+        # Never twice running, so that nobody's next token waits for more than one such step.
+        self._was_exclusive = not self._was_exclusive and self._plan_prompts_alone(plan)
         if not self._was_exclusive:
             can_admit = self._plan_decode_rows(plan)
             self._prefill.plan(plan, self._admission.admit if can_admit else None)
@@ -274,19 +275,14 @@ class Scheduler:
             plan.set_decode(batch)
         return has_enough
 
-    def _drain(self, plan: PlanBuilder) -> bool:
-        """Hybrid policy: plan prompts alone where that is better, never twice running; False: nothing was planned."""
-        if self._was_exclusive or not self._prefill.is_better_without_streams():
+    def _plan_prompts_alone(self, plan: PlanBuilder) -> bool:
+        """Where a prompt has no room beside the streams, or (hybrid) it is better; False: nothing was planned."""
+        if self._prefill.has_no_room_beside_streams() and self._admission.admit(plan):
+            return True
+        if not self._prefill.is_better_without_streams():
             return False
         self._prefill.plan(plan, self._admission.admit)
         return plan.num_rows > 0
-
-    def _needs_exclusive_step(self) -> bool:
-        """Without chunking, a prompt that does not fit beside the decode rows gets a step of its own, now and then."""
-        if self._is_chunking or self._was_exclusive or not self.num_running:
-            return False
-        head = self._queue.head
-        return head is not None and len(head.token_ids) > self._budget - self.num_running
 
     # ---- looking in -------------------------------------------------------------------------------------------------
 

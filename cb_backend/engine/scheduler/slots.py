@@ -44,7 +44,7 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 class SlotTable:
     """Arrays over `num_slots` slots. Change membership with `join` and `leave` only."""
 
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int, num_groups: int = 1) -> None:
+    def __init__(self, num_slots: int, max_tokens: int, block_size: int, num_groups: int) -> None:
         """`max_tokens` bounds prompt + output of any request; so many blocks of a table hold `block_size` tokens."""
         self.block_size = block_size
         self._num_groups = num_groups
@@ -176,9 +176,10 @@ class SlotTable:
         return reasons
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=_NO_STOP_ID)
+        narrow = self.stop_ids
+        if len(stop_ids) > narrow.shape[1]:
+            self.stop_ids = np.full((len(narrow), len(stop_ids)), _NO_STOP_ID, np.int32)
+            self.stop_ids[:, : narrow.shape[1]] = narrow
         self.stop_ids[slot] = _NO_STOP_ID
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
