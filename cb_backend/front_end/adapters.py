@@ -11,18 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS, NOT_ENABLED, AdapterSource
 from cb_backend.contracts.config import EngineConfig
-from cb_backend.contracts.errors import ConfigError, InvalidRequestError
+from cb_backend.contracts.errors import ConfigError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.scheduling import MAX_NAME_BYTES
 from cb_backend.support.adapter_files import LIST_NAME, Stamp, folder_stamp, read_adapter_list, stamp_of
+from cb_backend.support.bounded_call import BoundedCall
 from cb_backend.support.native_paths import shown_path
 from cb_backend.support.version_folder import adapter_models, own_adapter
 
 LOOK_INTERVAL_S = 1.0  # from one look at a file to the next
+LOOK_TIMEOUT_S = 2.0  # of a look at a file: a disk of another machine may not answer
 MAX_LISTED = 100  # adapters that an error names
 
 NOT_SUPPORTED = "LoRA {} is not supported, we currently support {}"  # clients of vllm_backend compare with this text
@@ -36,7 +39,7 @@ class Adapters(Protocol):
     def find(self, name: str) -> AdapterSource | None:
         """What a request means that gives this `lora_name` ("": none); None: the model as it is.
 
-        Raises `InvalidRequestError`.
+        Raises `InvalidRequestError`, and `UnavailableError` where its files do not answer.
         """
         ...
 
@@ -59,28 +62,43 @@ class AdapterFolder:
         self._clock = clock
         self._next_look = 0.0
         self._stamp: Stamp | None = None  # of the files that count
+        self._is_settled = False  # those had not changed for a while when they were looked at
         self._is_missing_told = False
+        self._stamp_of = BoundedCall[Stamp | None]()
 
     def source(self) -> AdapterSource:
         """The files as they count now. Files that change are those of before until they have settled, and files that
-        are gone are too: the engine may hold what was in them, and if not, it says why it cannot serve them."""
+        are gone are too: the engine may hold what was in them, and if not, it says why it cannot serve them. Raises
+        `UnavailableError` for a folder that does not answer and of which nothing is known."""
         now = self._clock()
         if now >= self._next_look:
             self._next_look = now + LOOK_INTERVAL_S
             self._look()
+        if self._stamp is None and self._stamp_of.is_late:
+            raise UnavailableError(
+                f"adapter {self._name!r}: its folder {shown_path(self.folder)} does not answer (within"
+                f" {LOOK_TIMEOUT_S:g} s); look at the file system that it is on, and try again"
+            )
         mtime_ns, size, inode = self._stamp or Stamp(0, 0, 0)
-        return AdapterSource(self._name, shown_path(self.folder), mtime_ns, size, inode)
+        # Files that have just changed may change once more without another time: once they have settled, the same
+        # stamp is another source, and the engine reads them again.
+        file_id = inode if self._is_settled else ~inode
+        return AdapterSource(self._name, shown_path(self.folder), mtime_ns, size, file_id)
 
     def _look(self) -> None:
-        stamp = folder_stamp(self.folder)
+        try:
+            stamp = self._stamp_of(partial(folder_stamp, self.folder), LOOK_TIMEOUT_S)
+        except TimeoutError:
+            return
         if stamp is None:
             if not self._is_missing_told:
                 logger.warning("the files of adapter %r are not in %s", self._name, shown_path(self.folder))
             self._is_missing_told = True
             return
         self._is_missing_told = False
-        if self._stamp is None or stamp.is_settled:
-            self._stamp = stamp
+        is_settled = stamp.is_settled
+        if self._stamp is None or is_settled:
+            self._stamp, self._is_settled = stamp, is_settled
 
 
 class NamedAdapters:
@@ -117,6 +135,7 @@ class ListedAdapters(NamedAdapters):
         self._path = path
         self._stamp = stamp_of(path)  # before it is read: a change meanwhile is then seen as one
         self._is_settled = False  # the list was read when it had not changed for a while
+        self._read = BoundedCall[tuple[Stamp | None, Mapping[str, Path] | ConfigError | None]]()
         super().__init__(read_adapter_list(path), clock)
         self._next_look = 0.0
 
@@ -124,16 +143,28 @@ class ListedAdapters(NamedAdapters):
         if name in self._folders and self._clock() < self._next_look:
             return
         self._next_look = self._clock() + LOOK_INTERVAL_S
-        stamp = stamp_of(self._path)
-        if stamp == self._stamp and self._is_settled:
+        try:
+            stamp, found = self._read(self._look_at_list, LOOK_TIMEOUT_S)
+        except TimeoutError:  # the list stays as it was
+            return
+        if found is None:
             return
         is_news, self._stamp = stamp != self._stamp, stamp
         self._is_settled = stamp is None or stamp.is_settled
+        if not isinstance(found, ConfigError):
+            self._take(found)
+        elif is_news:
+            logger.error("the list of adapters stays as it was, because the new one is wrong: %s", found)
+
+    def _look_at_list(self) -> tuple[Stamp | None, Mapping[str, Path] | ConfigError | None]:
+        """Its stamp, and what is in it: None where that is known."""
+        stamp = stamp_of(self._path)  # before it is read: a change meanwhile is then seen as one
+        if stamp == self._stamp and self._is_settled:
+            return stamp, None
         try:
-            self._take(read_adapter_list(self._path))
+            return stamp, read_adapter_list(self._path)
         except ConfigError as error:
-            if is_news:
-                logger.error("the list of adapters stays as it was, because the new one is wrong: %s", error)
+            return stamp, error
 
     def _take(self, folders: Mapping[str, Path]) -> None:
         """The list from now on. An adapter that stays where it was keeps what is known of its files."""

@@ -68,6 +68,8 @@ class ChatChoice:
                 chunks = [self._chunk({})]
             chunks[0]["logprobs"] = own
         if is_over:
+            if finish_reason == "stop":
+                chunks += [self._chunk(self._more_arguments(event)) for event in self._missing_arguments()]
             self._finish_reason = "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
             chunks.append({**self._chunk({}), "finish_reason": self._finish_reason})
         return chunks
@@ -93,6 +95,11 @@ class ChatChoice:
     def _more_arguments(self, event: CallArguments) -> dict[str, Any]:
         self._calls[event.number]["function"]["arguments"] += event.text
         return {"tool_calls": [{"index": event.number, "function": {"arguments": event.text}}]}
+
+    def _missing_arguments(self) -> list[CallArguments]:
+        """Of calls that have none: clients read them as JSON."""
+        empty = (index for index, call in enumerate(self._calls) if not call["function"]["arguments"].strip())
+        return [CallArguments(index, "{}") for index in empty]
 
     def whole(self) -> dict[str, Any]:
         text = "".join(self._content)

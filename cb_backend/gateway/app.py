@@ -40,8 +40,9 @@ from cb_backend.gateway.tokens import Tokens
 from cb_backend.gateway.triton import Reply, Triton
 from cb_backend.gateway.vectors import Vectors
 
+_HEALTH_PATHS = ("/health", "/health/ready", "/ping")  # vLLM's, Triton's own frontend's, SageMaker's
 # Those who ask have no key: probes, and a browser before its page has asked for one.
-_OPEN_PATHS = ("/health", "/ping", "/")
+_OPEN_PATHS = (*_HEALTH_PATHS, "/")
 _RERANK_PATHS = ("/v1/rerank", "/rerank")  # clients of Jina's and of vLLM's
 
 logger = logging.getLogger("cb_backend.gateway")
@@ -67,8 +68,7 @@ def create_app(settings: Settings) -> Starlette:
         Route("/tokenize", gateway.endpoint(tokens.tokenize, "tok"), methods=["POST"]),
         Route("/detokenize", gateway.endpoint(tokens.detokenize, "detok"), methods=["POST"]),
         Route("/", show_page),
-        Route("/health", gateway.health),
-        Route("/ping", gateway.health),
+        *(Route(path, gateway.health) for path in _HEALTH_PATHS),
     ]
     middleware = [Middleware(Guard, gateway=gateway)]
     if settings.allow_origins:
@@ -243,4 +243,6 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(405, f"{request.method} is not possible for {request.url.path}"))
+    response = error_response(ApiError(405, f"{request.method} is not possible for {request.url.path}"))
+    response.headers.update(getattr(error, "headers", None) or {})  # which methods are
+    return response

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from cb_backend.gateway.bodies import write_json
 from cb_backend.gateway.triton import Reply, Triton
 
 MAX_UNREAD = 256  # replies; beyond it the server waits
@@ -28,7 +28,7 @@ def make_inputs(
     inputs: dict[str, str | bool | list[int]] = {
         prompt.tensor: prompt.value,
         "stream": is_stream,
-        "sampling_parameters": json.dumps(sampling),
+        "sampling_parameters": write_json(sampling),
         "exclude_input_in_output": True,
         "return_finish_reason": True,
     }

@@ -8,6 +8,9 @@ import grpc
 # queue, an engine that starts, a server that drains); releases from 26.04 on tell the code as well.
 _AGAIN = ("again later", "send the request again", "send it again", "to another server", "timed out after")
 _FULL = ("queue is full", "queue holds")
+# Of a prompt that the model's length or the cache has no room for: ours, and vLLM's.
+_TOO_LONG = ("(max_model_len", "max_model_len=", "but the whole KV cache holds", "maximum context length")
+TOO_LONG_CODE = "context_length_exceeded"  # OpenAI's: clients shorten the conversation then
 
 STATUS_OF = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -38,6 +41,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
@@ -53,7 +58,7 @@ def from_stream(message: str) -> ApiError:
         return ApiError(503, message)
     if "log says why" in message or "log has the reason" in message:
         return ApiError(500, message)
-    return bad_request(message)
+    return _refused(400, message)
 
 
 def from_rpc(error: grpc.RpcError, url: str) -> ApiError:
@@ -61,4 +66,9 @@ def from_rpc(error: grpc.RpcError, url: str) -> ApiError:
     code, text = error.code(), error.details() or str(error)
     if code is grpc.StatusCode.UNAVAILABLE and ("connect" in text.lower() or "Socket closed" in text):
         return ApiError(503, f"no Triton server answers at {url}: {text}")
-    return ApiError(STATUS_OF.get(code, 500), text)
+    return _refused(STATUS_OF.get(code, 500), text)
+
+
+def _refused(status: int, message: str) -> ApiError:
+    is_too_long = status == 400 and any(text in message for text in _TOO_LONG)
+    return ApiError(status, message, code=TOO_LONG_CODE if is_too_long else None)

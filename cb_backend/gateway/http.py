@@ -62,14 +62,19 @@ class EventStream:
         }
         self.has_begun = False
 
+    async def _begin(self) -> None:
+        self.has_begun = True
+        pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in self._headers.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": pairs})
+
     async def push(self, events: list[bytes]) -> None:
         """Sends JSON texts, each as an event, in one piece."""
         if not self.has_begun:
-            self.has_begun = True
-            pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in self._headers.items()]
-            await self._send({"type": "http.response.start", "status": 200, "headers": pairs})
+            await self._begin()
         body = b"".join([b"data: " + event + b"\n\n" for event in events])
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self) -> None:
+        if not self.has_begun:  # there was nothing to say
+            await self._begin()
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

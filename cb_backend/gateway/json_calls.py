@@ -51,7 +51,7 @@ class JsonCall:
         self._name: str | None = None
         self._arguments = ""  # come, but not said yet
         self._has_arguments = False  # have begun
-        self._is_argument_text = False  # JSON text of the arguments inside of a JSON string
+        self._is_argument_whole = False  # no object, but JSON text of one as a string, or null
 
     @property
     def is_complete(self) -> bool:
@@ -77,8 +77,8 @@ class JsonCall:
     def _read(self, character: str) -> None:
         if self._key in _ARGUMENTS:
             if not self._has_arguments:
-                self._has_arguments, self._is_argument_text = True, character == '"'
-            if not self._is_argument_text:
+                self._has_arguments, self._is_argument_whole = True, character not in "{["
+            if not self._is_argument_whole:
                 self._arguments += character
                 return
         self._part += character
@@ -86,8 +86,9 @@ class JsonCall:
     def _end_value(self) -> None:
         if self._key == _NAME:
             self._name = _text(self._part)
-        elif self._key in _ARGUMENTS and self._is_argument_text:
-            self._arguments += _text(self._part) or ""
+        elif self._key in _ARGUMENTS and self._is_argument_whole:
+            text = "" if self._part == "null" else _text(self._part)
+            self._arguments += self._part if text is None else text
         self._key, self._part = None, ""
 
     def _news(self) -> list[Event]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cb_backend.gateway.events import Event, Parser, PlainText
+from cb_backend.gateway.events import CallArguments, CallStart, Event, Parser, PlainText
 from cb_backend.gateway.harmony import HarmonyParser
 from cb_backend.gateway.reasoning import ThinkParser
 from cb_backend.gateway.tool_choice import ToolChoice
@@ -18,6 +18,7 @@ TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
 }
 TOOL_NAMES = ("auto", *TOOL_PARSERS, "gpt-oss", "none")
 REASONING_NAMES = ("auto", "think", "think-open", "gpt-oss", "none")
+_THINK_END = "think>"  # of the mark, whose slash a pattern may escape
 _NEED_CONTROL_TOKENS = ("mistral", "gpt-oss")
 
 
@@ -32,12 +33,22 @@ class Reading:
         """Whether the model must leave its control tokens in the text."""
         return self.reasoning == "gpt-oss" or (choice.mode == "auto" and self.tools in _NEED_CONTROL_TOKENS)
 
+    def of_form(self, patterns: str) -> Reading:
+        """For answers that are held to a form: nothing of them is reasoning that the template has opened, unless
+        `patterns` of the form close it."""
+        return self if self.reasoning != "think-open" or _THINK_END in patterns else replace(self, reasoning="think")
+
     def parser(self, choice: ToolChoice) -> Parser:
         """For one answer."""
         if choice.mode == "named":
             return NamedCall(choice.name)
         if choice.mode == "required":
             return RequiredCalls()
+        parser = self._free_parser(choice)
+        return parser if choice.is_parallel else FirstCall(parser)
+
+    def _free_parser(self, choice: ToolChoice) -> Parser:
+        """Of an answer that the model chooses."""
         if self.reasoning == "gpt-oss" or (choice.mode == "auto" and self.tools == "gpt-oss"):
             return HarmonyParser()
         answer = self._tool_parser() if choice.mode == "auto" else PlainText()
@@ -47,6 +58,22 @@ class Reading:
         if self.tools == "none":
             return PlainText()
         return AutoParser() if self.tools == "auto" else TOOL_PARSERS[self.tools]()
+
+
+class FirstCall:
+    """What another parser says, but for every call after the first: the request wants one at a time."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[Event]:
+        return self._kept(self._parser.push(text))
+
+    def finish(self) -> list[Event]:
+        return self._kept(self._parser.finish())
+
+    def _kept(self, events: list[Event]) -> list[Event]:
+        return [event for event in events if not (isinstance(event, CallStart | CallArguments) and event.number)]
 
 
 class AutoParser:

@@ -19,7 +19,7 @@ from cb_backend.gateway.bodies import Body
 from cb_backend.gateway.errors import ApiError
 from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES, Reading
 from cb_backend.gateway.settings import Settings
-from cb_backend.gateway.triton import Model, Triton
+from cb_backend.gateway.triton import Model, Triton, heard
 
 AGE_S = 60.0  # a model may be loaded again with another checkpoint
 MAX_KNOWN = 256  # arguments of templates are the clients'
@@ -55,6 +55,7 @@ class Readings:
         elif time.monotonic() - known.asked_at > AGE_S and key not in self._refreshing:
             task = self._refreshing[key] = asyncio.create_task(self._ask(key))
             task.add_done_callback(lambda _: self._refreshing.pop(key, None))
+            task.add_done_callback(heard)  # a server that is away is asked again beside the next request
         return Reading(
             known.reading.tools if chosen.tools == "auto" else chosen.tools,
             known.reading.reasoning if chosen.reasoning == "auto" else chosen.reasoning,

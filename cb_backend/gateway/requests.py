@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from cb_backend.gateway.answers import ChatChoice, CompletionChoice
-from cb_backend.gateway.bodies import Body
+from cb_backend.gateway.bodies import Body, write_json
 from cb_backend.gateway.calls import Prompt, make_inputs
 from cb_backend.gateway.errors import bad_request
 from cb_backend.gateway.parsers import Reading
-from cb_backend.gateway.sampling import take_chat_logprobs, take_completion_logprobs, take_sampling
+from cb_backend.gateway.sampling import (
+    answer_form,
+    patterns_of,
+    take_chat_logprobs,
+    take_completion_logprobs,
+    take_sampling,
+)
 from cb_backend.gateway.tool_choice import ToolChoice, take_tools
 from cb_backend.gateway.triton import Model
 
@@ -52,6 +57,8 @@ def read_chat(body: Body, model: Model, reading: Reading) -> Generation:
         if "structured_outputs" in sampling:
             raise bad_request("a tool that must be called leaves no room for 'response_format'", "response_format")
         sampling["structured_outputs"] = {"json": choice.schema()}
+    elif form := answer_form(sampling):
+        reading, choice = reading.of_form(patterns_of(form)), ToolChoice()
     if reading.needs_control_tokens(choice):
         sampling["skip_special_tokens"] = False
     _add(generation, [prompt], sampling, num_logprobs)
@@ -88,10 +95,11 @@ def _begin(body: Body, name: str) -> Generation:
     options = body.take("stream_options", dict)
     if options is not None and not is_stream:
         raise bad_request("'stream_options' needs 'stream': true", "stream_options")
+    wants_usage = Body(options or {}).take("include_usage", bool) or False
     number = 1 if number is None else number
     if not 1 <= number <= MAX_ANSWERS:
         raise bad_request(f"'n' is {number}; it must be 1 to {MAX_ANSWERS}", "n")
-    return Generation(name, is_stream, bool((options or {}).get("include_usage")), number)
+    return Generation(name, is_stream, wants_usage, number)
 
 
 def _add(generation: Generation, prompts: list[Prompt], sampling: dict[str, Any], num_logprobs: int | None) -> None:
@@ -126,7 +134,7 @@ def messages_input(body: Body, choice: ToolChoice) -> str:
         values["tools"] = list(choice.tools)
         if choice.is_forced:  # the answer has the call's form in any case; the template need not know tools
             values["optional"] = ["tools"]
-    return json.dumps({**values, "messages": [_message(index, each) for index, each in enumerate(messages)]})
+    return write_json({**values, "messages": [_message(index, each) for index, each in enumerate(messages)]})
 
 
 def _message(index: int, message: Any) -> Any:

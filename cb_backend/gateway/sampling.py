@@ -15,8 +15,19 @@ ALL_ROOM = 2**31 - 1  # the model lowers it to what the prompt leaves
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MAX_LOGPROBS = 20
 
+# What holds an answer to a form, by vLLM's names, which the model has too.
+_FORMS = (
+    "structured_outputs", "guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_json_object",
+)  # fmt: skip
+
+_PATTERNS = ("regex", "grammar", "guided_regex", "guided_grammar")
+
 # About the caller, or about OpenAI's own service: no answer depends on them.
-_NO_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity")
+_NO_EFFECT = (
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "verbosity",
+)  # fmt: skip
 
 
 def take_sampling(body: Body, *, is_chat: bool) -> dict[str, Any]:
@@ -31,14 +42,25 @@ def take_sampling(body: Body, *, is_chat: bool) -> dict[str, Any]:
         newer = body.take("max_completion_tokens", int)
         limit = newer if newer is not None else limit
     sampling["max_tokens"] = limit if limit is not None else ALL_ROOM if is_chat else DEFAULT_COMPLETION_TOKENS
-    answer_form = _response_format(body.take("response_format", dict))
+    wanted_form = _response_format(body.take("response_format", dict))
     sampling.update(body.left)
     body.left = {}
-    if answer_form is not None:
+    if wanted_form is not None:
         if "structured_outputs" in sampling:
             raise bad_request("'response_format' and 'structured_outputs' are both given; send one", "response_format")
-        sampling["structured_outputs"] = answer_form
+        sampling["structured_outputs"] = wanted_form
     return sampling
+
+
+def answer_form(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Of `take_sampling`'s parameters those that hold the answer to a form, from its first token on."""
+    return {name: sampling[name] for name in _FORMS if sampling.get(name)}
+
+
+def patterns_of(form: dict[str, Any]) -> str:
+    """What stands in a form's regular expressions and grammars; a schema's texts are no part of an answer."""
+    objects = [form, *(each for each in form.values() if isinstance(each, dict))]
+    return "\n".join(str(each[name]) for each in objects for name in _PATTERNS if name in each)
 
 
 def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:

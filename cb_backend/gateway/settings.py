@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES, Reading
 
 ENVIRONMENT_VARIABLE = "CB_BACKEND_GATEWAY"
 DEFAULT_BODY_MIB = 4
+
+logger = logging.getLogger("cb_backend.gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class ApiKeys:
         self._path = path
         self._stamp: tuple[int, int] | None = None
         self._keys: list[bytes] = []
+        self._is_told = False  # that the file is wrong now
         self._read()
 
     def _read(self) -> None:
@@ -73,8 +76,13 @@ class ApiKeys:
 
     def are_right(self, authorization: bytes) -> bool:
         """Whether the header `Authorization` names one of them. A file that has become unreadable keeps its keys."""
-        with contextlib.suppress(ConfigError):
+        try:
             self._read()
+            self._is_told = False
+        except ConfigError as error:
+            if not self._is_told:
+                logger.warning("%s; the keys that it had stay valid", error)
+            self._is_told = True
         kind, _, key = authorization.strip().partition(b" ")
         given = key.strip() if kind.lower() == b"bearer" else b""
         matches = [hmac.compare_digest(given, own) for own in self._keys]  # all of them: no time tells which

@@ -7,6 +7,7 @@ from typing import Any
 
 from cb_backend.gateway.bodies import Body
 from cb_backend.gateway.errors import bad_request
+from cb_backend.gateway.schemas import moved_schema
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -28,7 +29,8 @@ class ToolChoice:
         """JSON schema of an answer that is forced: arguments of the named function, or a list of calls."""
         if self.mode == "named":
             return _parameters(next(tool for tool in self.tools if _name(tool) == self.name))
-        calls = [_call_schema(tool) for tool in self.tools]
+        places = [f"/items/anyOf/{index}" for index in range(len(self.tools))] if len(self.tools) > 1 else ["/items"]
+        calls = [_call_schema(tool, place) for tool, place in zip(self.tools, places, strict=True)]
         schema = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
         return schema if self.is_parallel else {**schema, "maxItems": 1}
 
@@ -80,10 +82,12 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or _ANY_OBJECT
 
 
-def _call_schema(tool: dict[str, Any]) -> dict[str, Any]:
+def _call_schema(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    """`place`: where it will stand in the whole schema, as a JSON pointer."""
+    parameters = moved_schema(_parameters(tool), f"{place}/properties/parameters")
     return {
         "type": "object",
-        "properties": {"name": {"enum": [_name(tool)]}, "parameters": _parameters(tool)},
+        "properties": {"name": {"enum": [_name(tool)]}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

@@ -24,6 +24,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 MAX_LISTED = 50  # models that an error names
 END_S = 5.0  # for the server to end a stream after its last response
 _CODED_SINCE = (2, 68)  # server 26.04: earlier ones can crash on the header that asks for codes
+_UNKNOWN_MODEL = "Request for unknown model"
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -73,6 +74,12 @@ def no_such_model(name: str, known: list[str]) -> ApiError:
     return ApiError(404, text, param="model", code="model_not_found")
 
 
+def heard(task: asyncio.Task[Any]) -> None:
+    """For `add_done_callback`: a task's failure is no news where whoever waited for it has gone."""
+    if not task.cancelled():
+        task.exception()
+
+
 class Triton:
     """One connection to one server, for as many requests at a time as come."""
 
@@ -82,12 +89,23 @@ class Triton:
         self._stub: Any = None
         self._models: dict[str, Model] = {}
         self._models_at = -MODELS_AGE_S
+        self._reading: asyncio.Task[dict[str, Model]] | None = None  # of the list of models
         self._has_codes: bool | None = None
 
     async def models(self) -> dict[str, Model]:
         """By name, those that are ready and generate text. Raises `ApiError`."""
         if time.monotonic() - self._models_at < MODELS_AGE_S:
             return self._models
+        if self._reading is None:  # once for all who want it now; it goes on for the others where one of them leaves
+            self._reading = asyncio.create_task(self._read_models())
+            self._reading.add_done_callback(self._has_read)
+            self._reading.add_done_callback(heard)
+        return await asyncio.shield(self._reading)
+
+    def _has_read(self, task: asyncio.Task[dict[str, Model]]) -> None:
+        self._reading = None
+
+    async def _read_models(self) -> dict[str, Model]:
         index = await self._call("RepositoryIndex", service_pb2.RepositoryIndexRequest(ready=True))
         found: dict[str, Model] = {}
         for name in dict.fromkeys(entry.name for entry in index.models):
@@ -134,7 +152,7 @@ class Triton:
                     raise await _end_of(call, self.url)
                 if message.error_message:
                     await _read_end(call)
-                    raise from_stream(message.error_message)
+                    raise await self._failed(model, message.error_message)
                 reply = read_reply(message.infer_response)
                 is_final = reply.is_final
                 yield reply
@@ -158,6 +176,14 @@ class Triton:
     async def close(self) -> None:
         if self._channel is not None:
             await self._channel.close()
+
+    async def _failed(self, model: str, text: str) -> ApiError:
+        """What a response without outputs says. A model may have been unloaded since the list was read."""
+        if not text.startswith(_UNKNOWN_MODEL):
+            return from_stream(text)
+        self._models_at = -MODELS_AGE_S
+        known = await self.models()
+        return no_such_model(model, sorted(name for name in known if name != model))
 
     async def _tells_codes(self) -> bool:
         if self._has_codes is None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cb_backend.gateway.adapters import Chosen
-from cb_backend.gateway.bodies import Body
+from cb_backend.gateway.bodies import Body, write_json
 from cb_backend.gateway.errors import ApiError, bad_request
 from cb_backend.gateway.triton import Reply, Triton
 
@@ -66,7 +66,7 @@ class Vectors:
         pooling: dict[str, Any] = {"task": "score"}
         if (activation := body.take("activation", bool)) is not None:
             pooling["activation"] = activation
-        asked = {"text_input": query, "text_pair": documents, "pooling": json.dumps(pooling)}
+        asked = {"text_input": query, "text_pair": documents, "pooling": write_json(pooling)}
         reply = await triton.ask(chosen.model.name, {**asked, **_common(_parameters(body, chosen))}, request_id)
         scores = struct.unpack(f"<{len(documents)}f", reply.numbers)
         order = sorted(range(len(documents)), key=lambda index: -scores[index])[:top_n]
@@ -146,7 +146,7 @@ def _parameters(body: Body, chosen: Chosen) -> dict[str, Any]:
 
 
 def _common(parameters: dict[str, Any]) -> dict[str, Any]:
-    given = {"sampling_parameters": json.dumps(parameters)} if parameters else {}
+    given = {"sampling_parameters": write_json(parameters)} if parameters else {}
     return {"return_num_input_tokens": True, **given}
 
 
@@ -157,13 +157,13 @@ def _own_form(prompt: str | list[int], dimensions: int | None, parameters: dict[
             pooling[name] = parameters[name]
     rest = {name: value for name, value in parameters.items() if name not in _OF_POOLING}
     tensor = "text_input" if isinstance(prompt, str) else "input_ids"
-    return {tensor: prompt, "pooling": json.dumps(pooling), **_common(rest)}
+    return {tensor: prompt, "pooling": write_json(pooling), **_common(rest)}
 
 
 def _vllm_form(prompt: str | list[int], dimensions: int | None, parameters: dict[str, Any]) -> dict[str, Any]:
     """For vLLM's backend."""
     pooling_params = {} if dimensions is None else {"dimensions": [dimensions]}
-    asked = json.dumps({"input": prompt, "pooling_params": pooling_params})
+    asked = write_json({"input": prompt, "pooling_params": pooling_params})
     return {"text_input": "", "embedding_request": asked, **_common(parameters)}
 
 

@@ -47,9 +47,7 @@ def publish_adapter_state(exporter: MetricExporter, engines: Sequence[AdapterSta
 
 def publish_adapter_counts(exporter: MetricExporter, stats: AdapterStats, before: AdapterStats | None) -> None:
     """What has come since `before`, of one engine."""
-    for name, (field, description) in _COUNTERS.items():
-        base = 0 if before is None else getattr(before, field)
-        exporter.count(name, description, getattr(stats, field) - base)
+    exporter.count_since(_COUNTERS, stats, before)
 
 
 def _label(engines: Sequence[AdapterStats], field: str) -> str:

@@ -12,16 +12,14 @@ import json
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from cb_backend.contracts.errors import CbError, ConfigError, ErrorCode, InvalidRequestError, UnavailableError
+from cb_backend.contracts.errors import CbError, ErrorCode, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.adapters import make_adapters, with_places
@@ -49,9 +47,11 @@ from cb_backend.serving.live_request import Answer, LiveAnswer, LiveRequest
 from cb_backend.serving.model_config import complete_model_config
 from cb_backend.serving.model_parameters import check_parameter_names, sender_threads, slow_reader_timeout_s
 from cb_backend.serving.pooled_answer import PooledAnswer
-from cb_backend.serving.prompt_answer import send_prompt
+from cb_backend.serving.ready_answer import send_ready
 from cb_backend.serving.responder import Responder
+from cb_backend.serving.rest_request import answer_rest, asked_of_rest
 from cb_backend.serving.server_watch import OWN_COMMAND_LINE, start_server_watch
+from cb_backend.serving.stub_process import configure_logging, refuse_unusable_numpy
 from cb_backend.serving.text_answer import TextAnswer
 from cb_backend.support.native_paths import native_path, shown_path
 from cb_backend.support.shared_regions import note_regions, remove_regions_of_the_dead
@@ -178,12 +178,17 @@ class TritonPythonModel:
     def _submit(self, live: LiveRequest, inputs: dict[str, NDArray[Any]], parameters: str, timeout_us: int) -> None:
         if live.is_ended:  # cancelled while it waited here
             return
+        may_sleep = self._supervisor.config.idle_sleep_s is not None
+        if (action := asked_of_rest(parameters, inputs, may_sleep)) is not None:
+            answer_rest(live, action, self._client.members)
+            return
         generate = self.parse(inputs, parameters, self._info.vocab_size)
         if isinstance(generate, PoolingRequest):
             self._submit_pooling(live, generate, timeout_us)
             return
         if generate.tokenize is not None:
-            send_prompt(live, tokenize_prompt(generate, self._tokenizer, self._chat, self._info.max_model_len))
+            told = tokenize_prompt(generate, self._tokenizer, self._chat, self._info.max_model_len)
+            send_ready(live, text_output=told.text, tokenized=told.about)
             return
         check_generates(self._info.tasks, self._name)
         token_ids = prompt_token_ids(generate, self._tokenizer, self._chat, self._info.max_model_len)
@@ -275,23 +280,3 @@ def end_with(live: LiveRequest, error: Exception) -> None:
         return
     logger.error("a request failed before it reached the engine", exc_info=error)
     live.end(ErrorCode.INTERNAL, "the request could not be processed; the server's log says why")
-
-
-def refuse_unusable_numpy() -> None:
-    """Stubs before 24.11 abort with numpy 2 at the first string tensor, taking every open stream with them."""
-    is_old_stub = not hasattr(pb_utils.InferenceResponse, "parameters")
-    if is_old_stub and int(np.__version__.partition(".")[0]) >= 2:
-        raise ConfigError(
-            f"this server's Python backend cannot work with numpy {np.__version__}; install 'numpy<2' for the "
-            "server's Python (the engine can have another one: engine_python in model.json)"
-        )
-
-
-def configure_logging(instance_name: str) -> None:
-    root = logging.getLogger("cb_backend")
-    if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {instance_name} %(levelname)s %(message)s"))
-        root.addHandler(handler)
-        root.setLevel(logging.INFO)
-        root.propagate = False

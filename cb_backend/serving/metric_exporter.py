@@ -20,7 +20,7 @@ import ctypes
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -122,6 +122,13 @@ class MetricExporter:
         metric = self._metric(name, description, "COUNTER", labels)
         if metric is not None and increment > 0:
             metric.increment(increment)
+
+    def count_since(self, counters: Mapping[str, tuple[str, str]], stats: object, before: object) -> None:
+        """Add what has come since `before`, the same engine's earlier figures; None: there are none. counters: name ->
+        (attribute of both, description)."""
+        for name, (field, description) in counters.items():
+            base = 0 if before is None else getattr(before, field)
+            self.count(name, description, getattr(stats, field) - base)
 
     def set(self, name: str, description: str, amount: float, **labels: str) -> None:
         if not self._is_speaker:

@@ -16,6 +16,7 @@ from cb_backend.serving import latency
 from cb_backend.serving.adapter_metrics import publish_adapter_counts, publish_adapter_state
 from cb_backend.serving.latency import Totals
 from cb_backend.serving.metric_exporter import MAX_OBSERVATIONS, HistogramFeed, MetricExporter
+from cb_backend.serving.rest_metrics import publish_rest_counts, publish_rest_state
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid_arg", "unavailable", "internal", "unsupported")
 
@@ -161,19 +162,21 @@ class Metrics:
         self._exporter.set("cb_engine_up", "Engines that can take requests", num_up)
         adapters = [stats.adapters for stats, _, is_up in reports.values() if is_up and stats.adapters is not None]
         publish_adapter_state(self._exporter, adapters)
+        rests = [stats.rest for stats, _, is_up in reports.values() if is_up and stats.rest is not None]
+        publish_rest_state(self._exporter, rests)
         for index, report in reports.items():
             self._publish_counts(index, report.stats)
 
     def _publish_counts(self, index: int, stats: EngineStats) -> None:
         last = self._last_stats.get(index)
         before = last if last is not None and last.engine_pid == stats.engine_pid else None
-        for name, (field, description) in self._engine_counters().items():
-            value, base = getattr(stats, field), getattr(before, field) if before is not None else 0
-            self._exporter.count(name, description, value - base)
+        self._exporter.count_since(self._engine_counters(), stats, before)
         restarts = int(last is not None and before is None)
         self._exporter.count("cb_engine_restarts_total", "Engine processes after the first", restarts)
         if stats.adapters is not None:
             publish_adapter_counts(self._exporter, stats.adapters, before.adapters if before is not None else None)
+        if stats.rest is not None:
+            publish_rest_counts(self._exporter, stats.rest, before.rest if before is not None else None)
         if stats.steps is not None:
             self._publish_steps(index, stats, before)
         self._last_stats[index] = stats
@@ -219,9 +222,7 @@ class Metrics:
     def _publish_steps(self, index: int, stats: EngineStats, before: EngineStats | None) -> None:
         steps, last = stats.steps, before.steps if before is not None else None
         assert steps is not None
-        for name, (field, description) in _STEP_COUNTERS.items():
-            base = getattr(last, field) if last is not None else 0
-            self._exporter.count(name, description, getattr(steps, field) - base)
+        self._exporter.count_since(_STEP_COUNTERS, steps, last)
         if before is None:
             for histogram in _STEP_HISTOGRAMS:
                 self._feeds.pop((histogram.name, index), None)

@@ -19,7 +19,7 @@ from tests.server.tiny_checkpoint import Reference
 
 __all__ = ["checkpoint", "reference", "server_is_installed"]  # fixtures
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ TOOLS_ITEMS = """{% for m in messages %}<|im_start|>{% for c in m.tool_calls or 
 {{- m.content or '' }}<|im_end|>{% endfor %}"""
 TOOLS_TEXT = """{% for m in messages %}<|im_start|>{% for c in m.tool_calls or [] %}
 {{- '```json\n' + c.function.arguments + '\n```' }}{% endfor %}{{ m.content or '' }}<|im_end|>{% endfor %}"""
+# As Mistral's: ids of other makers are refused.
+SHORT_IDS = """{% for m in messages %}<|im_start|>{% for c in m.tool_calls or [] %}
+{%- if c.id | length != 9 %}{{ raise_exception('Tool call IDs!') }}{% endif %}{{ c.id }}{% endfor %}
+{%- if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('Tool call IDs!') }}{% endif %}
+{{- m.tool_call_id }}{% endif %}{{ m.content or '' }}<|im_end|>{% endfor %}"""
 NONE_CHECK = "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}" + PLAIN
 TOOL_USE = "tool_use:" + PLAIN + "{{ tools | length }}"
 
@@ -55,10 +60,10 @@ def _config(template: Any) -> dict[str, Any]:
 
 
 def _content_cases() -> Iterator[Case]:
-    many, joined = [user([part("a"), part("b")])], [user([part("ab")])]
+    many, joined = [user([part("a"), part("b")])], [user([part("a\nb")])]
     hello = ChatPair([user("Hello")], [user([part("Hello")])])
     for name, template, chats in [
-        ("text", PLAIN, [*SAME, ChatPair(many, [user("ab")])]),
+        ("text", PLAIN, [*SAME, ChatPair(many, [user("a\nb")])]),
         ("parts-loop", LOOP, [hello, ChatPair(many, many)]),
         ("parts-first", FIRST_PART, [hello, ChatPair(many, joined)]),
         ("parts-or-text", EITHER, [*SAME, ChatPair(many, many)]),

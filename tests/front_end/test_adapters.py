@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from cb_backend.contracts.config import EngineConfig
-from cb_backend.contracts.errors import ConfigError, InvalidRequestError
+from cb_backend.contracts.errors import ConfigError, InvalidRequestError, UnavailableError
+from cb_backend.front_end import adapters
 from cb_backend.front_end.adapters import (
     LOOK_INTERVAL_S,
     AdapterFolder,
@@ -21,6 +23,7 @@ from cb_backend.front_end.adapters import (
     make_adapters,
     with_places,
 )
+from cb_backend.support import adapter_files
 from cb_backend.support.adapter_files import CONFIG_NAME, LIST_NAME, WEIGHTS_NAME, read_adapter_list
 
 AGE_S = 100.0  # of a settled file
@@ -339,3 +342,114 @@ def test_what_a_model_is(tmp_path: Path) -> None:
     assert (own.name, own.path) == ("sheep", str(sheep / "f"))
     with pytest.raises(ConfigError, match="set enable_lora for 'llm'"):
         make_adapters(off, engine, sheep, "sheep")
+
+
+def test_files_written_again_within_one_tick_are_read_again(clock: Clock, tmp_path: Path) -> None:
+    """The engine may have read what stood there first; time, size and file are those of what stands there now."""
+    folder = AdapterFolder("doll", write_adapter(tmp_path / "doll", b"first..", age_s=0.0), clock)
+    first = folder.source()
+    times = (tmp_path / "doll" / WEIGHTS_NAME).stat()
+    (tmp_path / "doll" / WEIGHTS_NAME).write_bytes(b"second.")
+    os.utime(tmp_path / "doll" / WEIGHTS_NAME, ns=(times.st_atime_ns, times.st_mtime_ns))
+    clock.now += LOOK_INTERVAL_S
+    assert folder.source() == first, "nobody can tell them apart yet"
+    for name in (WEIGHTS_NAME, CONFIG_NAME):
+        aged(tmp_path / "doll" / name, 2.0)  # time goes by
+    settled_at_the_first_look = AdapterFolder("doll", tmp_path / "doll", clock).source()
+    clock.now += LOOK_INTERVAL_S
+    second = folder.source()
+    assert second == settled_at_the_first_look
+    assert second.file_id != first.file_id, "another source, so the engine reads the files again"
+    clock.now += LOOK_INTERVAL_S
+    assert folder.source() == second
+
+
+class HungFolder:
+    """A file system that does not answer while it is told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hung: Path) -> None:
+        self.num_looks = 0
+        self.answers = threading.Event()
+        look = adapter_files.folder_stamp
+
+        def hanging(folder: Path) -> adapter_files.Stamp | None:
+            if folder == hung:
+                self.num_looks += 1
+                assert self.answers.wait(60)
+            return look(folder)
+
+        monkeypatch.setattr(adapters, "folder_stamp", hanging)
+        monkeypatch.setattr(adapters, "LOOK_TIMEOUT_S", 0.05)
+
+
+@pytest.fixture
+def listed(clock: Clock, tmp_path: Path) -> ListedAdapters:
+    for name in ("doll", "sheep"):
+        write_adapter(tmp_path / name)
+    return ListedAdapters(write_list(tmp_path, {"doll": "doll", "sheep": "sheep"}), clock)
+
+
+def test_a_folder_that_does_not_answer_holds_up_nobody_else(
+    listed: ListedAdapters, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = HungFolder(monkeypatch, tmp_path / "doll")
+    for _ in range(5):
+        with pytest.raises(UnavailableError, match=r"adapter 'doll'.*doll does not answer.*file system.*try again"):
+            listed.find("doll")
+        sheep = listed.find("sheep")
+        assert sheep is not None
+        assert sheep.size
+        clock.now += LOOK_INTERVAL_S
+    assert folder.num_looks == 1, "one thread waits, not one a request"
+    folder.answers.set()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            found = listed.find("doll")
+        except UnavailableError:
+            clock.now += LOOK_INTERVAL_S
+            time.sleep(0.01)
+        else:
+            assert found is not None
+            assert found.size
+            return
+    pytest.fail("it answers again, and is not found")
+
+
+def test_what_is_known_of_a_folder_goes_on_while_it_does_not_answer(
+    listed: ListedAdapters, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have it in memory."""
+    before = listed.find("doll")
+    folder = HungFolder(monkeypatch, tmp_path / "doll")
+    for _ in range(3):
+        clock.now += LOOK_INTERVAL_S
+        assert listed.find("doll") == before
+    assert folder.num_looks == 1
+    folder.answers.set()
+
+
+def test_a_list_that_does_not_answer_stays_as_it_was(
+    listed: ListedAdapters, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    stamp_of = adapter_files.stamp_of
+
+    def hanging(path: Path) -> adapter_files.Stamp | None:
+        assert answers.wait(60)
+        return stamp_of(path)
+
+    monkeypatch.setattr(adapters, "stamp_of", hanging)
+    monkeypatch.setattr(adapters, "LOOK_TIMEOUT_S", 0.05)
+    write_list(tmp_path, {"sheep": "sheep"})
+    clock.now += LOOK_INTERVAL_S
+    assert listed.find("doll") is not None
+    with pytest.raises(InvalidRequestError, match="LoRA bactrian is not supported"):
+        listed.find("bactrian")
+    answers.set()
+    deadline = time.monotonic() + 30
+    while listed.names != ["sheep"] and time.monotonic() < deadline:
+        clock.now += LOOK_INTERVAL_S
+        listed.find("sheep")
+        time.sleep(0.01)
+    assert listed.names == ["sheep"]

@@ -133,7 +133,7 @@ def test_arguments_of_the_template(pair: Pair) -> None:
     for name in ("bos_token", "Messages", "__class__"):
         assert "cannot be set" in pair.refusal([user("x")], **{name: "y"})
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
-    assert pair.ids(parts) == pair.reference_ids([user("hello")])
+    assert pair.ids(parts) == pair.reference_ids([user("hel\nlo")])
 
 
 def test_optional_arguments_are_left_out_where_the_template_does_not_use_them(pair: Pair) -> None:

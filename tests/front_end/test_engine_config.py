@@ -78,7 +78,15 @@ def test_values_as_people_write_them_and_at_their_borders(name: str, given: obje
         ({"priority_aging_s": INFINITE}, "it must be a number of seconds, 0 or more"),
         ({"gpu_memory_utilization": 0}, "it must be above 0 and at most 1"),
         ({"watchdog_timeout_s": 1}, "it must be 0 .off. or at least 2 seconds"),
-        ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is 2, which is not supported yet; remove it or use 1"),
+        ({"idle_sleep_s": -1}, "idle_sleep_s is -1.0; it must be between 0 and"),
+        ({"idle_sleep_s": "nan"}, "idle_sleep_s is nan; it must be between 0 and"),
+        ({"sleep_weights": "disk", "idle_sleep_s": 1}, "sleep_weights is 'disk'; use one of auto, host, files"),
+        ({"sleep_weights": "host"}, "which changes nothing without idle_sleep_s"),
+        ({"idle_sleep_s": 0, "tensor_parallel_size": 2}, "idle_sleep_s is set, but sleep is supported on one device"),
+        (
+            {"pipeline_parallel_size": 2},
+            "'pipeline_parallel_size' is 2, which is not supported yet; remove it or use 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_value_and_a_remedy(arguments: dict[str, object], message: str) -> None:

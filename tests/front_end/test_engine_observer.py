@@ -114,6 +114,8 @@ def test_a_reset_reaches_every_engine_of_its_model_and_no_other(
 
         assert main(["cache", "reset", "--runtime-dir", str(base), "--engine-pid", "1"]) == 1
         assert "no engine of yours has pid 1" in capsys.readouterr().err
+        assert main(["sleep", "b", "--runtime-dir", str(base), "--engine-pid", str(pids[0])]) == 1
+        assert f"engine {pids[0]} does not serve 'b'; leave one of them out" in capsys.readouterr().err
         others.close()
         os.kill(pids[0], signal.SIGSTOP)
         monkeypatch.setattr(

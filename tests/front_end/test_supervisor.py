@@ -20,8 +20,8 @@ from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError, ErrorCode, UnavailableError
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.engines import engine_client, engine_keeper
-from cb_backend.front_end.engines.engine_launch import engine_environment
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
+from cb_backend.support.child_environment import child_environment
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
 from tests.front_end.engines import (
     Sink,
@@ -362,9 +362,9 @@ def test_engine_ends_with_the_server(fleet: Fleet) -> None:
 
 def test_the_engines_waiting_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert engine_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert child_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert engine_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert child_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_sigterm_ends_the_engine_cleanly_and_sigint_does_nothing(fleet: Fleet) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from cb_backend.cli.main import main
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.gateway_process import add_reading_options, gateway_beside, reading_words
 from cb_backend.cli.server.server_process import free_ports
+from tests.gateway.test_disconnects import gateway_pid
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
 from tests.waiting import WAIT_S, eventually
 
@@ -111,6 +114,27 @@ def test_a_gateway_ends_with_the_process_that_started_it() -> None:
     eventually(lambda: _refuses(port), "nobody listens any more")
 
 
+def test_a_gateway_that_dies_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """Killed twice, by hand or for its memory: clients find it at the same address, and its end is told."""
+    (port,) = free_ports(1)
+    with gateway_beside("127.0.0.1", port, "127.0.0.1:9"):
+        for _ in range(2):
+            pid = gateway_pid(port)
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: _refuses(port), "nobody listens")
+            eventually(lambda: not _refuses(port), "the gateway listens again")
+            assert gateway_pid(port) != pid
+    assert capfd.readouterr().out.count("the OpenAI gateway ended with exit code -9; starting it again") == 2
+    assert _refuses(port)
+
+
+def test_a_gateway_is_not_started_again_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports(1)
+    with gateway_beside("127.0.0.1", port, "127.0.0.1:9"):
+        os.kill(gateway_pid(port), signal.SIGKILL)
+    assert _refuses(port)
+
+
 def _refuses(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
@@ -120,9 +144,25 @@ def _refuses(port: int) -> bool:
     (["--workers", "0"], "--workers and --max-body-mib must be 1 or more"),
     (["--tool-parser", "xml"], "'xml' is none of auto, hermes"),
     (["--api-key-file", "/nowhere/keys"], "the API keys' file /nowhere/keys cannot be read"),
+    (["--port", "70000"], "port 70000 cannot be used; --port must be between 1 and 65535"),
+    (["--port", "-1"], "port -1 cannot be used; --port must be between 1 and 65535"),
+    (["--host", "no.such.invalid"], "--host 'no.such.invalid' is no address of this machine"),
+    (["--host", "192.0.2.1"], "--host '192.0.2.1' is no address of this machine"),
+    (["--model-repository", "/nowhere"], "--model-repository /nowhere is no folder"),
 ])  # fmt: skip
 def test_a_wrong_option_is_told_before_anything_listens(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["openai", *words]) == 1
     assert text in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_with_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports(1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert main(["openai", "--port", str(port)]) == 1
+    told = capsys.readouterr()
+    assert f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another" in told.err
+    assert told.out == "", "it does not say that it serves"

@@ -64,7 +64,7 @@ def gateway_pid(port: int) -> int:
     pytest.fail(f"no gateway listens on {port}")
 
 
-@pytest.mark.parametrize("number", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_disconnects_leave_nothing(gateway_server: RunningServer, number: int) -> None:
     draw = random.Random(number)
     gateway_server.kept.cancelled.add("llm")

@@ -93,6 +93,26 @@ def test_a_keys_file(tmp_path: Path) -> None:
     assert keys.are_right(b"Bearer one")  # half written: those of before
 
 
+def test_a_keys_file_that_goes_bad_is_told_once_and_keeps_its_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever empties it to shut everybody out must learn that it did not."""
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    keys = ApiKeys(file)
+    for change in (lambda: file.write_text(""), lambda: file.unlink(), lambda: file.write_bytes(b"\xff\xfe")):
+        caplog.clear()
+        change()
+        assert [keys.are_right(b"Bearer one") for _ in range(3)] == [True] * 3
+        (record,) = caplog.records
+        assert str(file) in record.message
+        assert "the keys that it had stay valid" in record.message
+        file.write_text("one\n#\n")
+        assert keys.are_right(b"Bearer one")
+    file.write_text("two\n")
+    assert not keys.are_right(b"Bearer one")
+
+
 def test_names_of_parsers() -> None:
     assert read_names("--tool-parser", ["hermes", "llm=mistral"]) == {"": "hermes", "llm": "mistral"}
     with pytest.raises(ConfigError, match="'xml' is none of auto, hermes"):

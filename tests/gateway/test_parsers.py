@@ -47,6 +47,13 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
         "hermes", "none", AUTO, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         [CallStart(0, "f"), CallArguments(0, '{"a": 1}')],
     ),
+    "hermes, no arguments": (
+        "hermes", "none", AUTO, '<tool_call>{"name": "f", "arguments": null }', [CallStart(0, "f")],
+    ),
+    "hermes, odd arguments": (
+        "hermes", "none", AUTO, '<tool_call>{"arguments": 12, "name": "f"}',
+        [CallStart(0, "f"), CallArguments(0, "12")],
+    ),
     "llama3": (
         "llama3", "think", AUTO, CALL.replace("arguments", "parameters") + "; " + SECOND.replace("arg", "arg"),
         TWO_CALLS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -110,6 +111,27 @@ def test_a_model_that_was_loaded_again_is_asked_again(monkeypatch: pytest.Monkey
         return [first, stale, await readings.of(MODEL, Body({}))]
 
     assert [reading.tools for reading in asyncio.run(ask_twice())] == ["hermes", "hermes", "mistral"]
+
+
+def test_a_server_that_is_away_beside_a_request_is_asked_beside_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    triton = Told()
+    readings = make(triton)
+
+    async def ask_while_it_is_away() -> None:
+        await readings.of(MODEL, Body({}))
+        monkeypatch.setattr(module, "AGE_S", 0.0)
+        triton.error = ApiError(503, "no Triton server answers")
+        for _ in range(2):
+            assert await readings.of(MODEL, Body({})) == Reading("hermes", "think-open")
+            while readings._refreshing:
+                await asyncio.sleep(0)
+
+    asyncio.run(ask_while_it_is_away())
+    gc.collect()
+    assert len(triton.asked) == 3
+    assert not caplog.records, "nobody's exception was left behind"
 
 
 def test_clients_cannot_fill_the_memory() -> None:

@@ -97,6 +97,11 @@ def test_tokens_over_triton_itself(gateway_server: RunningServer) -> None:
     assert json.loads(answer["tokenized"])["max_model_len"] == MAX_MODEL_LEN
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/ping"])
+def test_probes_of_other_servers_work(path: str, gateway: str) -> None:
+    assert httpx.get(f"{gateway}{path}").status_code == 200
+
+
 def test_h16_the_page(gateway: str) -> None:
     """One file: it names no other host, so it works where there is no network, and tells nobody that it is read."""
     answer = httpx.get(f"{gateway}/")

@@ -32,6 +32,7 @@ def test_a_small_checkpoint_of_four_bits(tmp_path: Path) -> None:
     assert_served(write_tiny_checkpoint(tmp_path / "tiny"), tmp_path, 32, ["the quick", "seven wizards", "1 + 1"], 24)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_smollm2_of_four_bits(tmp_path: Path) -> None:
     prompts = ["The capital of France is", "Once upon a time, a fox and a crow"]

@@ -88,6 +88,7 @@ def test_m3_a_model_replaced_under_its_name_reuses_nothing(
     assert num_cached() == before
 
 
+@pytest.mark.race  # killed while it holds the lock of the shared memory, it takes a server of 24.10 with it: one in six
 def test_v4_a_killed_front_end_is_an_error_for_each_client_and_comes_back_by_reloading(by_hand: RunningServer) -> None:
     """Case V4: nobody waits longer than he meant to, the next one is told at once, no shared memory is left."""
     (stub,) = _stubs(by_hand)

@@ -45,6 +45,7 @@ def test_after(server, number):
 """
 
 
+@pytest.mark.long
 def test_a_death_of_the_shared_server_is_one_failure(tmp_path: Path) -> None:
     """With the suite's own fixtures, in a run of its own."""
     (tmp_path / "test_inner.py").write_text(INNER_TESTS)

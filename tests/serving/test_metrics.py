@@ -33,7 +33,7 @@ def publish_engine(metrics: Metrics, stats: EngineStats, info: ModelInfo, is_up:
 
 def stats(**values: Any) -> EngineStats:
     names = [name for name in EngineStats.__struct_fields__ if name not in values]
-    return EngineStats(**{**dict.fromkeys(names, 0), "steps": None, "adapters": None, **values})
+    return EngineStats(**{**dict.fromkeys(names, 0), "steps": None, "adapters": None, "rest": None, **values})
 
 
 def step_stats(batch_sizes: list[int], **values: float) -> StepStats:

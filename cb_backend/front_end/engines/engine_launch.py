@@ -7,9 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import cb_backend
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.child_environment import child_environment
 from cb_backend.support.native_paths import native_path
 
 ENGINE_MODULE = "cb_backend.engine.engine_process"
@@ -20,7 +20,7 @@ def launch_engine(
 ) -> subprocess.Popen[bytes]:
     """Start engine `index` of `config.data_parallel_size`. Raises `ConfigError` if that cannot be."""
     command = [str(native_path(python)), "-m", ENGINE_MODULE, "--socket", socket_path, "--server-pid", str(server_pid)]
-    environment = {**engine_environment(), **share_environment(config, index)}
+    environment = {**child_environment(), **share_environment(config, index)}
     try:
         return subprocess.Popen(
             [*command, "--config-json", config_json],
@@ -38,38 +38,24 @@ def launch_engine(
         ) from None
 
 
-def engine_environment() -> dict[str, str]:
-    """The environment of an engine process: ours, waiting threads that sleep, and this package importable.
-
-    From an installed package nothing is added: another `engine_python` must not see this interpreter's site-packages.
-    """
-    environment = dict(os.environ)
-    # On a CPU, threads that wait for each other must sleep: where spinning ones share cores with others (2 cores, load
-    # 9), a decode step of the demo model took 7 s instead of 0.9 s.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    root = Path(cb_backend.__file__).resolve().parent.parent
-    if root.name not in ("site-packages", "dist-packages"):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
-    return environment
-
-
 def share_environment(config: EngineConfig, index: int) -> dict[str, str]:
-    """What makes several engines of one model share a machine: a GPU each, or a part of the cores each.
+    """What makes several engines of one model share a machine: GPUs of their own each, or a part of the cores each.
 
-    Raises `ConfigError` if there are fewer GPUs than engines.
+    Raises `ConfigError` if there are fewer GPUs than the engines take.
     """
-    num_engines = config.data_parallel_size
-    if num_engines == 1:
+    num_engines, num_ranks = config.data_parallel_size, config.tensor_parallel_size
+    if num_engines == num_ranks == 1:
         return {}
     devices = [] if config.device == "cpu" else visible_gpus()
-    if devices and len(devices) < num_engines:
+    if devices and len(devices) < num_engines * num_ranks:
+        each = "a GPU of its own" if num_ranks == 1 else f"{num_ranks} GPUs (tensor_parallel_size)"
         raise ConfigError(
-            f"data_parallel_size is {num_engines}, and each engine takes a GPU of its own, but {len(devices)} can be"
+            f"data_parallel_size is {num_engines}, and each engine takes {each}, but {len(devices)} can be"
             " seen; lower it, or name more in CUDA_VISIBLE_DEVICES"
         )
-    if devices:
-        return {"CUDA_VISIBLE_DEVICES": devices[index]}
-    num_threads = max(len(os.sched_getaffinity(0)) // num_engines, 1)
+    if devices:  # all of an engine's ranks see all of its GPUs: each finds its peers' memory by their numbers
+        return {"CUDA_VISIBLE_DEVICES": ",".join(devices[index * num_ranks : (index + 1) * num_ranks])}
+    num_threads = max(len(os.sched_getaffinity(0)) // (num_engines * num_ranks), 1)
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(num_threads)}
 
 

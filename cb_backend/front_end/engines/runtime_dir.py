@@ -20,8 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.rest import WEIGHTS_FILE
 from cb_backend.support.process_watch import process_start_time
 from cb_backend.support.shared_regions import end_stubs
+from cb_backend.support.whole_files import read_if_there, write_whole
 
 MAX_SOCKET_PATH = 100  # the kernel's limit for a socket's path is 107 bytes
 
@@ -88,11 +90,11 @@ class RuntimeDir:
         return _read_engine(self.path / f"engine-{index}.json")
 
     def write_engine(self, life: EngineLife, index: int = 0) -> None:
-        self._write(f"engine-{index}.json", json.dumps(asdict(life)))
+        write_whole(self.path / f"engine-{index}.json", json.dumps(asdict(life)))
 
     def write_model(self, name: str) -> None:
         """What people call this model copy."""
-        self._write("model", name)
+        write_whole(self.path / "model", name)
 
     def new_socket_path(self) -> str:
         """A path that no engine has used before."""
@@ -116,12 +118,6 @@ class RuntimeDir:
         """Remove the folder; only the last member (see `leave`) may."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
-
-    def _write(self, name: str, text: str) -> None:
-        """Write a file that others may read or write meanwhile: they see it whole or not at all."""
-        temporary = self.path / f"{name}.{self.front_end_id}"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path / name)
 
     def _join(self) -> int:
         """Take the shared lock on a folder that is still there once the lock is held."""
@@ -163,10 +159,17 @@ def read_engines(folder: Path) -> list[EngineLife]:
 
 def read_model(folder: Path) -> str:
     """What people call the model copy of a runtime folder; empty where that is not known."""
-    try:
-        return (folder / "model").read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    return read_if_there(folder / "model")
+
+
+def read_weights(folder: Path) -> str:
+    """The folder of the weights that an update has brought to the engines of a runtime folder; empty: none has."""
+    return read_if_there(folder / WEIGHTS_FILE)
+
+
+def model_name(copy: str) -> str:
+    """Of a model copy as `read_model` names it, without its version."""
+    return copy.partition(" version ")[0]
 
 
 def server_pid_of(folder: Path) -> int:

@@ -8,9 +8,11 @@ most and JSON text for some. This module knows no tokenizer and no process: it i
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from cb_backend.contracts.errors import InvalidRequestError
@@ -19,6 +21,8 @@ Message = dict[str, Any]
 MAX_PROBING_S = 10.0  # a template that hangs is asked no more, and taken for one that wants text
 _FIRST, _SECOND = "qprobea", "qprobeb"  # words that no template has
 _CALL_ID = "abcdefghi"  # some templates insist on nine characters
+_LONG_ID = "call_abcdefghijklmnopqrstuvwx"  # as OpenAI's are
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
@@ -39,13 +43,14 @@ class MessageForms:
 
     contents: dict[str, ContentForm] = field(default_factory=dict)
     takes_arguments_text: bool = False
+    takes_short_ids: bool = False  # of calls: nine letters and digits, and no others (Mistral's)
 
     def with_content(self, message: Message) -> Message:
         """`message` with its content as the template wants it; where that takes both, as it was sent."""
         content = message.get("content")
         form = self.contents.get(message["role"]) or self.contents.get("user") or ContentForm()
         if isinstance(content, list) and not (form.takes_parts and form.takes_many_parts):
-            content = "".join(part["text"] for part in content)
+            content = "\n".join(part["text"] for part in content)  # as vLLM and TensorRT-LLM join them
         if not form.takes_text and form.takes_parts:
             if content is None and "content" in message:
                 content = []
@@ -62,8 +67,14 @@ class MessageForms:
         if isinstance(message.get("function_call"), dict):
             changed["function_call"] = self._call(index, message["function_call"])
         if isinstance(message.get("tool_calls"), list):
-            changed["tool_calls"] = [self._wrapped_call(index, call) for call in message["tool_calls"]]
-        return changed
+            calls = [self._wrapped_call(index, call) for call in message["tool_calls"]]
+            changed["tool_calls"] = [self._with_id("id", call) if isinstance(call, dict) else call for call in calls]
+        return self._with_id("tool_call_id", changed)
+
+    def _with_id(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        """A call, or a message, with the id that it has under this name as the template wants it."""
+        is_other = self.takes_short_ids and isinstance(value.get(name), str)
+        return {**value, name: _short_id(value[name])} if is_other else value
 
     def _wrapped_call(self, index: int, call: Any) -> Any:
         if not isinstance(call, dict):
@@ -79,6 +90,11 @@ class MessageForms:
         if not self.takes_arguments_text and isinstance(arguments, str):
             return {**call, "arguments": _parsed(index, arguments)}
         return call
+
+
+def _short_id(call_id: str) -> str:
+    """The same for the same, wherever in a conversation it stands."""
+    return call_id if _SHORT_ID.fullmatch(call_id) else blake2b(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _parsed(index: int, arguments: str) -> dict[str, Any]:
@@ -122,7 +138,8 @@ class _Probe:
         }
         found = {role: self._content_form(conversation) for role, conversation in conversations.items()}
         contents = {"user": user, **{role: form for role, form in found.items() if form is not None}}
-        return MessageForms(contents, self._takes_arguments_text(hello))
+        takes_text = self._takes_arguments_text(hello)
+        return MessageForms(contents, takes_text, self._takes_short_ids(hello, "{}" if takes_text else {}))
 
     def _content_form(self, conversation: Callable[[Any], list[Message]]) -> ContentForm | None:
         """None: the template shows it in no form."""
@@ -143,6 +160,14 @@ class _Probe:
                 return not is_object_read
         return False
 
+    def _takes_short_ids(self, hello: Message, arguments: Any) -> bool:
+        """Whether OpenAI's ids of calls are refused, and short ones are not."""
+        return any(
+            self._shown([hello, _calling(arguments), *end(_CALL_ID)])
+            and not self._shown([hello, _calling(arguments, _LONG_ID), *end(_LONG_ID)])
+            for end in (lambda call_id: [_answering("ok", call_id)], lambda call_id: [])
+        )
+
     def _shown(self, messages: list[Message]) -> str:
         """What the template makes of them; nothing where it fails."""
         if time.monotonic() > self._deadline:
@@ -161,10 +186,10 @@ def _message(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _calling(arguments: Any) -> Message:
-    call = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+def _calling(arguments: Any, call_id: str = _CALL_ID) -> Message:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _answering(content: Any) -> Message:
-    return {"role": "tool", "name": "f", "tool_call_id": _CALL_ID, "content": content}
+def _answering(content: Any, call_id: str = _CALL_ID) -> Message:
+    return {"role": "tool", "name": "f", "tool_call_id": call_id, "content": content}
