@@ -97,18 +97,22 @@ def look_at(name: str, named_by: str, folder: Path) -> AdapterFindings:
 
 
 def table_of(config: EngineConfig) -> tuple[ModelSpec, AdapterTable]:
-    """The model that adapters are for, and where they would go. Raises `CliError`, `ConfigError`."""
+    """The model that adapters are for, and where they would go on each device. Raises `CliError`, `ConfigError`."""
     if not native_path(config.model).expanduser().exists():
         raise CliError(f"the checkpoint {config.model!r} is not on this machine; name its folder with --model")
     path = find_checkpoint(config.model)
     spec = outline_gguf(path, refuse).spec if path.is_file() else read_model_config(path)
     if spec is None:
         raise CliError(f"what {config.model} is cannot be told; see `cb-backend check`")
-    return spec, outline_adapters(spec, resolve_dtype(config.dtype, spec, _GPU), config.max_lora_rank)
+    dtype = resolve_dtype(config.dtype, spec, _GPU)
+    return spec, outline_adapters(spec, dtype, config.max_lora_rank, config.tensor_parallel_size)
 
 
 def examine(found: AdapterFindings, spec: ModelSpec, table: AdapterTable) -> None:
-    """Add everything that an engine would refuse the adapter for; its numbers are read where nothing else is wrong."""
+    """Add everything that an engine would refuse the adapter for; its numbers are read where nothing else is wrong.
+
+    table: of whole adapters.
+    """
     if found.file_bytes is None and found.refusals:
         return
     folder = Path(found.folder)

@@ -21,6 +21,7 @@ from cb_backend.cli.adapter_findings import (
     look_at,
     table_of,
 )
+from cb_backend.cli.check_report import first_of
 from cb_backend.cli.paths import CliError
 from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS
 from cb_backend.contracts.config import EngineConfig
@@ -30,6 +31,7 @@ from cb_backend.support.adapter_files import CONFIG_NAME
 from cb_backend.support.native_paths import native_path
 
 EXIT_SERVED, EXIT_REFUSED = 0, 1
+MOST_REFUSALS = 5  # of one adapter that are printed; JSON has all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,10 +76,10 @@ def _changed(model: AdapterModel, args: argparse.Namespace) -> AdapterModel:
 
 
 def _check(model: AdapterModel) -> int:
-    """Examine each; returns the bytes of one on the device."""
+    """Examine each; returns the bytes of one on each device."""
     spec, table = table_of(model.config)
     for adapter in model.adapters:
-        examine(adapter, spec, table)
+        examine(adapter, spec, table.whole)
     return table.bytes_per_adapter
 
 
@@ -109,12 +111,13 @@ def _report(model: AdapterModel, bytes_per_adapter: int | None) -> Iterator[str]
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         verdict = "" if bytes_per_adapter is None else "  refused" if adapter.refusals else "  served"
         yield f"  {cells}{verdict}".rstrip()
-        yield from (f"    - {fault}" for fault in adapter.refusals)
+        yield from (f"    - {line}" for line in first_of(adapter.refusals, MOST_REFUSALS))
     if bytes_per_adapter is not None:
-        places = _num_places(model)
+        places, num_ranks = _num_places(model), model.config.tensor_parallel_size
+        whose = "the device's" if num_ranks == 1 else f"each of {num_ranks} devices'"
         yield (
             f"  {places} in one batch, of rank {model.config.max_lora_rank} at most: {show_bytes(bytes_per_adapter)}"
-            f" each, {show_bytes(places * bytes_per_adapter)} of the device's memory"
+            f" each, {show_bytes(places * bytes_per_adapter)} of {whose} memory"
         )
 
 

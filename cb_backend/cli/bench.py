@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from cb_backend.cli.benchmarks import accuracy, engine
+from cb_backend.cli.benchmarks import accuracy, embed, engine
 
 HELP = "measure the engine"
 
-BENCHMARKS = {"accuracy": accuracy, "engine": engine}
+BENCHMARKS = {"accuracy": accuracy, "embed": embed, "engine": engine}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,9 @@ from cb_backend.cli.terminal.conversation import Answer, ChatServer, Conversatio
 from cb_backend.cli.terminal.local_state import local_servers
 from cb_backend.cli.terminal.own_server import own_server
 from cb_backend.front_end.engines.engine_observer import model_of
-from cb_backend.front_end.engines.runtime_dir import read_model
+from cb_backend.front_end.engines.runtime_dir import model_name, read_model
 from cb_backend.gateway.errors import ApiError
+from cb_backend.support.argument_types import server_address
 
 DEFAULT_URL = "localhost:8001"
 PROMPT, MORE = ">>> ", "... "
@@ -32,7 +33,9 @@ _DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model of the server, or a checkpoint to serve")
-    parser.add_argument("--url", help=f"the server's gRPC address (default: {DEFAULT_URL})")
+    parser.add_argument(
+        "--url", type=server_address, metavar="HOST:PORT", help=f"the server's gRPC address (default: {DEFAULT_URL})"
+    )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="one message; print the answer and end")
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: all that fit)")
@@ -92,7 +95,7 @@ def _chosen(wanted: str | None, models: list[str], url: str) -> str:
         return wanted
     for server in local_servers():  # by the checkpoint that it serves
         for life in server.engines:
-            name = read_model(life.folder).partition(" version ")[0]
+            name = model_name(read_model(life.folder))
             is_there = server.grpc is not None and server.grpc == url.replace("localhost", "127.0.0.1")
             if is_there and model_of(life) == wanted and name in models:
                 return name
@@ -114,11 +117,13 @@ class _Chat:
         self._commands = Commands(self._conversation, lambda: loop.run_until_complete(server.models()))
         self._loop, self._server, self._model = loop, server, model
         self._is_verbose = args.verbose
+        self._longer = "/set max_tokens N for longer ones, /clear where no room is left"
         self._is_terminal, self._is_dim = sys.stdout.isatty(), False
 
     def ask_once(self, text: str) -> int:
         if not text:
             raise CliError("there is no message: nothing came through the pipe")
+        self._longer = "--max-tokens N for a longer one"  # nobody is here to type a command
         self._conversation.say(text)
         answer, error = self._answer()
         if error is not None:
@@ -165,7 +170,7 @@ class _Chat:
         if self._is_verbose and answer.num_tokens:
             _note(answer.figures)
         if answer.finish_reason == "length":
-            _note("the answer was cut: /set max_tokens N for longer ones, /clear where no room is left")
+            _note(f"the answer was cut: {self._longer}")
         return answer, problem
 
     def _show(self, text: str, is_reasoning: bool) -> None:

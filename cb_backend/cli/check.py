@@ -9,18 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 
-import torch
-
-from cb_backend.cli.check_cards import CARDS, Card, cache_tokens, card_faults, memory_size
+from cb_backend.cli.check_cards import CARDS, Card, memory_size
 from cb_backend.cli.check_findings import Findings, examine
 from cb_backend.cli.check_report import CacheFit, as_json, report
-from cb_backend.cli.paths import CliError
-from cb_backend.cli.server.engine_options import add_engine_options, engine_options
+from cb_backend.cli.device_share import device_share, room_beside
+from cb_backend.cli.server.engine_options import add_engine_options, options_for
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.kv_cache.layout import layout_of
-from cb_backend.kv_cache.storage import resolve_kv_dtype
-from cb_backend.support.native_paths import native_path
 
 EXIT_SERVED, EXIT_REFUSED = 0, 1
 
@@ -38,13 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-
-    if not native_path(args.folder).expanduser().exists():
-        args.command_parser.error(f"{args.folder!r} is neither a folder nor a file; nothing is fetched here")
-    try:
-        config = EngineConfig(model=args.folder, **engine_options(args))
-    except CliError as error:
-        args.command_parser.error(str(error))
+    config = EngineConfig(model=args.folder, **options_for(args, args.folder))
     found = examine(config)
     per_token, fits = _fit(found, config, args)
     if args.json:
@@ -56,28 +45,26 @@ def run(args: argparse.Namespace) -> int:
 
 def _fit(found: Findings, config: EngineConfig, args: argparse.Namespace) -> tuple[int | None, list[CacheFit]]:
     """(bytes of cache a token, what each card has left). A card that was named and does not do is a refusal."""
-
-    spec, dtype, weight_bytes = found.spec, found.dtype, found.weight_bytes
-    if spec is None or dtype is None:
+    if found.spec is None or found.dtype is None:
         return None, []
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, torch.device("cpu"))
-    layout = layout_of(spec, config.block_size, kv_dtype.itemsize)
-    per_token = layout.bytes_per_token
-    if weight_bytes is None:
-        return per_token, []
+    try:
+        share = device_share(found, config)
+    except ConfigError as error:
+        found.refuse(str(error))
+        return None, []
+    if found.weight_bytes is None:
+        return share.layout.bytes_per_token, []
     named = CARDS.get(args.card) if args.card else None
     if args.memory is not None:
         named = Card("the card", args.memory, max(card.capability for card in CARDS.values()))
     fits = []
     for card in [named] if named else CARDS.values():
-        faults = card_faults(card, config, found.quantization, dtype)
-        num_tokens = None
-        try:
-            num_tokens = cache_tokens(config, spec, dtype, layout, card, weight_bytes, found.adapter_bytes or 0)
-        except ConfigError as error:
-            faults.append(str(error))
-        fits.append(CacheFit(card.name, card.num_bytes, None if faults else num_tokens, tuple(faults)))
+        room, faults = room_beside(share, found, config, card, found.max_model_len or 0)
+        if faults or room is None:
+            fits.append(CacheFit(card.name, card.num_bytes, None, None, tuple(faults)))
+        else:
+            fits.append(CacheFit(card.name, card.num_bytes, room.num_tokens, room.longest_request))
     if named:
         for fault in fits[0].reasons:
             found.refuse(fault)
-    return per_token, fits
+    return share.layout.bytes_per_token, fits

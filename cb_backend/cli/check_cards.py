@@ -14,14 +14,25 @@ from cb_backend.engine.runner.cuda_warm_up import GRAPH_MEMORY
 from cb_backend.engine.runner.load_progress import lack_of_memory
 from cb_backend.engine.runner.runner_factory import fp8_faults
 from cb_backend.kernels.fp8 import MIN_CAPABILITY, fp8_needs_of
-from cb_backend.kv_cache.layout import KVLayout
-from cb_backend.kv_cache.storage import kv_not_capable, show_bytes, size_kv_cache
+from cb_backend.kv_cache.block_needs import BlockNeeds
+from cb_backend.kv_cache.layout import ALL_TOKENS, KVLayout, engine_layout, layout_of
+from cb_backend.kv_cache.make_manager import needs_of
+from cb_backend.kv_cache.storage import kv_not_capable, resolve_kv_dtype, show_bytes, size_kv_cache
 from cb_backend.models.spec import ModelSpec
+from cb_backend.study.gpu_plan import Rates
+from cb_backend.study.roofline import CardLimits
 
 _GIB = 1 << 30
 # Of a context, the libraries' kernels and work space, before the first weight.
 _CONTEXT_BYTES = int(0.8 * _GIB)
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": _GIB, "TIB": 1 << 40}
+
+
+# What is reached of the data sheets' figures below.
+COPY_SHARE, PRODUCT_SHARE, LINK_SHARE = 0.9, 0.8, 0.8
+PCIE_GB = 32.0  # of a PCIe 4 card: those cannot read one another's memory
+PEER_SUM_SECONDS, LIBRARY_SUM_SECONDS = 4e-6, 25e-6  # of a few rows, over shared memory and with NCCL through the host
+UNKNOWN_RATES = Rates(CardLimits(1.0, 1.0), 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +42,31 @@ class Card:
     name: str
     num_bytes: int  # as CUDA reports them, which is less than what is sold
     capability: tuple[int, int]
+    rates: Rates = UNKNOWN_RATES
 
 
-def _card(name: str, gibibytes: float, capability: tuple[int, int]) -> Card:
-    return Card(name, int(gibibytes * _GIB), capability)
+def _card(
+    name: str, gibibytes: float, capability: tuple[int, int], bandwidth: float, tflops: float, link: float
+) -> Card:
+    """bandwidth: TB/s; tflops: of dense bfloat16; link: GB/s in one direction, of NVLink or else of PCIe."""
+    limits = CardLimits(COPY_SHARE * bandwidth * 1e12, PRODUCT_SHARE * tflops * 1e12)
+    has_peers = link > PCIE_GB
+    rates = Rates(limits, LINK_SHARE * link * 1e9, PEER_SUM_SECONDS if has_peers else LIBRARY_SUM_SECONDS)
+    return Card(name, int(gibibytes * _GIB), capability, rates)
 
 
 CARDS = {
     card.name: card
     for card in (
-        _card("b200", 178.3, (10, 0)),
-        _card("h200", 139.8, (9, 0)),
-        _card("h100", 79.1, (9, 0)),
-        _card("a100", 79.1, (8, 0)),
-        _card("a100-40gb", 39.4, (8, 0)),
-        _card("l40s", 44.4, (8, 9)),
-        _card("l4", 22.0, (8, 9)),
-        _card("a10", 22.0, (8, 6)),
-        _card("rtx4090", 23.5, (8, 9)),
+        _card("b200", 178.3, (10, 0), 8.0, 2250, 900),
+        _card("h200", 139.8, (9, 0), 4.8, 989, 450),
+        _card("h100", 79.1, (9, 0), 3.35, 989, 450),
+        _card("a100", 79.1, (8, 0), 2.04, 312, 300),
+        _card("a100-40gb", 39.4, (8, 0), 1.555, 312, 300),
+        _card("l40s", 44.4, (8, 9), 0.864, 362, PCIE_GB),
+        _card("l4", 22.0, (8, 9), 0.3, 121, PCIE_GB),
+        _card("a10", 22.0, (8, 6), 0.6, 125, PCIE_GB),
+        _card("rtx4090", 23.5, (8, 9), 1.008, 165, PCIE_GB),
     )
 }
 
@@ -71,7 +89,23 @@ def card_faults(card: Card, config: EngineConfig, quantization: str | None, dtyp
     return faults
 
 
-def cache_tokens(
+def cache_layout(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int | None) -> KVLayout:
+    """Of the cache that an engine would make. max_model_len: None where it could not be found out."""
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, torch.device("cpu"))
+    if max_model_len is None:
+        return layout_of(spec, config.block_size, kv_dtype.itemsize)
+    return engine_layout(config, spec, kv_dtype.itemsize, max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """What a cache has room for, in tokens."""
+
+    num_tokens: int  # of as many requests as it holds while these decode
+    longest_request: int  # prompt and answer of one, whose prompt is computed in as many steps at once as are launched
+
+
+def cache_room(
     config: EngineConfig,
     spec: ModelSpec,
     dtype: torch.dtype,
@@ -79,9 +113,13 @@ def cache_tokens(
     card: Card,
     weight_bytes: int,
     adapter_bytes: int = 0,
-) -> int:
-    """Tokens that the cache would hold. Raises `ConfigError` as the engine does where the weights do not fit, or the
-    places for adapters, or no cache beside them.
+    length: int = 0,
+) -> CacheRoom:
+    """What the cache would hold, and the longest request that the engine would take.
+
+    In requests of `length` tokens, or the longest ones, where layers with a window give back what they no longer see:
+    there the longer a request, the less of it is kept. Raises `ConfigError` as the engine does where the weights do not
+    fit, or the places for adapters, or no cache beside them.
     """
     free_bytes = card.num_bytes - _CONTEXT_BYTES
     if lack := lack_of_memory(config.model, weight_bytes, "cuda", free_bytes, card.num_bytes):
@@ -96,7 +134,14 @@ def cache_tokens(
     # Graphs have a pool of their own for the largest step, beside the step itself.
     steps = 2 * _largest_step_bytes(config, spec, dtype) + GRAPH_MEMORY
     num_blocks = size_kv_cache(config, layout, torch.device("cuda"), steps, (free_bytes, card.num_bytes))
-    return (num_blocks - 1) * config.block_size // len(layout.groups)  # block 0 is the null block
+    num_blocks -= 1  # block 0 is the null block
+    run_ahead = config.steps_ahead("cuda")
+    longest = needs_of(config, layout.windows, run_ahead).most_tokens(num_blocks)
+    if layout.windows == (ALL_TOKENS,):
+        return CacheRoom(num_blocks * config.block_size, longest)
+    length = min(length, longest)
+    decoding = BlockNeeds(layout.windows, config.block_size, most_in_flight=1 + run_ahead)
+    return CacheRoom(num_blocks * length // decoding.num_blocks_for(length), longest)
 
 
 def _state_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -18,13 +18,8 @@ from torch import Tensor
 from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.engine.runner.runner_factory import (
-    choose_quantization,
-    find_tokenizer,
-    plain_encoder,
-    read_tokenizer_eos_ids,
-    resolve_max_model_len,
-)
+from cb_backend.engine.runner.checkpoint_tokenizer import find_tokenizer, plain_encoder, read_tokenizer_eos_ids
+from cb_backend.engine.runner.runner_factory import choose_quantization, resolve_max_model_len
 from cb_backend.front_end.text.template_files import read_chat_templates
 from cb_backend.layers.placement import Placement
 from cb_backend.models.checkpoint import find_checkpoint
@@ -79,7 +74,7 @@ class Findings:
     groups: list[ModuleGroup] | None = None
     has_own_head: bool | None = None
     tokenizer: TokenizerFindings | None = None
-    adapter_bytes: int | None = None  # of the places for adapters on the device; None: they are not enabled
+    adapter_bytes: int | None = None  # of the places for adapters on one device; None: they are not enabled
 
     @property
     def weight_bytes(self) -> int | None:
@@ -163,8 +158,38 @@ def _examine_arguments(found: Findings, config: EngineConfig) -> None:
         found.max_model_len = resolve_max_model_len(config, spec)
     if config.enable_lora:
         with found.hearing():
-            table = outline_adapters(spec, found.dtype, config.max_lora_rank)
-            found.adapter_bytes = (config.max_loras or DEFAULT_MAX_LORAS) * table.bytes_per_adapter
+            found.adapter_bytes = _adapter_bytes(spec, found.dtype, config, num_ranks=1)
+
+
+def _adapter_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig, num_ranks: int) -> int:
+    table = outline_adapters(spec, dtype, config.max_lora_rank, num_ranks)
+    return (config.max_loras or DEFAULT_MAX_LORAS) * table.bytes_per_adapter
+
+
+def adapter_shard_bytes(found: Findings, config: EngineConfig) -> int:
+    """Of the places for adapters on each of `tensor_parallel_size` devices. Raises `ConfigError` as `shard_bytes`."""
+    if found.adapter_bytes is None or config.tensor_parallel_size == 1:
+        return found.adapter_bytes or 0
+    assert found.spec is not None
+    return _adapter_bytes(found.spec, found.dtype or torch.bfloat16, config, config.tensor_parallel_size)
+
+
+def shard_bytes(found: Findings, config: EngineConfig) -> int:
+    """Of the weights on each of `tensor_parallel_size` devices; the files need not be there yet. Raises `ConfigError`
+    where the weights cannot be shared out."""
+    assert found.spec is not None
+    dtype, size = found.dtype or torch.bfloat16, config.tensor_parallel_size
+    if size == 1 and found.weight_bytes is not None:
+        return found.weight_bytes
+    spreads_experts = config.enable_expert_parallel
+    if found.kind == "GGUF" or found.groups is None:
+        outline = outline_spec(found.spec, dtype, found.quantization, size, spreads_experts)
+    else:
+        folder = find_checkpoint(config.model)
+        outline, _ = outline_model(
+            folder, found.spec, dtype, found.quantization, num_ranks=size, spreads_experts=spreads_experts
+        )
+    return sum(placement.target.nbytes for placement in outline.placements())
 
 
 def _examine_tokenizer(found: Findings, folder: Path) -> None:

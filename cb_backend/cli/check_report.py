@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from cb_backend.layers.layer_spec import FULL_ATTENTION
 from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.spec import ModelSpec
 
-MOST_REFUSALS = 20  # that are printed; JSON has all
+MOST_REFUSALS = 20  # of a checkpoint that are printed; JSON has all
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,15 @@ class CacheFit:
     card: str
     card_bytes: int
     num_tokens: int | None  # None: it does not do, for these reasons
+    longest_request: int | None  # tokens of prompt and answer that it takes; None as above
     reasons: tuple[str, ...] = ()
+
+
+def first_of(refusals: Sequence[str], most: int) -> Iterator[str]:
+    """So many of them, and how many more there are: each of hundreds of modules may have one of its own."""
+    yield from refusals[:most]
+    if len(refusals) > most:
+        yield f"and {len(refusals) - most} more (--json has all)"
 
 
 def as_json(found: Findings, kv_bytes_per_token: int | None, fits: list[CacheFit]) -> dict[str, Any]:
@@ -87,12 +95,11 @@ def report(found: Findings, kv_bytes_per_token: int | None, fits: list[CacheFit]
     if found.refusals:
         yield ""
         yield f"Refused for {len(found.refusals)} reason{'s' * (len(found.refusals) > 1)}:"
-        yield from (f"  - {fault}" for fault in found.refusals[:MOST_REFUSALS])
-        if len(found.refusals) > MOST_REFUSALS:
-            yield f"  - and {len(found.refusals) - MOST_REFUSALS} more (--json has all)"
+        yield from (f"  - {line}" for line in first_of(found.refusals, MOST_REFUSALS))
     if kv_bytes_per_token is not None:
         yield ""
-        yield f"A token takes {show_bytes(kv_bytes_per_token)} of cache; room for it beside the weights, nearly:"
+        room = "; room for it beside the weights, nearly:" if fits else ""
+        yield f"A token takes {show_bytes(kv_bytes_per_token)} of cache{room}"
         yield from (f"  {fit.card:<12}{show_bytes(fit.card_bytes):>11}  {_room(found, fit)}" for fit in fits)
 
 
@@ -104,6 +111,8 @@ def _room(found: Findings, fit: CacheFit) -> str:
     if fit.num_tokens is None:
         return "; ".join(fit.reasons)
     length = found.max_model_len
+    if length and (fit.longest_request or 0) < length:
+        return f"{fit.num_tokens:,} tokens, of requests of {fit.longest_request:,} at most (max_model_len {length:,})"
     requests = f": {fit.num_tokens / length:,.1f} requests of {length:,}" if length else ""
     return f"{fit.num_tokens:,} tokens{requests}"
 

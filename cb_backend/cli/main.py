@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import re
+import select
+import signal
 import sys
 
 from cb_backend import __version__
@@ -16,6 +19,7 @@ COMMANDS = {
     "serve": "start a Triton server on a model repository and stay with it",
     "demo": "start a server, stream several prompts at once, show the batch change, stop",
     "check": "what a checkpoint is, whether it will be served, how much of a card it takes; needs no GPU",
+    "plan": "ways to spread a model over several GPUs of a host, and which one to take; needs no GPU",
     "adapters": "which adapters (LoRA) a model names, and what would be refused of them; needs no GPU",
     "bench": "measure the engine",
     "openai": "OpenAI's HTTP API in front of a Triton server",
@@ -25,6 +29,9 @@ COMMANDS = {
     "models": "checkpoints on this machine's disk: list, fetch, remove",
     "study": "what in-flight batching gains on your own traffic, and which settings to run it with",
     "cache": "have a running engine forget its prefix cache",
+    "sleep": "have a model give its card's memory back until its next request",
+    "wake": "have a sleeping model be ready before its next request",
+    "update": "serve the weights of another checkpoint of the same model, without a restart",
     "install": "make the package a backend of an installed server",
     "timeline": "draw who was in the batch, token by token: of a running engine, a saved log, or a demo",
 }
@@ -36,20 +43,42 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit code; 1 with a one-line reason where it cannot go on, 2 for wrong usage."""
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    args = _parse(name, arguments)
-    if name is None:
-        _parser(None).print_help()
-        return 2
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of every fork beside its threads
     try:
-        return int(args.run(args))
+        args = _parse(name, arguments)  # imports the command, which may take seconds: Ctrl-C may come here as well
+        if name is None:
+            _parser(None).print_help()
+            return 2
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except (CliError, CbError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError as error:
+        if _has_reader():
+            print(f"error: {error}", file=sys.stderr)  # of a connection
+            return 1
+        return 128 + signal.SIGPIPE  # `| head` has what it wants: as other tools end then
     except OSError as error:  # a folder that is not there, a full disk, a file of somebody else
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _has_reader() -> bool:
+    """Whether somebody still takes what is printed; if not, the interpreter's last flush must not complain of it."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file of the system's
+        return True
+    poll = select.poll()
+    poll.register(output, select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return False
 
 
 def _parse(name: str | None, arguments: list[str]) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.terminal.cached_models import CachedModel, cached_models, fetch, find_cached, remove
 from cb_backend.cli.terminal.shown import age_text, bytes_text, table
 from cb_backend.front_end.engines.engine_observer import model_of, running_engines
+from cb_backend.front_end.engines.runtime_dir import read_weights
 
 TITLES = ("MODEL", "SIZE", "USED", "IN")
 
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         now = time.time()
         print(table(TITLES, [_row(model, now) for model in models], "<>><"))
-        print(f"{len(models)} checkpoints, {bytes_text(sum(model.num_bytes for model in models))}")
+        size = bytes_text(sum(model.num_bytes for model in models))
+        print(f"{len(models)} checkpoint{'s' * (len(models) != 1)}, {size}")
     return 0
 
 
@@ -62,7 +64,8 @@ def _is_of(served: str, model: CachedModel) -> bool:
 def _remove(args: argparse.Namespace) -> int:
     """Names are looked up before anything is removed: a wrong one removes nothing."""
     models = [model for name in dict.fromkeys(args.ids) for model in find_cached(name)]
-    in_use = [(model_of(life), life.pid) for life in running_engines()]
+    engines = running_engines()
+    in_use = [(served, life.pid) for life in engines for served in (model_of(life), read_weights(life.folder))]
     for model in models:
         if pid := next((pid for served, pid in in_use if _is_of(served, model)), None):
             raise CliError(f"{model.name} is being served by engine {pid}; stop that server first")

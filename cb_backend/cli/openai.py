@@ -10,15 +10,26 @@ import time
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.addresses import check_port, numeric_host
 from cb_backend.cli.server.gateway_process import DEFAULT_PORT, add_reading_options
 from cb_backend.gateway.adapters import DEFAULT_SEPARATOR
 from cb_backend.gateway.settings import DEFAULT_BODY_MIB, ENVIRONMENT_VARIABLE, Settings, read_names
+from cb_backend.support.argument_types import server_address
 
 PARENT_EVERY_S = 0.5
+# A connection without requests must live longer here than with its client or proxy (of which nginx and load balancers
+# keep them 60 s, clients in Go 90 s): one that is closed while its next request is on its way fails that request.
+KEEP_ALIVE_S = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="localhost:8001", help="the Triton server's gRPC address")
+    parser.add_argument(
+        "--url",
+        type=server_address,
+        default="localhost:8001",
+        metavar="HOST:PORT",
+        help="the Triton server's gRPC address (default: %(default)s)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every interface")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--workers", type=int, default=1, help="processes that share the port")
@@ -47,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.workers < 1 or args.max_body_mib < 1:
         raise CliError("--workers and --max-body-mib must be 1 or more")
+    if args.model_repository is not None and not args.model_repository.is_dir():
+        raise CliError(f"--model-repository {args.model_repository} is no folder; name the server's")
     settings = Settings(
         url=args.url,
         api_key_file=None if args.api_key_file is None else str(args.api_key_file.resolve()),
@@ -58,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         model_repository=None if args.model_repository is None else str(args.model_repository.absolute()),
     )
     settings.api_keys()  # a wrong file is told before anything listens
+    check_port(numeric_host(args.host), args.port, "--port")
     if args.beside_server:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     else:
@@ -69,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     uvicorn.run(
         "cb_backend.gateway.app:create_from_environment", factory=True, host=args.host, port=args.port,
         workers=args.workers, log_level="warning", access_log=False, timeout_graceful_shutdown=30,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
     return 0
 

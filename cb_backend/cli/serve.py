@@ -35,7 +35,7 @@ from cb_backend.cli.server.model_repository import (
     served_checkpoints,
 )
 from cb_backend.cli.server.server_log import is_worth_showing
-from cb_backend.cli.server.server_process import ServerOptions, ServerProcess
+from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, check_ports
 from cb_backend.cli.server.start_up import PartlyLoadedError, wait_ready_aloud
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.gateway.settings import read_names
@@ -137,6 +137,9 @@ def _serve(args: argparse.Namespace, repository: Path, folder: Path) -> int:
         exit_timeout_secs=args.exit_timeout_secs,
         extra_arguments=tuple(args.handed_on),
     )
+
+    if not args.no_openai:
+        check_ports(options, args.openai_port)  # before minutes of loading, not after them
 
     def show(line: str) -> None:
         if args.verbose or (is_worth_showing(line) and not any(text in line for text in SAID_ONCE)):
@@ -251,14 +254,19 @@ def _ready_text(server: ServerProcess, models: list[str], openai: str | None = N
 try
   curl -s {url}/generate -d '{{{text}, "parameters": {{{sampling}}}}}'
   curl -sN {url}/generate_stream -d '{{{text}, "parameters": {{"stream": true, {sampling}}}}}'
-  {_python()} client/generate.py --url {server.grpc_address} --stream 'The capital of France is'"""
+  {_client()} --url {server.grpc_address} --stream 'The capital of France is'"""
 
 
-def _python() -> str:
-    """This interpreter, as short as it can be said from here: it has what the client needs, `python` may not."""
+def _client() -> str:
+    """The client under this interpreter, which has what it needs where `python` may not; as short as both can be said
+    from here."""
+    try:
+        script = checkout_path("client/generate.py")
+    except CliError:  # the package alone is installed here
+        script = Path("client/generate.py")
     # Not resolve(): in a virtual environment the link is the environment.
-    here, python = Path.cwd(), Path(sys.executable)
-    return shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))
+    here, paths = Path.cwd(), (Path(sys.executable), script)
+    return shlex.join(str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths)
 
 
 def _say(text: str) -> None:

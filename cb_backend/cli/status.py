@@ -13,16 +13,26 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.terminal.local_state import EngineState, LocalServer, engine_state, gateways, local_servers
 from cb_backend.cli.terminal.server_state import ModelState, ServerState, ask_server, with_rates
 from cb_backend.cli.terminal.shown import table
-from cb_backend.support.argument_types import positive_float
+from cb_backend.contracts.rest import AWAKE
+from cb_backend.front_end.engines.runtime_dir import model_name
+from cb_backend.support.argument_types import positive_float, server_address
 
 TITLES = ("MODEL", "STATE", "RUNNING", "WAITING", "SLOTS", "KV CACHE", "TOKENS/S")
 CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", metavar="HOST:PORT", help="a server's HTTP address; default: every one of yours here")
     parser.add_argument(
-        "--metrics-url", metavar="HOST:PORT", help="with --url: where its metrics are (the host's 8002)"
+        "--url",
+        type=server_address,
+        metavar="HOST:PORT",
+        help="a server's HTTP address; default: every one of yours here",
+    )
+    parser.add_argument(
+        "--metrics-url",
+        type=server_address,
+        metavar="HOST:PORT",
+        help="with --url: where its metrics are (the host's 8002)",
     )
     parser.add_argument(
         "--interval",
@@ -89,7 +99,7 @@ def _with_own_rates(state: ServerState, engines: list[EngineState]) -> ServerSta
     rates: dict[str, float] = {}
     for engine in engines:
         if not engine.problem:
-            name = engine.name.partition(" version ")[0]
+            name = model_name(engine.name)
             rates[name] = rates.get(name, 0.0) + engine.output_tokens_per_s
     models = {
         name: replace(model, tokens_per_s=rates[name]) if name in rates else model
@@ -144,5 +154,15 @@ def _engine_text(engine: EngineState) -> str:
     return (
         f"{head}{engine.running} of {engine.num_slots} slots, KV cache {engine.kv_usage:.1%}, "
         f"{engine.output_tokens_per_s:,.1f} tokens/s, {engine.prompt_tokens_per_s:,.1f} prompt tokens/s, "
-        f"{engine.steps_per_s:,.1f} steps/s"
+        f"{engine.steps_per_s:,.1f} steps/s{_rest_text(engine)}"
     )
+
+
+def _rest_text(engine: EngineState) -> str:
+    """What is not as it would be without sleep and updates."""
+    told = [engine.rest.replace("_", " ")] if engine.rest not in ("", AWAKE) else []
+    if engine.weights:
+        told.append(f"weights of {engine.weights}")
+    if engine.update:
+        told.append(f"those of {engine.update} come next")
+    return "".join(f", {each}" for each in told)

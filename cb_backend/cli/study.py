@@ -22,15 +22,23 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.study_session import Session
 from cb_backend.cli.teller import Teller
 from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS
-from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.config import MAX_ENGINES, EngineConfig, engine_config_from_dict
 from cb_backend.study import machine
 from cb_backend.study.adapter_mix import AdapterMix
+from cb_backend.study.advice import Study
 from cb_backend.study.bench import Setting
 from cb_backend.study.report import html_report, text_report
 from cb_backend.study.sample import Sample, sample_lengths, sample_trace
 from cb_backend.study.step_times import StepTimes
 from cb_backend.study.sweep import Target
-from cb_backend.support.argument_types import ints, json_object, positive_float, positive_int, unwritable
+from cb_backend.support.argument_types import (
+    int_up_to,
+    ints,
+    json_object,
+    positive_float,
+    positive_int,
+    unwritable,
+)
 from cb_backend.support.json_files import read_json_object
 
 HELP = "what in-flight batching gains on your own traffic, and which settings to run it with"
@@ -38,6 +46,7 @@ GRIDS = {  # by device: values of max_num_seqs and of max_num_batched_tokens
     "cuda": ((32, 64, 128, 256, 512), (512, 2048, 8192)),
     "cpu": ((2, 4, 8, 16, 32), (128, 512, 2048)),
 }
+DEFAULT_CARD = "h200"
 INTERRUPTED = 130  # exit code, as after Ctrl-C
 
 
@@ -65,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--max-num-seqs", type=_ints, metavar="N[,N]", help="values to try")
     engine.add_argument("--max-num-batched-tokens", type=_ints, metavar="N[,N]", help="values to try")
+    engine.add_argument(
+        "--gpus", type=int_up_to(MAX_ENGINES), metavar="N",
+        help="of the host: `cb-backend plan`'s table first, then every tensor_parallel_size that the model fits",
+    )  # fmt: skip
+    engine.add_argument("--card", help="what --gpus are, as `cb-backend plan` names them; default: h200")
     goal = parser.add_argument_group("goal")
     goal.add_argument("--target-ttft-ms", type=float, help="most milliseconds to the first token, 99th percentile")
     goal.add_argument("--target-itl-ms", type=float, help="most milliseconds between tokens, 99th percentile")
@@ -134,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         conditions=machine.conditions,
         adapters=_adapters(args, config),
     )
-    study = session.run()
+    study = session.run() if args.gpus is None else _run_ways(args, session)
     study.made_at = f"cb_backend {__version__}, {datetime.now().astimezone().isoformat(' ', 'minutes')}"
     study.command = shlex.join(["cb-backend", *sys.argv[1:]]) if sys.argv[1:2] == ["study"] else ""
     print(text_report(study), flush=True)  # before any file: a full disk must not cost the figures
@@ -146,6 +160,18 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(study.to_json(), indent=1) + "\n", encoding="utf-8")
     print(f"\n{time.monotonic() - begin:.1f} s" + (f", report in {args.html}" if args.html is not None else ""))
     return INTERRUPTED if study.was_interrupted else 0
+
+
+def _run_ways(args: argparse.Namespace, session: Session) -> Study:
+    """The plan's table, and then the study of every way; `session` has the step times afterwards."""
+    from cb_backend.cli.study_ways import WaysSession  # brings torch in
+
+    ways = WaysSession(session, args.gpus, args.card or DEFAULT_CARD)
+    planned = ways.plan()
+    print("\n".join(ways.lines(planned)), end="\n\n", flush=True)
+    study = ways.run(planned)
+    session.times = ways.times
+    return study
 
 
 def check(args: argparse.Namespace) -> None:
@@ -167,6 +193,7 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is not None and (reason := unwritable(path)) is not None:
             raise CliError(f"--{name.replace('_', '-')} {path}: {reason}")
+    _check_ways(args)
     if args.adapters is not None:
         if not (args.simulate and args.no_confirm):
             raise CliError("--adapters is for the simulator alone: add --simulate and --no-confirm")
@@ -177,6 +204,27 @@ def check(args: argparse.Namespace) -> None:
     is_without_engine = args.simulate and args.times is not None and args.no_confirm
     if args.model is None and args.model_json is None and not is_without_engine:
         raise CliError("name a --model (or --model-json); only --simulate --times FILE --no-confirm goes without one")
+
+
+def _check_ways(args: argparse.Namespace) -> None:
+    if args.gpus is None:
+        if args.card is not None:
+            raise CliError("--card says what --gpus are: add that, or leave it out")
+        return
+    from cb_backend.cli.check_cards import CARDS  # brings torch in
+    from cb_backend.cli.gpu_ways import OWN
+
+    if args.card is not None and args.card not in CARDS:
+        raise CliError(f"--card is {args.card!r}; use one of {', '.join(sorted(CARDS))}")
+    if args.adapters is not None or args.cpu_time:
+        name = "--adapters" if args.adapters is not None else "--cpu-time"
+        raise CliError(f"{name} is for one device: leave it or --gpus out")
+    arguments = _arguments(args)
+    if not arguments.get("model"):
+        raise CliError("--gpus needs a --model (or --model-json), whose sizes are planned with")
+    for name in OWN:
+        if name in arguments:
+            raise CliError(f"{name} is what --gpus tries; leave it out of the engine's arguments")
 
 
 def _adapters(args: argparse.Namespace, config: EngineConfig) -> AdapterMix | None:

@@ -12,6 +12,7 @@ from cb_backend.study.adapter_effect import AdapterEffect
 from cb_backend.study.figures import Figures
 from cb_backend.study.sweep import Choice, Comparison, Target, Trial
 from cb_backend.study.traffic import Traffic
+from cb_backend.study.ways import Ways
 
 PROMPT_DOMINATED = 0.5  # share of the steps' time that goes to prompts
 UNIFORM_CV = 0.25  # standard deviation of the answers' lengths over their mean
@@ -72,6 +73,7 @@ class Study:
     prompt_share: float = 0.0
     adapters: AdapterEffect | None = None  # None: none were simulated
     checks: list[Check] = field(default_factory=list)
+    ways: Ways | None = None  # in which several GPUs can share the work, this being the best; None: one engine's study
     was_interrupted: bool = False  # before all settings were tried, compared and confirmed
 
     @property
@@ -86,8 +88,7 @@ class Study:
 
     def model_json(self) -> dict[str, int]:
         """What to paste into `1/model.json`."""
-        setting = self.recommended.setting
-        return {"max_num_seqs": setting.max_num_seqs, "max_num_batched_tokens": setting.max_num_batched_tokens}
+        return self.recommended.setting.model_json() if self.ways is None else self.ways.best.model_json()
 
     def to_json(self) -> dict[str, Any]:
         assert self.choice is not None
@@ -108,6 +109,7 @@ class Study:
             "recommended": self.model_json(),
             "broken": self.choice.broken,
             "highest_rate": self.highest_rate,
+            **({} if self.ways is None else {"ways": self.ways.to_json()}),
             "was_interrupted": self.was_interrupted,
             "gain": None if self.comparison is None else round(self.comparison.gain, 3),
             "gain_over_known": None if self.comparison is None else round(self.comparison.gain_over_known, 3),

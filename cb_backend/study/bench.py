@@ -33,6 +33,10 @@ class Setting:
     max_num_seqs: int
     max_num_batched_tokens: int
 
+    def model_json(self) -> dict[str, int]:
+        """What to paste into `1/model.json`."""
+        return {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+
     def __str__(self) -> str:
         return f"{self.max_num_seqs} seqs, {self.max_num_batched_tokens} tokens"
 
@@ -199,6 +203,7 @@ def fitted(engine: LLMEngine, replays: Sequence[Replay], conditions: dict[str, s
         model=info.model,
         dtype=info.dtype,
         device=info.device,
+        tensor_parallel_size=engine.config.tensor_parallel_size,
         run_ahead=engine.run_ahead,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,

@@ -16,7 +16,7 @@ from typing import Any
 
 from cb_backend import __version__
 from cb_backend.layers.layer_spec import MLPSpec, MoESpec
-from cb_backend.layers.weight_format import PackedFormat
+from cb_backend.layers.weight_format import Fp8Format, PackedFormat
 from cb_backend.models.spec import ModelSpec
 from cb_backend.study.roofline import CardLimits, ExpertShape, ModelShape
 from cb_backend.support.process_watch import process_start_time
@@ -106,6 +106,7 @@ def model_shape(
         head_bytes=size,
         layer_speed=FP8_SPEED if is_fp8 else 1.0,
         kv_element_bytes=1.0 if kv_cache_dtype == "fp8" else size,
+        windows=tuple(config.windows),
     )
 
 
@@ -136,7 +137,7 @@ def _expert_bytes(config: ModelSpec, experts: MoESpec, size: float) -> float:
     index = next(index for index, layer in enumerate(config.layers) if layer.mlp is experts)
     names = experts.names
     found = config.formats(f"{config.layer_name(index)}.{names.module}.{names.experts}.0.{names.gate}")
-    return found.bytes_per_weight if isinstance(found, PackedFormat) else size
+    return found.bytes_per_weight if isinstance(found, PackedFormat) else 1.0 if isinstance(found, Fp8Format) else size
 
 
 def measure_card(device: str, dtype: str) -> CardLimits | None:

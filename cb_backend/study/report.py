@@ -31,6 +31,8 @@ DEFINITIONS = (
 def text_report(study: Study) -> str:
     """Tables and the recommendation, for a terminal."""
     parts = [*heading(study), ""]
+    if study.ways is not None:
+        parts = ["The ways that were tried:", aligned(study.ways.table()), study.ways.summary(), "", *parts]
     if study.comparison is not None:
         parts += [
             "Static batches against in-flight batching, the same setting and cache:",
@@ -59,6 +61,7 @@ def html_report(study: Study) -> str:
         *(f"<p>{escape(line)}</p>" for line in words[:-1]),
         f"<p>In <code>1/model.json</code>: <code>{escape(words[-1].strip())}</code></p>",
         *(f'<p class="warn">{escape(text)}</p>' for text in study.warnings),
+        *_html_ways(study),
         *_html_comparison(study),
         "<h2>Settings tried</h2>",
         f'<p class="dim">Latencies at {study.rate:.3g} requests/s; slots busy with all requests at once.</p>',
@@ -75,6 +78,12 @@ def html_report(study: Study) -> str:
     body += [f"<h2>Command</h2><p><code>{escape(study.command)}</code></p>"] if study.command else []
     body += [f'<p class="dim">{escape(study.made_at)}</p>'] if study.made_at else []
     return page(f"Study: {study.traffic_name}", body)
+
+
+def _html_ways(study: Study) -> list[str]:
+    if study.ways is None:
+        return []
+    return ["<h2>Ways over several GPUs</h2>", html_table(study.ways.table()), f"<p>{escape(study.ways.summary())}</p>"]
 
 
 def _html_comparison(study: Study) -> list[str]:

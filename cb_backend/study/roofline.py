@@ -2,19 +2,20 @@
 
 A step reads every weight once and the keys and values of every context token once, and multiplies each token with each
 weight; it cannot be faster than the memory or the arithmetic allows. Of experts it reads those that some token goes to,
-as many as even routing would hit. Full attention is assumed. Pure arithmetic:
-knows no device and no engine.
+as many as even routing would hit; of a context, what a layer's window lets it see. Pure arithmetic: knows no device
+and no engine.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cb_backend.kv_cache.layout import bytes_per_token
+from cb_backend.kv_cache.layout import ALL_TOKENS, bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,24 @@ class ModelShape:
     head_bytes: float | None = None  # a parameter of the head; None: as weight_bytes
     layer_speed: float = 1.0  # of the layers' products, beside those that `CardLimits.flops` was measured with
     kv_element_bytes: float = 2.0
+    windows: tuple[int, ...] = ()  # newest tokens that each layer sees, ALL_TOKENS: all; none: all see all
+
+    def tokens_read(self, contexts: NDArray[np.int64]) -> float:
+        """Tokens of these contexts whose keys and values are read, by the mean of the layers."""
+        if not any(self.windows):
+            return float(contexts.sum())
+        total = 0
+        for window, count in Counter(self.windows).items():
+            total += count * int((contexts if window == ALL_TOKENS else np.minimum(contexts, window)).sum())
+        return total / self.num_layers
+
+    def attention_pairs(self, earlier: NDArray[np.int64], chunks: NDArray[np.int64]) -> float:
+        """(query, key) pairs of prompt chunks behind so many earlier tokens, by the mean of the layers."""
+        ends = earlier + chunks
+        return sum(
+            count * float((_pairs_up_to(ends, window) - _pairs_up_to(earlier, window)).sum())
+            for window, count in Counter(self.windows or (ALL_TOKENS,)).items()
+        ) / len(self.windows or (ALL_TOKENS,))
 
     @property
     def layer_params(self) -> int:
@@ -116,20 +135,26 @@ class ModelShape:
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
 
+def _pairs_up_to(tokens: NDArray[np.int64], window: int) -> NDArray[np.float64]:
+    """Of each prompt's first `tokens` with what they see of each other."""
+    seen = tokens if window == ALL_TOKENS else np.minimum(tokens, window)
+    return np.asarray(seen * (tokens - seen / 2.0), np.float64)
+
+
 def step_seconds(
     shape: ModelShape,
     card: CardLimits,
     *,
     num_tokens: int,
     num_sampling_rows: int,
-    num_read_tokens: int,
+    num_read_tokens: float,
     num_attention_pairs: float = 0.0,
 ) -> float:
     """The least time for one step of any mix of decode rows and prompt chunks.
 
     `num_read_tokens` is the number of tokens whose keys and values are read from the cache (contexts of the decode
-    rows, earlier chunks of the prompts). `num_attention_pairs` counts the (query, key) pairs of prompt chunks; those of
-    decode rows are bound by memory, not by arithmetic.
+    rows, earlier chunks of the prompts), see `ModelShape.tokens_read`. `num_attention_pairs` counts the (query, key)
+    pairs of prompt chunks; those of decode rows are bound by memory, not by arithmetic.
     """
     layer_flops = 2 * num_tokens * shape.active_params / shape.layer_speed
     linear_flops = layer_flops + 2 * num_sampling_rows * shape.head_params
@@ -140,22 +165,25 @@ def step_seconds(
 
 
 def decode_seconds(shape: ModelShape, card: CardLimits, num_rows: int, num_context_tokens: int) -> float:
-    """T_dec: a step of `num_rows` decode rows whose contexts sum to `num_context_tokens`."""
-    return step_seconds(
-        shape, card, num_tokens=num_rows, num_sampling_rows=num_rows, num_read_tokens=num_context_tokens
-    )
+    """T_dec: a step of `num_rows` decode rows whose contexts sum to `num_context_tokens`, all about as long."""
+    num_read = num_rows * shape.tokens_read(np.array([num_context_tokens / num_rows])) if num_rows else 0.0
+    return step_seconds(shape, card, num_tokens=num_rows, num_sampling_rows=num_rows, num_read_tokens=num_read)
 
 
 def prompt_flops(shape: ModelShape, num_tokens: int) -> float:
     """FLOP of one causal prompt, logits for its last token only; those of faster products count for less."""
     layer_flops = 2 * shape.active_params * num_tokens / shape.layer_speed
-    return layer_flops + 2 * shape.head_params + shape.flops_per_pair * num_tokens * num_tokens / 2
+    pairs = shape.attention_pairs(np.array([0]), np.array([num_tokens]))
+    return layer_flops + 2 * shape.head_params + shape.flops_per_pair * pairs
 
 
 def prefill_seconds(shape: ModelShape, card: CardLimits, prompt_lens: Sequence[int]) -> float:
-    """T_pre of prompts computed together: bound by arithmetic, but never below one read of the weights."""
+    """T_pre of prompts computed together: bound by arithmetic, but never below one read of the weights.
+
+    Of experts only one token's are counted: those of a prompt have more of them in common than even routing would say.
+    """
     flops = sum(prompt_flops(shape, length) for length in prompt_lens)
-    return max(shape.bytes_read(sum(prompt_lens)) / card.bandwidth, flops / card.flops)
+    return max(shape.bytes_read(1) / card.bandwidth, flops / card.flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +227,13 @@ def ideal_schedule(
     contexts, left = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of the running rows
     while joined < len(prompts) or len(left):
         joined, contexts, left = _join(prompts, outputs, capacity, joined, contexts, left)
-        decode += decode_seconds(shape, card, len(left), int(contexts.sum()))
+        decode += step_seconds(
+            shape,
+            card,
+            num_tokens=len(left),
+            num_sampling_rows=len(left),
+            num_read_tokens=shape.tokens_read(contexts),
+        )
         num_steps += 1
         contexts, left = contexts + 1, left - 1
         is_running = left > 0

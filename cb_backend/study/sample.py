@@ -28,6 +28,11 @@ class Sample:
     requests: list[PlannedRequest]
     rate: float | None  # requests/s of the whole trace; None where it has no times
 
+    def share(self, num_engines: int) -> Sample:
+        """What one of so many engines gets, where they take turns."""
+        rate = None if self.rate is None else self.rate / num_engines
+        return Sample(self.name, self.requests[::num_engines], rate)
+
     def traffic(self, vocab_size: int, longest: int, max_tokens: int | None, seed: int) -> tuple[Traffic, int]:
         """The requests of at most `longest` tokens, prompt and answer; and how many were left out as too long.
 

@@ -73,6 +73,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dtype: str
     device: str
+    tensor_parallel_size: int = 1  # GPUs that held the measured engine's model together
     run_ahead: int
     max_model_len: int
     vocab_size: int
@@ -94,8 +95,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Of them, what the prompts in the step cost: the rest is what its decode rows alone would take."""
         if not shape[PROMPT_TOKENS]:
             return 0.0
-        decode_alone = self.decode.seconds((*shape[:PROMPT_TOKENS], 0.0, 0.0, 0.0)) if shape[DECODE_ROWS] else 0.0
-        return max(self.mixed.seconds(shape) - decode_alone, 0.0)
+        decode_alone = self.seconds((*shape[:PROMPT_TOKENS], 0.0, 0.0, 0.0)) if shape[DECODE_ROWS] else 0.0
+        return max(self.seconds(shape) - decode_alone, 0.0)
 
     def save(self, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")

@@ -134,8 +134,8 @@ def _floor(step: StepRecord, shape: ModelShape, card: CardLimits) -> float:
         card,
         num_tokens=int(scheduled.sum()),
         num_sampling_rows=step.num_sampling_rows,
-        num_read_tokens=int(computed[:decode].sum()) + decode + int(earlier.sum()),
-        num_attention_pairs=float((chunks * earlier + chunks * chunks / 2).sum()),
+        num_read_tokens=shape.tokens_read(computed[:decode] + 1) + shape.tokens_read(earlier),
+        num_attention_pairs=shape.attention_pairs(earlier, chunks),
     )
 
 

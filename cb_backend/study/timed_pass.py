@@ -6,11 +6,14 @@ While the clock runs, the driver only keeps each step's output with its time; ev
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.messages import EngineStats
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.adapters import take_adapter
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.study.latencies import Latencies
 from cb_backend.study.replay import drive, no_collections, token_latencies
@@ -31,8 +34,12 @@ class PassResult:
     padding_share: float | None  # of the tokens that steps ran with; None without graphs
 
 
-def run_pass(engine: LLMEngine, workload: Workload, temperature: float) -> PassResult:
+def run_pass(
+    engine: LLMEngine, workload: Workload, temperature: float, adapters: Sequence[AdapterKey] = ()
+) -> PassResult:
     """Run the workload to its end on an engine made by `fresh_engine`.
+
+    `adapters`: one a request, which the runner has at hand; empty: all go through the model as it is.
 
     Raises `ReplayError` when a request ends with another number of tokens than asked for.
     """
@@ -43,7 +50,10 @@ def run_pass(engine: LLMEngine, workload: Workload, temperature: float) -> PassR
     ]
 
     def make_request(index: int) -> Request:
-        return engine.make_request(index, workload.prompts[index], params[index])
+        request = engine.make_request(index, workload.prompts[index], params[index])
+        if adapters:
+            take_adapter(request, adapters[index])
+        return request
 
     with no_collections():
         start = time.perf_counter()

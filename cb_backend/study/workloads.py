@@ -103,15 +103,19 @@ def nano_256(draw: Draw) -> Workload:
     return offline("W1", prompts, output_lens)
 
 
-def latency_pairs(draw: Draw, num_pairs: int) -> list[tuple[Workload, Workload]]:
-    """b: batch 1, 128 in, once with 1 and once with 256 out; the pair gives TTFT and TPOT. The first pair warms up."""
-    source = random.Random(7)
+def latency_pairs(draw: Draw, num_pairs: int, name: str = "b") -> list[tuple[Workload, Workload]]:
+    """Rows of 128 in, once with 1 and once with more out; the pair gives TTFT and TPOT. The first pair warms up.
+
+    b is a row alone, d8 eight at once, and so on.
+    """
+    source, (num_rows, longest) = random.Random(7), LATENCY_PAIRS[name]
 
     def one(output_len: int) -> Workload:
-        return offline("b", [draw_ids(source, 128, draw.vocab_size)], [output_len])
+        prompts = [draw_ids(source, 128, draw.vocab_size) for _ in range(num_rows)]
+        return offline(name, prompts, [output_len] * num_rows)
 
-    warm_up = one(256)
-    return [(warm_up, warm_up)] + [(one(1), one(256)) for _ in range(num_pairs)]
+    warm_up = one(longest)
+    return [(warm_up, warm_up)] + [(one(1), one(longest)) for _ in range(num_pairs)]
 
 
 def lognormal_len(source: random.Random, mean: float, sigma: float, low: int, high: int) -> int:
@@ -211,19 +215,23 @@ WORKLOADS: dict[str, Callable[[Draw], Workload]] = {
     "long-64x8k": lambda draw: fixed("long-64x8k", 64, 8192, 64, draw),
     "c": lognormal_1000,
 }
-LATENCY_PAIRS = "b"  # not one workload but a series of pairs: see `latency_pairs`
+# Not one workload but a series of pairs: rows at once, tokens out of the long one of a pair. See `latency_pairs`.
+LATENCY_PAIRS = {"b": (1, 256), "d8": (8, 257), "d32": (32, 257), "d64": (64, 257), "d256": (256, 257)}
 
 
 def expand_names(names: str) -> list[str]:
-    """`W1,W2` and the peer script's `a,b,c` to keys of `WORKLOADS` and `b`. Raises `ConfigError` for an unknown one."""
+    """`W1,W2` and the peer scripts' `a,b,c` to keys of `WORKLOADS` and `LATENCY_PAIRS`.
+
+    Raises `ConfigError` for an unknown one.
+    """
     found: list[str] = []
     for name in filter(None, names.split(",")):
-        if name in ("a", LATENCY_PAIRS) or name in WORKLOADS:
+        if name == "a" or name in LATENCY_PAIRS or name in WORKLOADS:
             found.append("W1" if name == "a" else name)
             continue
         group = [key for key in WORKLOADS if key.startswith(f"{name}-")]
         if not group:
-            known = ", ".join(("a", LATENCY_PAIRS, *WORKLOADS))
+            known = ", ".join(("a", *LATENCY_PAIRS, *WORKLOADS))
             raise ConfigError(f"workload {name!r} is not known; use a group (W2) or one of {known}")
         found += group
     return list(dict.fromkeys(found))

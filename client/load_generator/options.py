@@ -26,6 +26,7 @@ from .wire import WireOptions
 
 DEFAULT_NUM_REQUESTS = 200
 CLOSED_LOOP_PLANS = 20_000  # lengths drawn for a closed loop bounded by time; taken over again when used up
+NAMES_DRAWN = 4096  # about: the finer, the closer to the law
 RUN_SEED_STEP = 1_000_003  # each run of a sweep has prompts of its own, so that none finds the last one's in a cache
 
 
@@ -91,6 +92,10 @@ def _add_lengths(group: Any) -> None:
 def _add_wire(group: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument("--sampling", type=json_object, default={}, metavar="JSON", help="further sampling parameters")
+    group.add_argument(
+        "--lora-names", type=_names, default=(), metavar="A[,B]", help="adapters that requests go through"
+    )
+    group.add_argument("--lora-skew", type=float, default=0.0, help="exponent of Zipf's law by which they are drawn")
     group.add_argument("--cancel-fraction", type=float, default=0.0, help="share of requests that the client cancels")
     group.add_argument("--no-token-counts", action="store_true", help="server without num_output_tokens: 1 a response")
     group.add_argument("--no-finish-reason", action="store_true", help="server without finish_reason")
@@ -194,4 +199,16 @@ def wire_options(args: argparse.Namespace) -> WireOptions:
         has_token_counts=not args.no_token_counts,
         has_finish_reason=not args.no_finish_reason,
         sampling={"temperature": args.temperature, **args.sampling},
+        lora_names=drawn_names(args.lora_names, args.lora_skew),
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def drawn_names(names: tuple[str, ...], skew: float) -> tuple[str, ...]:
+    """Each as often as Zipf's law has it, at least once: the first as often as the second 2 ** skew times."""
+    weights = 1.0 / np.arange(1, len(names) + 1) ** skew
+    counts = np.maximum(1, np.round(NAMES_DRAWN * weights / weights.sum())).astype(int)
+    return tuple(name for name, count in zip(names, counts.tolist(), strict=True) for _ in range(count))

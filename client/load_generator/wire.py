@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,15 +39,24 @@ class WireOptions:
     has_finish_reason: bool = True
     has_input_counts: bool = False  # ask for num_input_tokens: a tensor more on every response
     sampling: dict[str, Any] = field(default_factory=dict)  # beside the lengths: temperature, seed, ...
+    lora_names: tuple[str, ...] = ()  # adapters that requests draw from, each as often as it stands there
+
+    def lora_name(self, request_id: str) -> str | None:
+        """Always the same one for a request; None: the model as it is."""
+        if not self.lora_names:
+            return None
+        return self.lora_names[zlib.crc32(request_id.encode()) % len(self.lora_names)]
 
     def request(self, request_id: str, prompt: str, num_output_tokens: int) -> bytes:
         """The serialised request for exactly `num_output_tokens` tokens."""
         lengths = {"max_tokens": num_output_tokens, "min_tokens": num_output_tokens, "ignore_eos": True}
+        name = self.lora_name(request_id)
+        adapter = {} if name is None else {"lora_name": name}
         message = service_pb2.ModelInferRequest(model_name=self.model, id=request_id)
         # Final flags that come alone, after the last data, reach the client only on demand.
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         _add_text(message, "text_input", prompt)
-        _add_text(message, "sampling_parameters", json.dumps({**lengths, **self.sampling}))
+        _add_text(message, "sampling_parameters", json.dumps({**lengths, **adapter, **self.sampling}))
         flags = {
             "stream": True,
             "exclude_input_in_output": True,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cb_backend.cli.adapters import MOST_REFUSALS
 from cb_backend.cli.main import main
 from tests.server.tiny_adapters import write_adapter
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
@@ -64,6 +65,13 @@ def test_all_that_is_served_is_said_with_the_memory_it_takes(
     assert code == 0
     assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["served"] * 3
     assert out.splitlines()[-1].startswith("  3 in one batch, of rank 16 at most: ")
+    assert out.endswith(" of the device's memory\n")
+    settings = repository / "llm" / "1" / "model.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tensor_parallel_size": 2}))
+    code, shared, _ = run(capsys, "check", repository)
+    assert code == 0
+    assert shared.endswith(" of each of 2 devices' memory\n")
+    assert shared.splitlines()[:4] == out.splitlines()[:4]
 
 
 def poison(tensors: dict[str, torch.Tensor]) -> None:
@@ -131,6 +139,11 @@ def test_a_rank_above_the_limit_and_a_folder_that_is_not_there(
     assert code == 1
     assert "rank 8, above max_lora_rank 4" in out
     assert f"the folder {listed.parent / 'nowhere'} is not there" in out
+    [model] = json.loads(run(capsys, "check", repository, "--max-lora-rank", 4, "--json")[1])
+    num_refused = {adapter["name"]: len(adapter["refusals"]) for adapter in model["adapters"]}["sheep"]
+    assert num_refused > MOST_REFUSALS, "one for each of its modules"
+    assert out.count("above max_lora_rank 4") == MOST_REFUSALS
+    assert f"\n    - and {num_refused - MOST_REFUSALS} more (--json has all)\n" in out
 
 
 def test_one_adapter_needs_its_checkpoint(

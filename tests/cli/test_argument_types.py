@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.cli import main as cli_main
+from cb_backend.support.argument_types import server_address
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,13 @@ from cb_backend.cli import main as cli_main
         ("study --max-num-seqs many", "--max-num-seqs: 'many' is not a list of whole numbers, like 64,256"),
         ("bench engine --model m --out /", "--out: /: it is a folder; name a file"),
         ("timeline demo --slots 0", "--slots: '0' is not a whole number of at least 1"),
+        ("plan --model m --gpus 0", "--gpus: '0' is not a whole number of at least 1"),
+        ("plan --model m --gpus 65", "--gpus: '65' is not a whole number from 1 to 64"),
+        ("study --gpus 65", "--gpus: '65' is not a whole number from 1 to 64"),
+        ("chat --url http://localhost:8001", "--url: 'http://localhost:8001' is not HOST:PORT, like localhost:8001"),
+        ("openai --url localhost", "--url: 'localhost' is not HOST:PORT, like localhost:8001"),
+        ("status --url localhost:0", "--url: 'localhost:0' is not HOST:PORT, like localhost:8001"),
+        ("status --url a:1 --metrics-url a", "--metrics-url: 'a' is not HOST:PORT, like localhost:8001"),
         ("timeline live --out /no/where/x.html", "--out: /no/where/x.html: there is no folder /no/where"),
     ],
 )
@@ -47,3 +55,8 @@ def test_what_argparse_cannot_judge_is_one_line_too(
     assert error.startswith("error: ")
     assert complaint in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["h-1.svc.local:8001", "127.0.0.1:1", "[::1]:8001", "dns:///llm:1", "unix:/run/s"])
+def test_what_names_a_server_is_taken_as_it_is(address: str) -> None:
+    assert server_address(address) == address

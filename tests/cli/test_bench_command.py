@@ -6,11 +6,14 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cb_backend.cli.benchmarks import engine
 from cb_backend.cli.main import main
+from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.study.timed_pass import PassResult
 from cb_backend.study.workloads import WORKLOADS, Draw, Workload
 
 CONFIG = {
@@ -108,3 +111,49 @@ def test_every_workload_runs(
 def test_what_cannot_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--model", "nowhere", "--workload", "W12"]) == 1
     assert capsys.readouterr().err.startswith("error: workload 'W12' is not known")
+
+
+@pytest.mark.long
+def test_requests_go_through_adapters_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None, two and three; the engine has places for three."""
+    model, out = tmp_path / "tiny", tmp_path / "out.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--workload", "c", "--reps", "1"]
+    flags += ["--scale", "0.004", "--max-num-seqs", "4", "--adapters", "0,2,3", "--out", str(out)]
+    flags += ["--engine-args", '{"num_gpu_blocks_override": 200, "max_lora_rank": 8}', "--profile", "2"]
+    seen: list[tuple[int, ...]] = []
+    run_pass = engine.run_pass
+
+    def seeing(fresh: LLMEngine, *args: Any) -> PassResult:
+        result = run_pass(fresh, *args)
+        stats = fresh.stats().adapters
+        assert stats is not None
+        seen.append((stats.num_loads, stats.num_resident))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "run_pass", seeing)
+        assert main(["bench", "engine", *flags]) == 0
+    assert seen == [(0, 0)] + 2 * [(0, 0), (2, 2), (3, 3)], "the first token, then warm-ups and passes"
+    start_up, *records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(each["adapters"], each["setting"]) for each in records[::2]] == [
+        (number, f"adapters={number}") for number in (0, 2, 3)
+    ]
+    assert [each["requests"] for each in records[::2]] == [4, 4, 4]
+    assert [each["windows"][0]["pass_steps"] for each in records[1::2]] == [each["steps"] for each in records[::2]]
+    # A and B of q, k, v, o, gate, up and down in float32, of rank 8 filled up to 16; and their scales.
+    assert 16_384 < start_up["adapter_bytes"] < 20_000
+    assert start_up["adapter_read_ms"] > 0 < start_up["adapter_load_ms"]
+    assert "3 adapters of 0.0" in capsys.readouterr().out
+
+
+def test_adapters_that_the_model_has_no_place_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--adapters", "2"]
+    assert main(["bench", "engine", *flags, "--engine-args", '{"max_cpu_loras": 1}']) == 1
+    assert "max_cpu_loras is 1, below max_loras (2)" in capsys.readouterr().err
+    assert main(["bench", "engine", *flags[:-1], "2,-1"]) == 1
+    assert "-1 adapters cannot be tried" in capsys.readouterr().err

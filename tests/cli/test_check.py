@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cb_backend.cli import check_cards
-from cb_backend.cli.check_cards import CARDS, cache_tokens, memory_size
+from cb_backend.cli.check_cards import CARDS, cache_room, memory_size
 from cb_backend.cli.check_findings import Findings, examine
 from cb_backend.cli.main import main
 from cb_backend.contracts.config import EngineConfig
-from cb_backend.kv_cache.layout import layout_of
+from cb_backend.kv_cache.layout import kept_windows, layout_of
 from cb_backend.models.registry import read_model_config
 from tests.models.tiny_checkpoints import write_checkpoint
 
@@ -89,8 +89,8 @@ def test_tokens_on_an_h200_are_those_that_were_measured(tmp_path: Path, tokenize
     spec, weight_bytes = found.spec, found.weight_bytes
     assert spec is not None
     assert weight_bytes is not None
-    tokens = cache_tokens(config, spec, torch.bfloat16, layout_of(spec, 16, 2), CARDS["h200"], weight_bytes)
-    assert tokens == pytest.approx(55_906 * 16, rel=0.01)
+    room = cache_room(config, spec, torch.bfloat16, layout_of(spec, 16, 2), CARDS["h200"], weight_bytes)
+    assert room.num_tokens == pytest.approx(55_906 * 16, rel=0.01)
 
 
 LLAMA_8B = {
@@ -155,12 +155,50 @@ def test_more_cache_where_less_is_asked_for(tmp_path: Path, tokenizer: Path) -> 
     def tokens(card: str = "h100", kv_bytes: int = 2, **arguments: Any) -> int:
         config = EngineConfig(model="8b", **arguments)
         layout = layout_of(found.spec, 16, kv_bytes)
-        return cache_tokens(config, found.spec, torch.bfloat16, layout, CARDS[card], found.weight_bytes)  # type: ignore[arg-type]
+        return cache_room(config, found.spec, torch.bfloat16, layout, CARDS[card], found.weight_bytes).num_tokens  # type: ignore[arg-type]
 
     usual = tokens()
     assert tokens(kv_bytes=1) == pytest.approx(2 * usual, rel=0.001)
     assert tokens("h200") > tokens(gpu_memory_utilization=0.95) > usual > tokens(max_num_batched_tokens=1 << 15)
     assert tokens(num_gpu_blocks_override=100) == 1600
+
+
+def test_layers_with_a_window_leave_room_for_more_tokens(tmp_path: Path, tokenizer: Path) -> None:
+    """20 of 24 layers see 1,024 tokens: a request of 8,192 holds 4 layers' whole and the others' last."""
+    windows = {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4, "sliding_window": 1024}
+    config = {**LLAMA_8B, "model_type": "ministral", "num_hidden_layers": 24, "head_dim": 128, **windows}
+    found = look_at(write_outline(tmp_path, config), tokenizer)
+    assert found.spec is not None
+    assert found.weight_bytes is not None
+
+    def tokens(length: int, windows: tuple[int, ...] = ()) -> int:
+        layout = layout_of(found.spec, 16, 2, windows)  # type: ignore[arg-type]
+        config = EngineConfig(model="windows")
+        room = cache_room(
+            config, found.spec, torch.bfloat16, layout, CARDS["h100"], found.weight_bytes, length=length  # type: ignore[arg-type]
+        )  # fmt: skip
+        return room.num_tokens
+
+    kept = kept_windows(found.spec.windows, 8192)
+    assert tokens(8192, kept) == pytest.approx(tokens(8192) * 24 / (4 + 20 * 1024 / 8192), rel=0.03)
+    assert tokens(1024, kept) == pytest.approx(tokens(1024), rel=0.03)  # nothing has fallen out of anything yet
+    assert tokens(8192) == tokens(100)
+
+
+def test_windows_count_where_an_engine_would_use_them(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 128}
+    small = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
+    config = {**LLAMA_8B, "model_type": "ministral", "head_dim": 128, "num_key_value_heads": 4, **small, **windows}
+    folder = write_outline(tmp_path, config)
+    found: dict[str, int] = {}
+    for prefix in ("", "no-"):
+        arguments = ("--card", "l40s", "--json", "--tokenizer", str(tokenizer))
+        code, text = run(capsys, str(folder), *arguments, f"--{prefix}disable-hybrid-kv-cache-manager")
+        assert code == 0, text
+        found[prefix] = json.loads(text)["cards"][0]["num_tokens"]
+    assert found["no-"] == pytest.approx(found[""] * 2 / (1 + 128 / 8192), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +230,15 @@ def test_the_report_names_what_matters(plain: Path, capsys: pytest.CaptureFixtur
     ):  # fmt: skip
         assert part in text, part
     assert all(card in text for card in CARDS)
+
+
+def test_a_folder_without_weights_promises_no_room(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (broken / FILE).unlink()
+    assert main(["check", str(broken)]) == 1
+    text = capsys.readouterr().out
+    assert "holds no .safetensors file" in text
+    assert "of cache" in text.splitlines()[-1]
+    assert "room" not in text
 
 
 def test_windows_and_ropes_of_a_mixed_model_are_told(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from cb_backend.cli.main import main
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.engine.llm_engine import create_engine
+from cb_backend.engine.llm_engine import LLMEngine, create_engine
+from cb_backend.engine.runner.runner_factory import create_runner
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.packed_linear import PackedLinear
 from cb_backend.models.checkpoint import resolve_checkpoint
@@ -162,6 +166,39 @@ def test_a_gguf_file_in_its_own_bits_takes_what_is_said(
     assert down.stored == kinds.get("ffn_down", kinds[""])
     assert down.served == ("bfloat16" if down.stored == "Q6_K" else f"GGUF {down.stored}")
     assert by_name["model.embed_tokens"].stored == "F32"
+
+
+TINY_CACHE = {"num_gpu_blocks_override": 30, "block_size": 4, "max_num_batched_tokens": 6, "max_num_seqs": 4}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"run_ahead": 1}, {"enable_chunked_prefill": False}], ids=str)
+@pytest.mark.parametrize("name", ["gemma3", "llama-gqa"])
+def test_the_longest_request_is_the_engines(
+    name: str, arguments: dict[str, Any], tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a cache that holds less than the context: where layers with a window give back, what is launched counts."""
+    folder = write_checkpoint(name, tmp_path)
+    config = EngineConfig(
+        model=str(folder), tokenizer=str(tokenizer), device="cpu", dtype="bfloat16", **{**TINY_CACHE, **arguments}
+    )
+    runner, info = create_runner(config)
+    on_a_card = msgspec.structs.replace(info, device="cuda")  # where steps are launched ahead
+    longest = LLMEngine(config, runner, on_a_card).scheduler.longest_request
+    assert longest < info.max_model_len
+    options = ["--card", "l40s", "--tokenizer", str(tokenizer), "--dtype", "bfloat16", "--json"]
+    for key, value in {**TINY_CACHE, **arguments}.items():
+        flag = key.replace("_", "-")
+        options += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+    assert main(["check", str(folder), *options]) == 0
+    fit = json.loads(capsys.readouterr().out)["cards"][0]
+    assert fit["longest_request"] == longest
+    assert fit["num_tokens"] >= longest
+    lengths = ["--gpus", "1", "--output-len", "4", "--input-len"]
+    for length, code in ((longest, 0), (longest + 1, 1)):
+        assert main(["plan", "--model", str(folder), *lengths, str(length - 4), *options]) == code
+        (way,) = json.loads(capsys.readouterr().out)["ways"]
+        assert way["room"]["longest_request"] == longest
+        assert bool(way["num_streams"]) is (code == 0)
 
 
 def test_arguments_are_refused_in_the_engines_words(plain: Path) -> None:

@@ -40,6 +40,8 @@ def test_r50j_names_become_addresses() -> None:
     assert [numeric_host(host) for host in ("::1", "[::1]", "0.0.0.0")] == ["::1", "::1", "0.0.0.0"]
     with pytest.raises(CliError, match=r"--host 'no\.such\.invalid' is no address of this machine"):
         numeric_host("no.such.invalid")
+    with pytest.raises(CliError, match=r"--host '192\.0\.2\.1' is no address of this machine"):
+        numeric_host("192.0.2.1")
 
 
 class _Restricted(BaseHTTPRequestHandler):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cb_backend.cli import main as cli_main
+from cb_backend.cli import serve
 from cb_backend.cli.demo_model import extract_gguf
 from cb_backend.cli.demo_view import Stream
 from cb_backend.cli.paths import CliError, checkout_path, load_client
@@ -122,6 +123,23 @@ def test_taken_port_is_named_with_its_flag() -> None:
             check_ports(ServerOptions(Path(), "127.0.0.1", http, grpc, impossible))
     with pytest.raises(CliError, match="ports must differ"):
         check_ports(ServerOptions(Path(), "127.0.0.1", http, http, metrics))
+
+
+@pytest.mark.parametrize("port", [70000, 0, "http", "taken"])
+def test_a_port_of_the_gateway_is_told_before_a_model_is_loaded(
+    port: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "find_server", lambda: ServerInstallation(tmp_path, tmp_path, {}, "a stand-in"))
+    monkeypatch.setattr(ServerProcess, "start", lambda self: pytest.fail("the server was started"))
+    http, grpc, metrics, other = map(str, free_ports(4))
+    (tmp_path / "config.json").write_text("{}")
+    words = ["serve", str(tmp_path), "--http-port", http, "--grpc-port", grpc]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(other)))
+        taken.listen()
+        gateway = {"http": http, "taken": other}.get(str(port), str(port))
+        assert cli_main.main([*words, "--metrics-port", metrics, "--openai-port", gateway]) == 1
+    assert re.search(rf"^error: .*({gateway}.*--openai-port|--openai-port {gateway})", capsys.readouterr().err)
 
 
 STAND_IN = """#!{python}

@@ -55,7 +55,8 @@ def test_the_client_is_offered_with_an_interpreter_that_can_run_it(
     """Whose shell has not activated the environment has another `python`, or none."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
     monkeypatch.chdir(tmp_path)
-    assert serve._python() == ".venv/bin/python"
+    monkeypatch.setattr(serve, "checkout_path", lambda name: tmp_path / name)
+    assert serve._client() == ".venv/bin/python client/generate.py"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert serve._python() == str(tmp_path / ".venv/bin/python")
+    assert serve._client() == f"{tmp_path}/.venv/bin/python {tmp_path}/client/generate.py"

@@ -6,8 +6,9 @@ import json
 
 import grpc
 import pytest
+from load_generator.options import drawn_names, parser, wire_options
 from load_generator.records import Status
-from load_generator.wire import WireOptions, is_refusal
+from load_generator.wire import WireOptions, is_refusal, service_pb2
 
 from tests.client.scripted_server import Script, ScriptedServer, send
 from tests.waiting import eventually
@@ -102,3 +103,35 @@ def test_request_timeout(server: tuple[ScriptedServer, str]) -> None:
     record = send(address, timeout_s=0.1)
     assert record.status is Status.ERROR
     assert (record.error or "").startswith("DEADLINE_EXCEEDED")
+
+
+def test_requests_draw_the_same_adapters_whenever_they_are_sent() -> None:
+    names = drawn_names(("sheep", "doll", "cat", "dog"), 1.0)
+    wire = WireOptions(lora_names=names, sampling={"temperature": 0.6})
+    drawn = [wire.lora_name(str(index)) for index in range(4000)]
+    assert drawn == [wire.lora_name(str(index)) for index in range(4000)]
+    shares = [drawn.count(name) / len(drawn) for name in ("sheep", "doll", "cat", "dog")]
+    assert shares == pytest.approx([12 / 25, 6 / 25, 4 / 25, 3 / 25], abs=0.03), "Zipf's law of exponent 1"
+    message = service_pb2.ModelInferRequest.FromString(wire.request("warm-7", "a b", 3))
+    parameters = json.loads(message.raw_input_contents[1][4:])
+    assert parameters["lora_name"] == wire.lora_name("warm-7")
+    assert parameters["temperature"] == 0.6
+
+
+def test_without_adapters_no_request_names_one() -> None:
+    message = service_pb2.ModelInferRequest.FromString(WireOptions().request("0", "a b", 3))
+    assert "lora_name" not in json.loads(message.raw_input_contents[1][4:])
+    assert drawn_names((), 1.0) == ()
+
+
+def test_every_name_is_drawn_however_rare() -> None:
+    names = tuple(f"a{index}" for index in range(40))
+    assert set(drawn_names(names, 3.0)) == set(names)
+    alike = drawn_names(names, 0.0)
+    assert len({alike.count(name) for name in names}) == 1
+
+
+def test_names_come_from_the_command_line() -> None:
+    args = parser().parse_args(["--rate", "inf", "--lora-names", "sheep,doll", "--lora-skew", "0"])
+    assert set(wire_options(args).lora_names) == {"sheep", "doll"}
+    assert wire_options(parser().parse_args(["--rate", "inf"])).lora_names == ()

@@ -5,9 +5,10 @@ Bandwidth 3.0 TB/s and 790 TFLOP/s throughout.
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cb_backend.study.roofline import (
@@ -138,9 +139,40 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 def test_fp8_halves_the_layers_bytes_and_their_arithmetic_but_not_the_heads() -> None:
     plain = SHAPES["Llama-3.1-8B"]
-    narrow = dataclasses.replace(plain, weight_bytes=1.0, head_bytes=2.0, layer_speed=2.0, kv_element_bytes=1.0)
+    narrow = replace(plain, weight_bytes=1.0, head_bytes=2.0, layer_speed=2.0, kv_element_bytes=1.0)
     assert narrow.bytes_per_step == plain.layer_params + 2 * plain.head_params
     assert narrow.kv_bytes_per_token == plain.kv_bytes_per_token / 2
     assert 1e3 * decode_seconds(narrow, CARD, 1, 1024) == pytest.approx(2.70, abs=0.01)
     long = [prefill_seconds(shape, CARD, [256] * 64) for shape in (plain, narrow)]
     assert long[0] / long[1] == pytest.approx(2, rel=0.03)  # the attention and the head are the rest
+
+
+def test_layers_with_a_window_read_no_more_than_it() -> None:
+    full = SHAPES["Llama-3.1-8B"]
+    half = replace(full, windows=(0, 128) * (full.num_layers // 2))
+    contexts = np.array([100, 128, 1000, 5000])
+    assert half.tokens_read(contexts) == (contexts.sum() + 100 + 3 * 128) / 2
+    assert full.tokens_read(contexts) == replace(full, windows=(0,) * full.num_layers).tokens_read(contexts) == 6228
+    assert decode_seconds(half, CARD, 4, 400) == pytest.approx(decode_seconds(full, CARD, 4, 400))
+    saved = decode_seconds(full, CARD, 64, 64 * 4096) - decode_seconds(half, CARD, 64, 64 * 4096)
+    assert saved == pytest.approx(64 * (4096 - 128) / 2 * full.kv_bytes_per_token / CARD.bandwidth)
+
+
+@pytest.mark.parametrize(("earlier", "chunk"), [(0, 100), (0, 3000), (60, 100), (2000, 512), (90, 10)])
+def test_prompts_see_each_other_within_the_window_alone(earlier: int, chunk: int) -> None:
+    windowed = replace(SHAPES["Llama-3.1-8B"], windows=(100,) * 24 + (0,) * 8)
+    position = np.arange(earlier, earlier + chunk)
+    wanted = (24 * np.minimum(position + 0.5, 100).sum() + 8 * (position + 0.5).sum()) / 32
+    assert windowed.attention_pairs(np.array([earlier]), np.array([chunk])) == pytest.approx(wanted, rel=1e-6)
+    assert prefill_seconds(windowed, CARD, [9000]) < prefill_seconds(replace(windowed, windows=()), CARD, [9000])
+
+
+def test_a_schedule_of_long_answers_takes_less_with_windows() -> None:
+    full = SHAPES["Llama-3.1-8B"]
+    slow, fast = (
+        ideal_schedule(replace(full, windows=windows), CARD, [2000] * 64, [500] * 64)
+        for windows in ((), (256,) * full.num_layers)
+    )
+    assert fast.num_steps == slow.num_steps
+    read = 64 * full.kv_bytes_per_token / CARD.bandwidth
+    assert slow.decode_seconds - fast.decode_seconds == pytest.approx(499 * read * (2000 + 250 - 256), rel=0.01)

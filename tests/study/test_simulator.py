@@ -98,6 +98,15 @@ def test_shared_prefixes_are_found() -> None:
     assert simulate(load, times).num_cached_prompt_tokens == 0
 
 
+def test_layers_with_a_window_leave_room_for_more_rows() -> None:
+    """Half of the layers see 16 tokens: a request of 400 holds little more than half of what it would without."""
+    load = traffic([200] * 12, [200] * 12)
+    settings: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 900}
+    kept, given_back = (simulate(load, step_times(kv_windows=windows), **settings) for windows in ((0, 0), (0, 16)))
+    assert figures(given_back).mean_rows > 1.3 * figures(kept).mean_rows
+    assert given_back.num_preemptions < kept.num_preemptions
+
+
 def test_share_of_prompts_in_the_time() -> None:
     """A step with 100 prompt tokens is 20 ms, of which all counts as the prompt's; then 9 of 11 ms."""
     result = simulate(traffic([100], [10]))

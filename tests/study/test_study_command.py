@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cb_backend.cli.main import main
+from cb_backend.cli.study_session import Session
 from cb_backend.study import load_watch, sweep
+from cb_backend.study.advice import Study
 from tests.cli.test_bench_command import CONFIG
 from tests.study.made_up import step_times
 
@@ -175,3 +178,113 @@ def test_what_cannot_be_done_is_one_line(
     printed = capsys.readouterr()
     assert complaint in printed.err
     assert printed.err.strip().splitlines()[-1].startswith("error: ")
+
+
+# ---- several GPUs --------------------------------------------------------------------------------------------------
+
+
+def study_ways(
+    tiny: list[str], tmp_path: Path, *more: str, blocks: bool = False, **changes: Any
+) -> tuple[int, dict[str, Any]]:
+    """Simulated with made-up step times, whose cache is not what `tiny` says but what they say."""
+    times, out = tmp_path / "times.json", tmp_path / "out.json"
+    step_times(**{"device": "cuda", **changes}).save(times)
+    arguments = json.loads(tiny[3])
+    if not blocks:
+        del arguments["num_gpu_blocks_override"]
+    flags = ["--input-len", "20", "--output-len", "10", "--num-requests", "24", "--json", str(out), *more]
+    how = ["--simulate", "--no-confirm", "--times", str(times), *tiny[:2], "--engine-args", json.dumps(arguments)]
+    code = main(["study", *flags, *how, "--max-num-seqs", "4", "--max-num-batched-tokens", "64"])
+    return code, json.loads(out.read_text())
+
+
+def test_of_several_gpus_the_plan_comes_first_and_every_way_is_tried(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, result = study_ways(tiny, tmp_path, "--gpus", "2", "--rate", "20")
+    assert code == 0
+    text = capsys.readouterr().out
+    planned, tried = text.index("on up to 2 of h200: prompts of 20 tokens"), text.index("The ways that were tried:")
+    assert planned < tried < text.index("Settings tried")
+    alone, together = result["ways"]
+    sizes = [(way["tensor_parallel_size"], way["data_parallel_size"]) for way in (alone, together)]
+    assert sizes == [(1, 2), (2, 1)]
+    assert [way["step_times"] for way in (alone, together)] == ["measured", "reckoned"]
+    assert [way["rate"] for way in (alone, together)] == [20.0, 20.0], "the same load, shared out"
+    # A step of so tiny a model does not become shorter by sharing it, so two engines do about twice as much.
+    assert alone["output_tokens_per_s"] == pytest.approx(2 * alone["at_once"]["output_tokens_per_s"])
+    assert alone["output_tokens_per_s"] > 1.5 * together["output_tokens_per_s"]
+    assert (alone["is_chosen"], together["is_chosen"]) == (True, False)
+    assert (result["rate"], result["requests"]) == (10.0, 12), "of one of the two engines"
+    wanted = {"tensor_parallel_size": 1, "data_parallel_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    assert result["recommended"] == wanted
+    assert f"  {json.dumps(wanted)}\n" in text
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_way_that_cannot_be_studied_leaves_the_others(
+    broken: int, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, held = Session.run, []
+
+    def fail(session: Session) -> Study:
+        if session.config.tensor_parallel_size == broken:
+            memory = {"of a device"}
+            held.append(weakref.ref(memory))
+            try:
+                raise OSError("no answer")
+            except OSError as error:
+                raise RuntimeError("rank 1 has ended") from error
+        assert not any(memory() for memory in held), "an engine that failed holds nothing while the next one starts"
+        return run(session)
+
+    monkeypatch.setattr(Session, "run", fail)
+    code, result = study_ways(tiny, tmp_path, "--gpus", "2", "--rate", "20")
+    assert code == 0
+    assert [way["tensor_parallel_size"] for way in result["ways"]] == [3 - broken]
+    printed = capsys.readouterr()
+    assert f"tensor_parallel_size {broken} could not be studied: rank 1 has ended" in printed.out + printed.err
+    assert f"tensor_parallel_size {broken} could not be studied (why: above)" in printed.out
+
+
+def test_a_rate_that_is_found_is_the_same_for_every_way(tiny: list[str], tmp_path: Path) -> None:
+    _, result = study_ways(tiny, tmp_path, "--gpus", "2")
+    rates = [way["rate"] for way in result["ways"]]
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def test_without_gpus_a_study_is_as_it_was(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, result = study_ways(tiny, tmp_path, "--rate", "20")
+    assert "ways" not in result
+    assert set(result["recommended"]) == {"max_num_seqs", "max_num_batched_tokens"}
+    assert "Ways to spread" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--card", "h100"], "--card says what --gpus are"),
+        (["--gpus", "2", "--card", "abacus"], "--card is 'abacus'; use one of"),
+        (["--gpus", "2", "--cpu-time"], "--cpu-time is for one device"),
+        (["--gpus", "2", "--engine-args", '{"model": "x", "tensor_parallel_size": 2}'], "is what --gpus tries"),
+        (["--gpus", "2"], "--gpus needs a --model"),
+    ],
+)
+def test_wrong_usage_of_gpus_is_told(
+    flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = tmp_path / "times.json"
+    step_times().save(times)
+    how = ["--simulate", "--no-confirm", "--times", str(times), "--input-len", "5", "--output-len", "5"]
+    assert main(["study", *how, *flags]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_times_of_more_gpus_than_there_are_are_refused(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = tmp_path / "times.json"
+    step_times(device="cuda", tensor_parallel_size=4).save(times)
+    flags = ["--input-len", "5", "--output-len", "5", "--simulate", "--no-confirm", "--times", str(times), *tiny]
+    assert main(["study", *flags, "--gpus", "2"]) == 1
+    assert "the step times are of tensor_parallel_size 4: that is more than there are" in capsys.readouterr().err

@@ -65,6 +65,20 @@ def test_b_pairs_one_token_with_256() -> None:
     assert len({prompt.prompts[0].tobytes() for pair in pairs[1:] for prompt in pair}) == 6  # no prompt comes twice
 
 
+def test_pairs_of_several_rows_are_the_peers_too() -> None:
+    (_, warm_up), (short, full) = latency_pairs(Draw(VOCAB), 1, "d8")
+    assert (short.name, short.prompt_lens, short.output_lens) == ("d8", [128] * 8, [1] * 8)
+    assert full.output_lens == warm_up.output_lens == [257] * 8
+    prompts = {prompt.tobytes() for workload in (warm_up, short, full) for prompt in workload.prompts}
+    assert len(prompts) == 24  # none twice
+    assert expand_names("b,d8,d256,a") == ["b", "d8", "d256", "W1"]
+
+
+def test_pairs_of_another_number_of_rows_are_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"workload 'd9' is not known; use .* d256"):
+        expand_names("d9")
+
+
 @pytest.mark.parametrize("name", ["W1", "W3", "W5-1x64", "W7-8", "W8"])
 def test_ids_fit_a_small_vocabulary(name: str) -> None:
     workload = WORKLOADS[name](Draw(500))

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cb_backend.study.workloads import LATENCY_PAIRS
+
 Record = dict[str, Any]
 
 SAME_MODEL = ("card", "config_digest", "dtype", "max_model_len")
@@ -38,6 +40,7 @@ ROWS = (
     Row("offline c, output tok/s", "c", "output_tok_s", True, "output_tok_s"),
     Row("batch 1 TPOT, ms", "b", "tpot_ms", False, "tpot_ms"),
     Row("batch 1 TTFT (128 in), ms", "b", "ttft_ms", False, "ttft_ms"),
+    *(Row(f"batch {name[1:]} TPOT, ms", name, "tpot_ms", False, "tpot_ms") for name in LATENCY_PAIRS if name != "b"),
     Row("first start-up, s", "startup", "total_s", False, process=0),
     Row("second start-up, s", "startup", "total_s", False, process=1),
 )

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from cb_backend.cli.benchmarks.engine_options import (
+    PAIRS_PER_REPETITION,
+    Setting,
+    add_arguments,
+    engine_config,
+    rate_of,
+    settings_to_try,
+)
 from cb_backend.cli.benchmarks.kernel_times import window_table
-from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
-from cb_backend.contracts.errors import ConfigError
+from cb_backend.cli.benchmarks.made_up_adapters import MadeUpAdapters
+from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.kv_cache.layout import ALL_TOKENS
 from cb_backend.models.spec import ModelSpec
 from cb_backend.study import machine
 from cb_backend.study.pass_report import LEGEND, Limits, Record, pairs_record, pass_record, step_table, table
 from cb_backend.study.replay import fresh_engine
-from cb_backend.study.timed_pass import run_pass
+from cb_backend.study.timed_pass import PassResult, run_pass
 from cb_backend.study.workloads import (
     LATENCY_PAIRS,
     WORKLOADS,
@@ -34,54 +40,12 @@ from cb_backend.study.workloads import (
     fixed,
     latency_pairs,
 )
-from cb_backend.support.argument_types import ints, json_object, output_file, positive_float, positive_int
+
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "throughput, latency and host time of the engine on fixed workloads, beside the card's limit"
 PEER_MAX_MODEL_LEN = 4096  # what the peers run with; longer only where a workload needs it
-PAIRS_PER_REPETITION = 5
 RATED_WORKLOADS = ("W3", "W4")
-PROFILED_STEPS = 200  # by default; some 300 kernels each
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, help="folder, GGUF file or hub id; with dummy weights a config.json do"
-    )
-    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
-    parser.add_argument(
-        "--workload", default="a,b,c", help="comma-separated: a (= W1), b, c, W1 to W8, or one part (W5-8x32)"
-    )
-    parser.add_argument(
-        "--reps", type=positive_int, default=3, help=f"timed passes ({PAIRS_PER_REPETITION} times as many of b)"
-    )
-    parser.add_argument("--warm-up-passes", type=int, default=0, help="whole untimed passes before them")
-    parser.add_argument(
-        "--run-ahead", type=ints, default=[], metavar="N[,N]", help="depths to try; default: the engine's"
-    )
-    parser.add_argument("--max-num-seqs", type=ints, default=[256], metavar="N[,N]", help="batch sizes to try")
-    parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--max-model-len", type=int, help="default: 4096, or what the longest request needs")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--gpu-memory-utilization", type=float)
-    parser.add_argument(
-        "--engine-args", type=json_object, default={}, metavar="JSON", help="further keys of model.json"
-    )
-    parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--rate", default="inf", help="requests/s of W3 and W4: numbers, inf, or 50%% of saturation")
-    parser.add_argument("--trace", type=Path, help="CSV of W4: TIMESTAMP,ContextTokens,GeneratedTokens")
-    parser.add_argument("--scale", type=positive_float, default=1.0, help="fraction of the requests (smoke test)")
-    parser.add_argument("--steps", action="store_true", help="after each pass, what its kinds of steps took")
-    parser.add_argument(
-        "--profile",
-        type=positive_int,
-        nargs="?",
-        const=PROFILED_STEPS,
-        metavar="STEPS",
-        help="after the timed passes, one more under torch's profiler: kernel times by kind and the device's busy share"
-        f" of STEPS steps ({PROFILED_STEPS}), half of them the first, half in the middle of the rest",
-    )
-    parser.add_argument("--out", type=output_file, help="append JSON lines to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     names = expand_names(args.workload)
     folder, model_config = _read_model(args.model)
     start.stage("config_s")
-    engine = create_engine(_engine_config(args, _max_model_len(args, names, model_config.vocab_size)))
+    engine = create_engine(engine_config(args, _max_model_len(args, names, model_config.vocab_size)))
     start.stage("engine_s")
     first = fixed("first-token", 1, 128, 1, Draw(model_config.vocab_size))
     run_pass(fresh_engine(engine), first, args.temperature)
@@ -98,12 +62,14 @@ def run(args: argparse.Namespace) -> int:
     start_up = start.finish()
     bench = Bench(args, engine, folder, model_config)
     print(bench.describe(), flush=True)
-    bench.emit({"workload": "startup", **start_up})
+    bench.emit({"workload": "startup", **start_up, **bench.about_adapters()})
     print(machine.start_up_line(start_up), flush=True)
+    if bench.adapters is not None:
+        print(bench.adapters, flush=True)
     bench.warm_up()
     for name in names:
-        for setting, changes in _settings(args):
-            for record in bench.run_workload(name, setting, changes):
+        for setting in settings_to_try(args):
+            for record in bench.run_workload(name, setting):
                 bench.emit(record)
     engine.close()
     print(f"\n{table(bench.records)}\n{LEGEND}")
@@ -114,7 +80,7 @@ def _max_model_len(args: argparse.Namespace, names: list[str], vocab_size: int) 
     if args.max_model_len is not None:
         return int(args.max_model_len)
     draw = Draw(vocab_size, trace=args.trace)
-    longest = [WORKLOADS[name](draw).max_total_tokens for name in names if name != LATENCY_PAIRS]
+    longest = [WORKLOADS[name](draw).max_total_tokens for name in names if name not in LATENCY_PAIRS]
     return max(PEER_MAX_MODEL_LEN, *longest) if longest else PEER_MAX_MODEL_LEN
 
 
@@ -127,32 +93,6 @@ def _read_model(name: str) -> tuple[Path, ModelSpec]:
     return folder, read_model_config(folder)
 
 
-def _engine_config(args: argparse.Namespace, max_model_len: int) -> EngineConfig:
-    arguments: dict[str, Any] = {
-        "model": args.model,
-        "load_format": args.load_format,
-        "dtype": args.dtype,
-        "device": args.device,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max(args.max_num_seqs),
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-    }
-    given = {key: value for key, value in arguments.items() if value is not None}
-    return engine_config_from_dict({**given, **args.engine_args})
-
-
-def _settings(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, int]]]:
-    """Every combination of run-ahead depth and batch size that was asked for; the name says what is not alone."""
-    for depth, max_num_seqs in itertools.product(args.run_ahead or [None], args.max_num_seqs):
-        changes = {"max_num_seqs": max_num_seqs}
-        parts = [f"seqs={max_num_seqs}"] if len(args.max_num_seqs) > 1 else []
-        if depth is not None:
-            changes["run_ahead"] = depth
-            parts.append(f"ahead={depth}")
-        yield " ".join(parts), changes
-
-
 class Bench:
     """The loaded engine, what it is held against, and the records so far."""
 
@@ -160,6 +100,8 @@ class Bench:
         self.args = args
         self.engine = engine
         self.records: list[Record] = []
+        most = max(args.adapters or [0])
+        self.adapters = MadeUpAdapters(engine, most) if most else None
         info = engine.info
         self.card = machine.measure_card(info.device, info.dtype)
         self.limits: Limits | None = None
@@ -215,52 +157,67 @@ class Bench:
 
     def warm_up(self) -> None:
         """As the peer's script: eight prompts of 64 tokens, 16 out."""
-        run_pass(fresh_engine(self.engine), fixed("warm-up", 8, 64, 16, self._draw(0)), self.args.temperature)
+        for setting in settings_to_try(self.args):
+            self._pass(fixed("warm-up", 8, 64, 16, self._draw(0)), setting)
 
-    def run_workload(self, name: str, setting: str, changes: dict[str, int]) -> Iterator[Record]:
+    def run_workload(self, name: str, setting: Setting) -> Iterator[Record]:
         """Records of the timed passes of one workload under one setting (and, for W3 and W4, each rate)."""
-        if name == LATENCY_PAIRS:
-            yield self._finished(self._run_pairs(changes), setting, 0, changes)
+        if name in LATENCY_PAIRS:
+            yield self._finished(self._run_pairs(name, setting), setting, setting.label, 0)
             if self.args.profile is not None:
-                _, (_, long) = latency_pairs(self._draw(0), 1)
-                self._profile(long, setting, changes, long.output_lens[0])
+                _, (_, long) = latency_pairs(self._draw(0), 1, name)
+                self._profile(long, setting, setting.label, long.output_lens[0])
             return
-        for rate_name, rate in self._rates(name, changes):
-            label = f"{setting} {rate_name}".strip()
+        for rate_name, rate in self._rates(name, setting):
+            label = f"{setting.label} {rate_name}".strip()
             for repetition in range(-self.args.warm_up_passes, self.args.reps):
                 # A warm-up pass has ids of its own.
                 draw = self._draw(repetition if repetition >= 0 else 500 - repetition, rate)
                 workload = self._scaled(WORKLOADS[name](draw))
                 machine.reset_peak_memory(self.engine.info.device)
-                result = run_pass(fresh_engine(self.engine, **changes), workload, self.args.temperature)
+                result = self._pass(workload, setting)
                 if repetition >= 0:
-                    yield self._finished(pass_record(workload, result, self.limits), label, repetition, changes)
+                    yield self._finished(pass_record(workload, result, self.limits), setting, label, repetition)
             if self.args.profile is not None:
                 workload = self._scaled(WORKLOADS[name](self._draw(800, rate)))  # ids of its own again
-                self._profile(workload, label, changes, len(result.steps.steps))
+                self._profile(workload, setting, label, len(result.steps.steps))
 
-    def _profile(self, workload: Workload, setting: str, changes: dict[str, int], num_steps: int) -> None:
+    def _profile(self, workload: Workload, setting: Setting, label: str, num_steps: int) -> None:
         """One more pass, under the profiler: its tables, and a record of its own."""
         from cb_backend.cli.benchmarks.profiled_pass import profile_pass  # imports torch
 
-        fresh, most = fresh_engine(self.engine, **changes), self.args.profile
-        windows = profile_pass(fresh, workload, self.args.temperature, num_steps, most)
+        fresh, most = fresh_engine(self.engine, **setting.changes), self.args.profile
+        adapters = self._adapters_of(workload, setting)
+        windows = profile_pass(fresh, workload, self.args.temperature, num_steps, most, adapters)
         for window in windows:
-            print(f"  {workload.name} {setting} {window_table(window)}", flush=True)
-        self._write({"workload": "profile", "of": workload.name, "setting": setting, **changes, "windows": windows})
+            print(f"  {workload.name} {label} {window_table(window)}", flush=True)
+        about = {"workload": "profile", "of": workload.name, "setting": label, "adapters": setting.num_adapters}
+        self._write({**about, **setting.changes, "windows": windows})
 
-    def _run_pairs(self, changes: dict[str, int]) -> Record:
+    def about_adapters(self) -> Record:
+        return {} if self.adapters is None else self.adapters.record()
+
+    def _pass(self, workload: Workload, setting: Setting) -> PassResult:
+        """On an engine that has done nothing yet."""
+        engine = fresh_engine(self.engine, **setting.changes)
+        return run_pass(engine, workload, self.args.temperature, self._adapters_of(workload, setting))
+
+    def _adapters_of(self, workload: Workload, setting: Setting) -> Sequence[AdapterKey]:
+        """In turn; call when the engine of the pass has been made, which sets who keeps adapters."""
+        if self.adapters is None or not setting.num_adapters:
+            return ()
+        return self.adapters.of_requests(len(workload.prompts), setting.num_adapters)
+
+    def _run_pairs(self, name: str, setting: Setting) -> Record:
         machine.reset_peak_memory(self.engine.info.device)
         pairs = []
-        for short, full in latency_pairs(self._draw(0), PAIRS_PER_REPETITION * self.args.reps):
-            results = [
-                run_pass(fresh_engine(self.engine, **changes), workload, self.args.temperature)
-                for workload in (short, full)
-            ]
+        count = self.args.reps * (PAIRS_PER_REPETITION if name == "b" else 1)
+        for short, full in latency_pairs(self._draw(0), count, name):
+            results = [self._pass(workload, setting) for workload in (short, full)]
             pairs.append((short, results[0], full, results[1]))
         return pairs_record(pairs[1:], self.limits)
 
-    def _rates(self, name: str, changes: dict[str, int]) -> Iterator[tuple[str, float]]:
+    def _rates(self, name: str, setting: Setting) -> Iterator[tuple[str, float]]:
         """(label, requests/s); percentages are of the saturation measured here, all requests at once."""
         if name not in RATED_WORKLOADS:
             yield "", math.inf
@@ -268,15 +225,15 @@ class Bench:
         saturation: float | None = None
         for part in self.args.rate.split(","):
             if part.endswith("%"):
-                saturation = saturation or self._saturation(name, changes)
-                yield f"rate={part}", saturation * _number(part[:-1]) / 100
+                saturation = saturation or self._saturation(name, setting)
+                yield f"rate={part}", saturation * rate_of(part[:-1]) / 100
             else:
-                yield f"rate={part}", _number(part)
+                yield f"rate={part}", rate_of(part)
 
-    def _saturation(self, name: str, changes: dict[str, int]) -> float:
+    def _saturation(self, name: str, setting: Setting) -> float:
         workload = self._scaled(WORKLOADS[name](self._draw(900)))
         workload = dataclasses.replace(workload, arrivals=[0.0] * len(workload.prompts))
-        result = run_pass(fresh_engine(self.engine, **changes), workload, self.args.temperature)
+        result = self._pass(workload, setting)
         return len(workload.prompts) / result.seconds
 
     def _draw(self, repetition: int, rate: float = math.inf) -> Draw:
@@ -287,16 +244,7 @@ class Bench:
             return workload
         return workload.first(max(1, round(self.args.scale * len(workload.prompts))))
 
-    def _finished(self, record: Record, setting: str, repetition: int, changes: dict[str, int]) -> Record:
+    def _finished(self, record: Record, setting: Setting, label: str, repetition: int) -> Record:
         peak = machine.peak_memory_bytes(self.engine.info.device)
-        return {**record, "setting": setting, "rep": repetition, **changes, "peak_memory_bytes": peak}
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ConfigError(f"rate {text!r} must be a number above 0 (requests/s), inf, or a percentage of saturation")
-    return value
+        about = {"setting": label, "rep": repetition, "adapters": setting.num_adapters, **setting.changes}
+        return {**record, **about, "peak_memory_bytes": peak}

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
 from cb_backend.cli.benchmarks.kernel_times import Event, summarize
+from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.step import MaskSource, Pending, StepPlan
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.study.timed_pass import run_pass
@@ -34,18 +36,24 @@ def choose_windows(num_steps: int, most: int) -> list[range]:
 
 
 def profile_pass(
-    engine: LLMEngine, workload: Workload, temperature: float, num_steps: int, most: int
+    engine: LLMEngine,
+    workload: Workload,
+    temperature: float,
+    num_steps: int,
+    most: int,
+    adapters: Sequence[AdapterKey] = (),
 ) -> list[dict[str, Any]]:
     """Run the workload on an engine made by `fresh_engine`; returns the figures of each window that was reached.
 
-    `num_steps`: what the same work took before. The pass is run to its end whatever it takes now.
+    `num_steps`: what the same work took before. The pass is run to its end whatever it takes now. `adapters` as in
+    `run_pass`.
     """
     is_device = engine.info.device == "cuda"
     profiled = ProfiledRunner(engine.runner, choose_windows(num_steps, most), is_device)
     wrapped: Any = engine
     wrapped.runner = profiled
     try:
-        run_pass(engine, workload, temperature)
+        run_pass(engine, workload, temperature, adapters)
     finally:
         profiled.stop()
     return [window.figures(profiled.num_steps) for window in profiled.recorded]

@@ -15,10 +15,13 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 def numeric_host(host: str) -> str:
     """The address that a name stands for: the server would listen where nobody is, without a word (24.10).
 
-    Raises `CliError` for a name that nobody knows.
+    Raises `CliError` for a name that nobody knows, and for an address that another machine has.
     """
     try:
-        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        address = str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        with socket.socket(family_of(address)) as probe:
+            probe.bind((address, 0))
+        return address
     except (OSError, UnicodeError) as error:
         raise CliError(
             f"--host {host!r} is no address of this machine ({error}); use one, or 0.0.0.0 for all"
@@ -44,6 +47,14 @@ def why_taken(host: str, port: int) -> str | None:
         except OSError as error:
             return error.strerror or str(error)
     return None
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Raises `CliError` that names the port and its flag where nobody can listen there now."""
+    if not 1 <= port <= 65535:
+        raise CliError(f"port {port} cannot be used; {flag} must be between 1 and 65535")
+    if (reason := why_taken(host, port)) is not None:
+        raise CliError(f"port {port} of {host} cannot be used ({reason}); choose another: {flag}")
 
 
 def http_status(address: str, path: str, headers: Mapping[str, str] = NO_HEADERS, timeout: float = 5.0) -> int | None:

@@ -11,7 +11,9 @@ from typing import Any
 
 from cb_backend.cli.paths import CliError
 from cb_backend.contracts.config import EngineConfig, engine_config_from_dict
+from cb_backend.contracts.config_values import kind_name
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.support.native_paths import native_path
 
 _NOT_AN_OPTION = ("model", "worker_cls")  # an argument of its own; for tests and experiments
 _PREFIX = "engine_"  # of the parsed values: `seed` or `device` may be another option of a command
@@ -26,7 +28,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         if field.type == "bool":
             group.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, default=None)
         else:
-            group.add_argument(flag, dest=dest, metavar=str(field.type).split(" | ")[0].upper())
+            kind = kind_name(str(field.type))
+            group.add_argument(flag, dest=dest, metavar="JSON" if kind.startswith("list") else kind.upper())
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -37,6 +40,18 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     except ConfigError as error:
         raise CliError(str(error)) from None
     return {name: checked[name] for name in given}
+
+
+def options_for(args: argparse.Namespace, path: str) -> dict[str, Any]:
+    """`engine_options` for a checkpoint that is only looked at. Ends as wrong usage for a value that is none, and where
+    nothing is at the path."""
+    parser: argparse.ArgumentParser = args.command_parser
+    if not native_path(path).expanduser().exists():
+        parser.error(f"{path!r} is neither a folder nor a file; nothing is fetched here")
+    try:
+        return engine_options(args)
+    except CliError as error:
+        parser.error(str(error))
 
 
 def flag_of(name: str) -> str:

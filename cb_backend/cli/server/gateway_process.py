@@ -1,4 +1,4 @@
-"""The OpenAI gateway as a process beside a server that runs: started when that is ready, ended with it."""
+"""The OpenAI gateway as a process beside a server that runs: started when that is ready, kept up, ended with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -18,6 +19,9 @@ from cb_backend.serving.server_arguments import reachable_host
 DEFAULT_PORT = 9000
 START_S = 30.0
 END_S = 10.0  # of its own drain, after the server's
+WATCH_EVERY_S = 0.5
+FIRST_PAUSE_S = 0.5  # before it is started again; twice as long each time that it ends soon
+LONGEST_PAUSE_S = 30.0
 
 
 def add_reading_options(parser: argparse._ActionsContainer) -> None:
@@ -53,24 +57,71 @@ def gateway_beside(host: str, port: int | None, grpc_address: str, options: Sequ
             raise CliError(f"port {port} of --openai-port is in use; choose another, or --no-openai")
         yield None
         return
-    # A group of its own: Ctrl-C of a terminal is for the server, which drains; the gateway ends after it.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cb_backend.cli.main", "openai", "--beside-server", "--url", grpc_address,
-         "--host", host, "--port", str(number), *options],
-        start_new_session=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "cb_backend.cli.main", "openai", "--beside-server", "--url", grpc_address]
+    kept = _Kept([*command, "--host", host, "--port", str(number), *options])
     try:
-        is_there = _wait_listening(process, host, number)
+        is_there = _wait_listening(kept.process, host, number)
         if not is_there and port is not None:
-            raise CliError(f"the OpenAI gateway ended with exit code {process.returncode}; its reason stands above")
+            raise CliError(
+                f"the OpenAI gateway ended with exit code {kept.process.returncode}; its reason stands above"
+            )
+        if is_there:
+            kept.watch()
         yield with_port(host, number) if is_there else None
     finally:
-        process.terminate()
+        kept.end()
+
+
+class _Kept:
+    """The gateway's process; once it is watched, one that ends by itself is started again."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._is_ending = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self.process = self._start()
+
+    def watch(self) -> None:
+        self._watcher = threading.Thread(target=self._watch, name="gateway-watch", daemon=True)
+        self._watcher.start()
+
+    def end(self) -> None:
+        self._is_ending.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        self.process.terminate()
         try:
-            process.wait(timeout=END_S)
+            self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self.process.kill()
+            self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A group of its own: Ctrl-C of a terminal is for the server, which drains; the gateway ends after it.
+        return subprocess.Popen(self._command, start_new_session=True)
+
+    def _watch(self) -> None:
+        pause, began = FIRST_PAUSE_S, time.monotonic()
+        while not self._is_ending.wait(WATCH_EVERY_S):
+            if self.process.poll() is None:
+                continue
+            if time.monotonic() - began > LONGEST_PAUSE_S:  # it ran well for a while
+                pause = FIRST_PAUSE_S
+            code = self.process.returncode
+            _say(f"the OpenAI gateway ended with exit code {code}; starting it again in {pause:g} s")
+            if self._is_ending.wait(pause):
+                return
+            pause, began = min(2 * pause, LONGEST_PAUSE_S), time.monotonic()
+            try:
+                self.process = self._start()
+            except OSError as error:  # no memory or no process left; later there may be
+                _say(f"the OpenAI gateway could not be started ({error}); next try in {pause:g} s")
+
+
+def _say(line: str) -> None:
+    """Where nobody reads any more, the gateway is kept up all the same."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, flush=True)
 
 
 def _wait_listening(process: subprocess.Popen[bytes], host: str, port: int) -> bool:

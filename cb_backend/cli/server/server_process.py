@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.server.addresses import http_status, why_taken, with_port
+from cb_backend.cli.server.addresses import check_port, http_status, with_port
 from cb_backend.cli.server.local_server import ServerInstallation
 from cb_backend.cli.server.processes import ProcessId, dead_children, descendants, session_members
 from cb_backend.cli.server.server_log import failure_reason, is_worth_showing
@@ -230,18 +230,16 @@ class ServerProcess:
         return [line for line in lines if is_worth_showing(line)][-count:]
 
 
-def check_ports(options: ServerOptions) -> None:
-    """Raises `CliError` that names the port and the flag if one of the three ports is taken."""
+def check_ports(options: ServerOptions, openai_port: int | None = None) -> None:
+    """Raises `CliError` that names the port and the flag if one of the server's three ports is taken, or that of the
+    gateway beside it."""
     ports = {"--http-port": options.http_port, "--grpc-port": options.grpc_port, "--metrics-port": options.metrics_port}
+    if openai_port is not None:
+        ports["--openai-port"] = openai_port
     if len(set(ports.values())) < len(ports):
-        raise CliError(
-            f"the three ports must differ, got {', '.join(f'{flag} {port}' for flag, port in ports.items())}"
-        )
+        raise CliError(f"the ports must differ, got {', '.join(f'{flag} {port}' for flag, port in ports.items())}")
     for flag, port in ports.items():
-        if not 1 <= port <= 65535:
-            raise CliError(f"port {port} cannot be used; {flag} must be between 1 and 65535")
-        if (reason := why_taken(options.host, port)) is not None:
-            raise CliError(f"port {port} of {options.host} cannot be used ({reason}); choose another: {flag}")
+        check_port(options.host, port, flag)
 
 
 def free_ports(count: int) -> list[int]:

@@ -6,7 +6,7 @@ Found by the runtime folders of this user's engines and by command lines; an eng
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ MAX_STEPS = 4000
 ANSWER_S = 2.0
 IDLE_S = 1.0  # without a step
 _DEFAULT_PORTS = {"http": "8000", "grpc": "8001", "metrics": "8002"}
-_GATEWAY_WORDS = ("-m", "cb_backend.cli.main", "openai")
+_MODULE, _SCRIPT, _COMMAND = ["-m", "cb_backend.cli.main"], "cb-backend", "openai"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class EngineState:
     output_tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     steps_per_s: float = 0.0
+    rest: str = ""  # awake, asleep and so on, of an engine that can sleep
+    weights: str = ""  # folder of those that an update has brought
+    update: str = ""  # folder of those that are to be served next
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,21 @@ def gateways(grpc: str | None) -> list[str]:
     """Addresses of this machine's OpenAI gateways for the server at `grpc`."""
     found = []
     for folder in Path("/proc").iterdir():
-        words = _command_line(folder) if folder.name.isdigit() else []
-        if tuple(words[1:4]) != _GATEWAY_WORDS or _same(_value(words, "--url", "localhost:8001")) != _same(grpc or ""):
+        words = _gateway_options(_command_line(folder)) if folder.name.isdigit() else None
+        if words is None or _same(_value(words, "--url", "localhost:8001")) != _same(grpc or ""):
             continue
         host = reachable_host(_value(words, "--host", "127.0.0.1"))
         found.append(with_port(host, _value(words, "--port", "9000")))
     return sorted(set(found))
+
+
+def _gateway_options(words: list[str]) -> list[str] | None:
+    """Of a process's command line, where it is a gateway's: as `serve` starts one, or as people do."""
+    if words[1:3] == _MODULE:
+        words = words[1:]
+    elif Path("".join(words[1:2])).name != _SCRIPT:
+        return None
+    return words[3:] if words[2:3] == [_COMMAND] else None
 
 
 def _command_line(folder: Path) -> list[str]:
@@ -121,6 +133,8 @@ def state_of(dump: StepDump, now: float, pid: int = 0, model: str = "", name: st
     """`now`: of the clock that the dump's times are of, `time.monotonic`."""
     begins, ends = np.frombuffer(dump.begins, "<f8"), np.frombuffer(dump.ends, "<f8")
     idle = EngineState(pid, model, name, num_slots=dump.num_slots)
+    if dump.rest is not None:
+        idle = replace(idle, rest=dump.rest.state, weights=dump.rest.weights, update=dump.rest.update)
     if not len(begins):
         return idle
     rows, decodes = np.frombuffer(dump.num_rows, "<i4"), np.frombuffer(dump.num_decode_rows, "<i4")
@@ -131,12 +145,9 @@ def state_of(dump: StepDump, now: float, pid: int = 0, model: str = "", name: st
     recent = begins >= now - window
     is_running = ends[-1] == 0 or now - ends[-1] < IDLE_S
     used = dump.num_blocks - int(np.frombuffer(dump.num_free_blocks, "<i4")[-1])
-    return EngineState(
-        pid,
-        model,
-        name,
+    return replace(
+        idle,
         running=int(rows[-1]) if is_running else 0,
-        num_slots=dump.num_slots,
         kv_usage=used / max(dump.num_blocks, 1) if is_running else 0.0,
         output_tokens_per_s=float(decodes[recent].sum() / window),
         prompt_tokens_per_s=float((scheduled - decodes)[recent].sum() / window),

@@ -74,7 +74,7 @@ def caches() -> Iterator[Finding]:
         yield Finding(FAIL, "cache", f"{existing} cannot be written", "set HF_HOME to a folder that can")
     models = cached_models()
     size = bytes_text(sum(model.num_bytes for model in models))
-    yield Finding(OK, "cache", f"{len(models)} checkpoints, {size} (cb-backend models)")
+    yield Finding(OK, "cache", f"{len(models)} checkpoint{'s' * (len(models) != 1)}, {size} (cb-backend models)")
     if not os.environ.get("HF_TOKEN") and not _has_login():
         yield Finding(OK, "hub", "no token: enough for public checkpoints; gated ones need HF_TOKEN")
 

@@ -114,6 +114,8 @@ def _figures(name: str, state: str, samples: list[Sample]) -> ModelState:
         found = [s.value for s in own if s.name == metric and labels.items() <= s.labels.items()]
         return sum(found) if found else None
 
+    if state == "ready" and of("cb_engines_asleep"):
+        state = "ready, asleep"
     running, waiting = of("cb_requests_running"), of("cb_requests_waiting")
     slots = of("nv_trt_llm_request_metrics", request_type="max")
     return ModelState(

@@ -26,6 +26,7 @@ class Pause:
     begin: float
     end: float
     shown: float
+    asleep: float  # so much of it the model was
 
     @property
     def cut(self) -> float:
@@ -46,7 +47,7 @@ class TimeAxis:
             for i in range(1, len(steps)):
                 starts[i] = max(starts[i], steps[i - 1].end - zero, starts[i - 1])
             ends = [max(step.end - zero, start) for step, start in zip(steps, starts, strict=True)]
-            self.pauses = _pauses(starts, ends)
+            self.pauses = _pauses(steps, starts, ends)
             for pause in self.pauses:
                 for i in range(pause.step, len(steps)):
                     starts[i] -= pause.cut
@@ -94,8 +95,16 @@ class TimeAxis:
         return f"{mark * factor:.10g} {name}"
 
 
-def _pauses(starts: Sequence[float], ends: Sequence[float]) -> list[Pause]:
+def shown_seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+
+
+def _pauses(steps: Sequence[Step], starts: Sequence[float], ends: Sequence[float]) -> list[Pause]:
     busy = sum(end - start for start, end in zip(starts, ends, strict=True))
     least = max(PAUSE_SHARE * busy, LEAST_PAUSE_S)
     gaps = ((i, ends[i - 1], starts[i]) for i in range(1, len(starts)))
-    return [Pause(i, begin, end, SHOWN_SHARE * busy) for i, begin, end in gaps if end - begin > least]
+    return [
+        Pause(i, begin, end, SHOWN_SHARE * busy, steps[i].asleep_seconds)
+        for i, begin, end in gaps
+        if end - begin > least
+    ]

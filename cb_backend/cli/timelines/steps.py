@@ -6,9 +6,10 @@ The file's first line is the header, every other one a step. It does not know pi
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -66,6 +67,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_used_blocks: int
     num_preemptions: int  # since the engine's start
+    asleep_seconds: float = 0.0  # that the model slept between the step before and this one
     adapter_loads: list[int] = []  # for each adapter that the step loaded, the request_id it was loaded for
 
 
@@ -107,15 +109,7 @@ def from_dump(dump: StepDump, title: str = "") -> StepLogFile:
     slots = np.frombuffer(dump.slots, "<i4").tolist()
     request_ids = np.frombuffer(dump.request_ids, "<i8").tolist()
     num_tokens = np.frombuffer(dump.num_scheduled_tokens, "<i4").tolist()
-    joined: dict[int, list[Joined]] = defaultdict(list)
-    for index, *values in dump.joined:
-        joined[index].append(Joined(*values))
-    ended: dict[int, list[Ended]] = defaultdict(list)
-    for index, request_id, reason in dump.ended:
-        ended[index].append(Ended(request_id, reason))
-    loads: dict[int, list[int]] = defaultdict(list)
-    for index, request_id in dump.adapter_loads:
-        loads[index].append(request_id)
+    joined, ended, loads = _by_step(dump.joined, Joined), _by_step(dump.ended, Ended), _by_step(dump.adapter_loads, int)
     figures = zip(
         np.frombuffer(dump.step_ids, "<i8").tolist(),
         np.frombuffer(dump.begins, "<f8").tolist(),
@@ -125,7 +119,8 @@ def from_dump(dump: StepDump, title: str = "") -> StepLogFile:
         np.frombuffer(dump.num_preemptions, "<i8").tolist(),
         strict=True,
     )
-    steps, first = [], 0
+    steps: list[Step] = []
+    first = 0
     for index, (step_id, begin, end, num_waiting, num_free_blocks, num_preemptions) in enumerate(figures):
         last, decode_end = first + num_rows[index], first + num_decode_rows[index]
         rows = [Row(slots[i], request_ids[i], num_tokens[i], i >= decode_end) for i in range(first, last)]
@@ -141,9 +136,23 @@ def from_dump(dump: StepDump, title: str = "") -> StepLogFile:
                 num_waiting=num_waiting,
                 num_used_blocks=dump.num_blocks - num_free_blocks,
                 num_preemptions=num_preemptions,
+                asleep_seconds=_asleep(dump.sleeps, steps[-1].begin, begin) if steps else 0.0,
                 adapter_loads=loads[index],
             )
         )
     sizes = {"num_slots": dump.num_slots, "num_blocks": dump.num_blocks, "block_size": dump.block_size}
     header = Header(title=title, adapters=dict(dump.adapters), **sizes)
     return StepLogFile(header, steps)
+
+
+def _by_step(entries: Iterable[tuple[Any, ...]], kind: Callable[..., T]) -> dict[int, list[T]]:
+    """Entries that begin with the number of their step, made of what follows it; a step without any has none."""
+    found: dict[int, list[T]] = defaultdict(list)
+    for index, *values in entries:
+        found[index].append(kind(*values))
+    return found
+
+
+def _asleep(sleeps: Sequence[tuple[float, float]], after: float, before: float) -> float:
+    """Seconds of the sleeps that ended between two times."""
+    return sum(end - begin for begin, end in sleeps if after < end <= before)

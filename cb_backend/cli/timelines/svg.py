@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from cb_backend.cli.timelines.axis import LEFT, RIGHT, WIDTH, TimeAxis
+from cb_backend.cli.timelines.axis import LEFT, RIGHT, WIDTH, TimeAxis, shown_seconds
 from cb_backend.cli.timelines.lanes import Leave, Stay, Summary, find_stays, lanes_of, summarise
 from cb_backend.cli.timelines.panels import PANELS_HEIGHT, draw_panels, peaks_of
 from cb_backend.cli.timelines.steps import StepLogFile
@@ -146,8 +146,9 @@ def _pauses(axis: TimeAxis, bottom: float) -> list[str]:
     labelled: list[float] = []  # the middles of labels
     for pause in sorted(axis.pauses, key=lambda pause: pause.begin - pause.end):  # the longest has its label first
         left, right = axis.end(pause.step - 1), axis.begin(pause.step)
-        seconds = pause.end - pause.begin
-        text = f"no step for {seconds:,.0f} s" if seconds >= 100 else f"no step for {seconds:.3g} s"
+        text = f"no step for {shown_seconds(pause.end - pause.begin)}"
+        if pause.asleep > 0:
+            text += f", asleep for {shown_seconds(pause.asleep)}"
         parts.append(
             f'<rect class="pause" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{bottom - TOP:.1f}">'
             f"<title>{text}</title></rect>"

@@ -126,6 +126,19 @@ def test_h16_chat_one_message(
     assert "there is no message" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_once", [True, False])
+def test_what_makes_a_cut_answer_longer_can_be_done(
+    is_once: bool, triton: tuple[FakeTriton, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where one message is asked, nobody can type a command."""
+    _, address = triton
+    typed(monkeypatch, "hi")
+    assert main(["chat", "--url", address, "--max-tokens", "2", *(["-q", "hi"] if is_once else [])]) == 0
+    told = "".join(capsys.readouterr())
+    assert "the answer was cut: " in told
+    assert ("--max-tokens N" in told, "/set max_tokens N" in told) == (is_once, not is_once)
+
+
 @pytest.mark.parametrize(("words", "text"), [
     (["chat", "other"], "has no model 'other'; it has llm, second"),
     (["chat", "--url", "127.0.0.1:1"], "no Triton server answers at 127.0.0.1:1"),

@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from cb_backend.cli import models as command
 from cb_backend.cli.main import main
 from cb_backend.cli.terminal import cached_models
+from cb_backend.engine.rest_desk import KeptWeights
 from cb_backend.front_end.engines.runtime_dir import EngineLife
 
 ONE, TWO = "a" * 40, "b" * 40
@@ -143,6 +144,18 @@ def test_h16_models_leaves_a_snapshot_that_is_being_served(
     monkeypatch.setattr(command, "model_of", lambda life: served[life.pid - 1])
     assert main(["models", "remove", "--yes", "org/small"]) == 1
     assert "org/small is being served by engine 1" in capsys.readouterr().err
+    assert main(["models", "remove", "--yes", "org/other"]) == 0
+
+
+def test_h16_models_leaves_what_an_update_has_brought(
+    caches: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine reads it again after a sleep, or in the place of one that died."""
+    KeptWeights(tmp_path).keep(str(caches[0] / "models--org--small" / "snapshots" / TWO))
+    monkeypatch.setattr(command, "running_engines", lambda: [EngineLife(7, 1, str(tmp_path / "a"))])
+    monkeypatch.setattr(command, "model_of", lambda life: "org/none")
+    assert main(["models", "remove", "--yes", "org/small"]) == 1
+    assert "org/small is being served by engine 7" in capsys.readouterr().err
     assert main(["models", "remove", "--yes", "org/other"]) == 0
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from cb_backend.cli.terminal.local_state import LocalServer, state_of
 from cb_backend.cli.terminal.server_state import ask_server, read_samples, with_rates
 from cb_backend.contracts.step_dump import StepDump
 from cb_backend.front_end.engines.runtime_dir import EngineLife
+from tests.waiting import eventually
 
 METRICS = """# HELP cb_requests_running Requests in the batch
 # TYPE cb_requests_running gauge
@@ -235,3 +239,17 @@ def test_an_index_for_those_who_know_a_key(stand: Stand) -> None:
     with pytest.raises(CliError, match="answers 403"):
         ask_server(stand.address, None)
     assert "llm" in ask_server(stand.address, None, {"key": "secret"}).models
+
+
+@pytest.mark.parametrize("how", [["-m", "cb_backend.cli.main"], ["bin/cb-backend"]])
+def test_h16_gateways_are_found_however_they_were_started(how: list[str], tmp_path: Path) -> None:
+    for name in ("cb_backend/__init__.py", "cb_backend/cli/__init__.py", "cb_backend/cli/main.py", "bin/cb-backend"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import time\ntime.sleep(3600)\n" if name.endswith(("main.py", "d")) else "")
+    command = [sys.executable, *how, "openai", "--url", "127.0.0.1:7", "--port=9123"]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    try:
+        eventually(lambda: local_state.gateways("localhost:7") == ["127.0.0.1:9123"], "it is found")
+    finally:
+        process.kill()
+        process.wait()
