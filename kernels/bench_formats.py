@@ -10,7 +10,6 @@ are bfloat16 in every format. Rows go to `results/formats.csv` with card and ver
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import about_card, time_graph, write_csv
-from published_models import OTHERS, config_values
+from published_models import OTHERS, STORED, write_config
 from roofline import MODELS
 
 from cb_backend.kernels.fp8 import FP8
@@ -37,7 +36,7 @@ from cb_backend.models.spec import ModelSpec
 from cb_backend.study.machine import measure_card, model_shape
 from cb_backend.study.roofline import CardLimits, decode_seconds
 
-# name: (quantization, kv_cache_dtype), as in model.json; and what the checkpoint's config says of its weights
+# name: (quantization, kv_cache_dtype), as in model.json; what the checkpoint's config says of its weights: `STORED`
 FORMATS = {
     "bf16": (None, "auto"),
     "fp8 weights": ("fp8", "auto"),
@@ -49,39 +48,14 @@ FORMATS = {
     "gguf q4_k": (None, "auto"),
     "gguf q8_0": (None, "auto"),
 }
-_W4 = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 128}
-STORED: dict[str, dict[str, Any]] = {
-    "w4a16": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _W4}},
-    },
-    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-}  # fmt: skip
 BLOCK_SIZE = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
-
-def _blocks_of_gguf(kind: str, num_layers: int) -> dict[str, Any]:
-    """All matrices of the layers in one kind of blocks."""
-    names = [f"self_attn.{part}" for part in _MATRICES[0]] + [f"mlp.{part}" for part in _MATRICES[1]]
-    modules = {f"model.layers.{layer}.{name}": kind for layer in range(num_layers) for name in names}
-    return {"quant_method": "gguf", "modules": modules}
-
-
 def read_shape(name: str, label: str = "bf16") -> tuple[ModelSpec, Path]:
     """The model's config in a format, and a folder that holds it; weights are dummies."""
-    folder = Path(tempfile.mkdtemp(prefix="cb_backend-"))
-    values = config_values(name)
-    if label in STORED:
-        values["quantization_config"] = STORED[label]
-    elif label.startswith("gguf "):
-        kind = label.removeprefix("gguf ").upper()
-        values["quantization_config"] = _blocks_of_gguf(kind, values["num_hidden_layers"])
-    (folder / "config.json").write_text(json.dumps(values))
+    stored = label if label in STORED or label.startswith("gguf ") else "bf16"  # else made narrow as they are loaded
+    folder = write_config(Path(tempfile.mkdtemp(prefix="cb_backend-")), name, stored)
     return read_model_config(folder), folder
 
 

@@ -1,11 +1,13 @@
 """The whole path on one machine: a real Triton server, its front ends, the engine, and a client load. For a GPU host.
 
     python kernels/bench_served.py --model DIR --front-ends 1,2,4,8 --streams 1,64,256,512 --out results
+    python kernels/bench_served.py --model DIR --front-ends 4 --streams 64 --adapters 40 --max-loras 8
 
 DIR is a checkpoint folder, or a config.json with `--load-format dummy`; without a tokenizer a made-up one is written
 beside a copy of it. For every number of front ends a server is started, and every number of streams is sent at once
 (each `--input-len` tokens in, `--output-len` out). The table says what the clients saw, and how many cores the engine,
-the front ends, the server and the clients kept busy meanwhile: where the time goes.
+the front ends, the server and the clients kept busy meanwhile: where the time goes. With `--adapters` each request goes
+through one of so many made-up adapters, drawn by Zipf's law, and a line says what those who named them waited.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,11 +27,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "client")]
 
+from load_generator.options import drawn_names  # noqa: E402
+from load_generator.wire import WireOptions  # noqa: E402
+
 from cb_backend.cli.server.local_server import find_server  # noqa: E402
 from cb_backend.cli.server.model_repository import copy_with_model  # noqa: E402
 from cb_backend.cli.server.processes import descendants  # noqa: E402
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, free_ports  # noqa: E402
 from cb_backend.support.process_watch import process_cpu_seconds  # noqa: E402
+
+ADAPTER_RANK = 16
 
 HEADER = (
     "front ends  streams  out tok/s  responses/s  tok/resp   TTFT p50/p99 ms   ITL p50/p99 ms  errors"
@@ -72,14 +80,18 @@ def child_seconds() -> float:
 
 
 def run_load(args: argparse.Namespace, server: ServerProcess, tokenizer: Path, streams: int) -> dict[str, Any]:
-    """One wave of `streams` requests at once; the load test's own summary, and busy cores by part."""
-    report = args.out / f"load-{streams}.json"
+    """`streams` requests at once, or at any time; the load test's own summary, and busy cores by part."""
+    report, history = args.out / f"load-{streams}.json", args.out / "history.jsonl"
     command = [
-        *(sys.executable, str(ROOT / "client" / "load_test.py"), "--url", server.grpc_address, "--rate", args.rate),
+        *(sys.executable, str(ROOT / "client" / "load_test.py"), "--url", server.grpc_address),
+        *(("--concurrency", str(streams)) if args.keeps_streams else ("--rate", args.rate)),
         *("--num-requests", str(args.num_requests or streams), "--warm-up", str(min(streams, 64))),
         *("--input-len", str(args.input_len), "--output-len", str(args.output_len), "--tokenizer", str(tokenizer)),
         *("--processes", str(min(args.processes, streams)), "--temperature", "0.6", "--json", str(report)),
+        *("--history", str(history)),
     ]
+    if args.adapters:
+        command += ["--lora-names", ",".join(adapter_names(args)), "--lora-skew", str(args.zipf)]
     before, before_client, start = cpu_seconds(server.pid), child_seconds(), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s, check=False)
     seconds = time.perf_counter() - start
@@ -89,7 +101,56 @@ def run_load(args: argparse.Namespace, server: ServerProcess, tokenizer: Path, s
     run: dict[str, Any] = json.loads(report.read_text())["runs"][0]
     run["cores"] = {part: (after[part] - before[part]) / seconds for part in after}
     run["cores"]["client"] = (child_seconds() - before_client) / seconds
+    if args.adapters:
+        run["adapters"] = waits_by_adapter(args, history)
+    history.unlink()
     return run
+
+
+def adapter_names(args: argparse.Namespace) -> list[str]:
+    return [f"a{index}" for index in range(args.adapters)]
+
+
+def waits_by_adapter(args: argparse.Namespace, history: Path) -> dict[str, Any]:
+    """What requests of each adapter waited for their first token, in milliseconds: who is starved stands out."""
+    wire = WireOptions(lora_names=drawn_names(tuple(adapter_names(args)), args.zipf))
+    waits: dict[str, list[float]] = {}
+    for line in history.read_text().splitlines():
+        record = json.loads(line)
+        if record["chunks"]:
+            wait = 1e3 * (record["chunks"][0][0] - record["sent_s"])
+            waits.setdefault(wire.lora_name(str(record["id"])) or "", []).append(wait)
+    medians = [statistics.median(each) for each in waits.values()]
+    by_use = sorted(waits.values(), key=len)
+    rarest = [wait for each in by_use[: len(by_use) // 2] for wait in each]
+    return {
+        "names": len(waits),
+        "median_ms_of_names": [round(min(medians)), round(max(medians))],
+        "median_ms_of_rarer_half": round(statistics.median(rarest)) if rarest else None,
+        "longest_ms": round(max(max(each) for each in waits.values())),
+    }
+
+
+def adapter_line(run: dict[str, Any]) -> str:
+    found, least, most = run["adapters"], *run["adapters"]["median_ms_of_names"]
+    return (
+        f"{'':10} {found['names']} adapters asked for: median TTFT of each {least} to {most} ms, of the rarer half"
+        f" {found['median_ms_of_rarer_half']} ms, longest {found['longest_ms']} ms"
+    )
+
+
+def make_adapters(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Path]:
+    """Folders of made-up adapters of the model, by name."""
+    if not args.adapters:
+        return {}
+    import torch
+
+    from cb_backend.cli.benchmarks.made_up_adapters import write_adapters
+    from cb_backend.models.registry import outline_adapters, read_model_config
+
+    table = outline_adapters(read_model_config(model), torch.bfloat16, ADAPTER_RANK)
+    folder.mkdir()
+    return dict(zip(adapter_names(args), write_adapters(folder, table, args.adapters), strict=True))
 
 
 def row(front_ends: int, streams: int, run: dict[str, Any]) -> str:
@@ -108,11 +169,15 @@ def serve(args: argparse.Namespace, model: Path, front_ends: int) -> list[str]:
     """Start a server with so many front ends and send every load; the table's rows."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        repository = copy_with_model(ROOT / "model_repository" / "llm", str(model), Path(folder), front_ends)
-        arguments_file = repository / "llm" / "1" / "model.json"
-        arguments = json.loads(arguments_file.read_text()) | json.loads(args.engine_args)
-        arguments |= {"model": str(model), "load_format": args.load_format}
-        arguments_file.write_text(json.dumps(arguments))
+        adapters = make_adapters(args, model, Path(folder) / "adapters")
+        arguments = json.loads(args.engine_args) | {"load_format": args.load_format}
+        if adapters:
+            arguments |= {"enable_lora": True, "max_loras": args.max_loras, "max_lora_rank": ADAPTER_RANK}
+        target = Path(folder) / "repository"
+        target.mkdir()
+        repository = copy_with_model(
+            ROOT / "model_repository" / "llm", str(model), target, front_ends, arguments, adapters
+        )
         http, grpc, metrics = free_ports(3)
         options = ServerOptions(repository, http_port=http, grpc_port=grpc, metrics_port=metrics)
         server = ServerProcess(find_server(), options)
@@ -130,6 +195,9 @@ def serve(args: argparse.Namespace, model: Path, front_ends: int) -> list[str]:
                     rows.append(row(front_ends, streams, run))
                     with (args.out / "served.jsonl").open("a") as file:
                         file.write(json.dumps({"front_ends": front_ends, "streams": streams, **run}) + "\n")
+                    if args.adapters:
+                        rows.append(adapter_line(run))
+                        print(rows[-2], flush=True)
                 print(rows[-1], flush=True)
         except Exception:
             print("\n".join(server.last_lines(25)), file=sys.stderr)
@@ -150,7 +218,11 @@ def main() -> int:
     parser.add_argument("--engine-args", default="{}", help="further keys of model.json, as JSON")
     parser.add_argument("--front-ends", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--streams", type=numbers, default=[1, 64, 256, 512])
+    parser.add_argument("--adapters", type=int, default=0, help="names that requests go through one of")
+    parser.add_argument("--max-loras", type=int, default=8, help="of them on the device at once")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the law that names are drawn by")
     parser.add_argument("--rate", default="inf", help="requests/s; inf = all at once")
+    parser.add_argument("--keeps-streams", action="store_true", help="whenever a request ends the next one is sent")
     parser.add_argument("--num-requests", type=int, help="default: as many as streams")
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
@@ -170,7 +242,8 @@ def main() -> int:
                 rows += serve(args, model, front_ends)
             except Exception as error:
                 rows.append(f"{front_ends:10d}  failed: {error}")
-    print(f"\n{args.model.name}, {args.input_len} in / {args.output_len} out, rate {args.rate}\n{HEADER}")
+    load = f"{args.num_requests} requests, a next one for each that ends" if args.keeps_streams else f"rate {args.rate}"
+    print(f"\n{args.model.name}, {args.input_len} in / {args.output_len} out, {load}\n{HEADER}")
     print("\n".join(rows))
     return 0
 

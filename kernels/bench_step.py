@@ -28,21 +28,23 @@ from roofline import MODELS
 
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
+from cb_backend.engine.runner.step_runner import AnyRunner, StepRunner
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels import launch
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.layout import layout_of
 from cb_backend.kv_cache.storage import KVCacheStorage
 from cb_backend.layers.adapter_table import AdapterTable
-from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.layer_spec import MoESpec
 from cb_backend.layers.moe import MoE
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.quantization import module_formats
+from cb_backend.models.sharding import shard_spec
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import fill_dummy
+from cb_backend.parallel.group import Group, NoGroup
 from cb_backend.study.machine import conditions, measure_card, model_shape
 from cb_backend.study.roofline import decode_seconds
 
@@ -55,14 +57,14 @@ DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 
 
-def make_model(name: str, max_adapters: int = 0) -> DecoderForCausalLM:
-    """max_adapters: with so many of random weights; 0: without the room for any."""
+def make_model(name: str, max_adapters: int = 0, group: Group | None = None) -> DecoderForCausalLM:
+    """max_adapters: with so many of random weights; 0: without the room for any. group: of which this device is one."""
     spec = spec_of(name)
     adapters = None
     if max_adapters:
         adapters = AdapterTable(max_adapters=max_adapters, max_rank=ADAPTER_RANK, dtype=DTYPE, device=DEVICE)
     make = LayerMaker(
-        ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=NoGroup(),
+        ops=resolve_ops("triton"), dtype=DTYPE, device=DEVICE, group=group or NoGroup(),
         format_of=spec.formats or module_formats(None), adapters=adapters,
     )  # fmt: skip
     model = DecoderForCausalLM(spec, make, has_own_head=not spec.tie_word_embeddings, max_model_len=MAX_MODEL_LEN)
@@ -76,13 +78,13 @@ def make_model(name: str, max_adapters: int = 0) -> DecoderForCausalLM:
     return model
 
 
-def make_runner(model: DecoderForCausalLM, lengths: list[int]) -> SlotRunner:
+def make_runner(model: DecoderForCausalLM, lengths: list[int], kind: type[AnyRunner] = SlotRunner) -> AnyRunner:
     """A runner whose slots hold requests of these lengths, sampling at temperature 0.6."""
-    spec = model.spec
+    spec = shard_spec(model.spec, model.group.size)
     per_row = [-(-(length + ROOM) // BLOCK_SIZE) for length in lengths]
     storage = KVCacheStorage(layout_of(spec, BLOCK_SIZE, DTYPE.itemsize), sum(per_row) + 1, DTYPE, DEVICE)
     storage.data.normal_(std=0.5)
-    runner = SlotRunner(model, resolve_ops("triton"), storage, len(lengths), MAX_MODEL_LEN)
+    runner = kind(model, resolve_ops("triton"), storage, len(lengths), MAX_MODEL_LEN)
     blocks = (torch.randperm(sum(per_row), device=DEVICE) + 1).int()
     for slot, own in enumerate(blocks.split(per_row)):
         runner.state.block_tables[slot, : len(own)] = own
@@ -90,7 +92,7 @@ def make_runner(model: DecoderForCausalLM, lengths: list[int]) -> SlotRunner:
     return runner
 
 
-def seat(runner: SlotRunner, lengths: list[int]) -> None:
+def seat(runner: StepRunner, lengths: list[int]) -> None:
     """(Back) to these lengths."""
     state, rows = runner.state, slice(0, len(lengths))
     state.num_tokens[rows] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -100,14 +102,14 @@ def seat(runner: SlotRunner, lengths: list[int]) -> None:
 
 
 @torch.inference_mode()
-def capture(runner: SlotRunner, num_rows: int, num_adapters: int = 0) -> tuple[torch.cuda.CUDAGraph, StepBuffers]:
+def capture(runner: StepRunner, num_rows: int, num_adapters: int = 0) -> tuple[torch.cuda.CUDAGraph, StepBuffers]:
     """num_adapters: that the rows go through, in turn; 0: a step without any."""
     buffers = new_step(runner, num_rows, num_adapters)
     compile_ahead(lambda: runner.run_step(buffers))
     return record(runner, buffers), buffers
 
 
-def new_step(runner: SlotRunner, num_rows: int, num_adapters: int = 0) -> StepBuffers:
+def new_step(runner: StepRunner, num_rows: int, num_adapters: int = 0) -> StepBuffers:
     """Buffers of a step of the first slots."""
     buffers = runner.new_buffers(StepShape(num_rows, has_adapters=num_adapters > 0))
     if num_adapters:
@@ -117,13 +119,20 @@ def new_step(runner: SlotRunner, num_rows: int, num_adapters: int = 0) -> StepBu
     return buffers
 
 
+def with_room_for(runner: SlotRunner, num_adapters: int) -> SlotRunner:
+    """As if max_loras were so many, of those that there are: what a step launches depends on it."""
+    assert runner.adapters is not None
+    runner.adapters.table = dataclasses.replace(runner.adapters.table, max_adapters=num_adapters)
+    return runner
+
+
 @torch.inference_mode()
-def record(runner: SlotRunner, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
+def record(runner: StepRunner, buffers: StepBuffers) -> torch.cuda.CUDAGraph:
     """The step's graph. Takes one step: what cannot be launched raises there, outside of the capture."""
     runner.run_step(buffers)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         runner.run_step(buffers)
     return graph
 
@@ -198,14 +207,14 @@ def check(runner: SlotRunner, lengths: list[int], num_adapters: int = 0) -> str:
     return f"plain {1e3 * seconds[0]:.3f} ms, dependent {1e3 * seconds[1]:.3f} ms, {verdict}"
 
 
-def profile(graph: torch.cuda.CUDAGraph) -> None:
+def profile(graph: torch.cuda.CUDAGraph, num_shown: int = 18) -> None:
     """Kernels of one replay by their time. Dependent ones overlap, so the sum may exceed the step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
     events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
-    for event in events[:18]:
+    for event in events[:num_shown]:
         print(
             f"    {event.device_time_total / 3:9.1f} us {event.count // 3:5} x"
             f" {event.device_time_total / max(event.count, 1):8.2f}  {event.key[:70]}",
@@ -213,15 +222,17 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
         )
 
 
-def tell_adapters(runner: SlotRunner, lengths: list[int], counts: list[int], base: float) -> None:
+def tell_adapters(runner: SlotRunner, lengths: list[int], counts: list[int], base: float, has_profile: bool) -> None:
     """Steps of the same rows spread over so many adapters, beside `base` seconds without any."""
     for count in counts:
         if count > len(lengths):
             continue
-        graph, _ = capture(runner, len(lengths), count)
+        graph, _ = capture(with_room_for(runner, count), len(lengths), count)
         seat(runner, lengths)
         seconds = time_step(graph)
         print(f"{'':14} adapters {count:4} {1e3 * seconds:8.3f} ms, {seconds / base - 1:+.1%}", flush=True)
+        if has_profile:
+            profile(graph)
         del graph
 
 
@@ -272,7 +283,7 @@ def main() -> int:
                 if arguments.profile:
                     profile(graph)
                 del graph
-                tell_adapters(runner, lengths, counts, seconds)
+                tell_adapters(runner, lengths, counts, seconds, arguments.profile)
             runner.close()
             del runner
             torch.cuda.empty_cache()

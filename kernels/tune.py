@@ -4,6 +4,7 @@
     python kernels/tune.py linear [--quick] [--models llama-3.2-1b] [--rows 256] [--dry-run]    # see tune_linear.py
     python kernels/tune.py steps [--models llama-3.2-1b] [--rows 1,8] [--seconds 120] [--dry-run]   # see tune_steps.py
     python kernels/tune.py attention-steps [--rows 32,64] [--dry-run]                     # see tune_attention_steps.py
+    python kernels/tune.py lora [--models llama-3.1-8b] [--rows 1,8,32] [--dry-run]       # see tune_lora.py
 
 For each op and head size every combination of a small grid is timed on cases that stand for serving, and the one with
 the least geometric mean of time per unit of work wins. Variants are compiled first, by several processes at once, into
@@ -13,6 +14,7 @@ Triton's cache on disk. A variant that fails is reported and left out.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import math
@@ -204,23 +206,12 @@ def tune_in_steps(
     return 0
 
 
-def tune_steps_products(arguments: argparse.Namespace) -> int:
-    import tune_steps
-
-    return tune_in_steps(tune_steps.run, arguments)
-
-
-def tune_steps_attention(arguments: argparse.Namespace) -> int:
-    import tune_attention_steps
-
-    return tune_in_steps(tune_attention_steps.run, arguments)
+IN_STEPS = {"steps": "tune_steps", "attention-steps": "tune_attention_steps", "lora": "tune_lora"}  # modules here
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "what", nargs="?", choices=["attention", "linear", "steps", "attention-steps"], default="attention"
-    )
+    parser.add_argument("what", nargs="?", choices=["attention", "linear", *IN_STEPS], default="attention")
     parser.add_argument("--quick", action="store_true", help="a small grid")
     parser.add_argument("--ops", default="decode_attention,prefill_attention")
     parser.add_argument("--models", default=",".join(MODELS), help="of linear and both kinds of steps: whose")
@@ -242,10 +233,8 @@ def main() -> int:
         return 2
     if arguments.what == "linear":
         return tune_linear_products(arguments)
-    if arguments.what == "steps":
-        return tune_steps_products(arguments)
-    if arguments.what == "attention-steps":
-        return tune_steps_attention(arguments)
+    if arguments.what in IN_STEPS:
+        return tune_in_steps(importlib.import_module(IN_STEPS[arguments.what]).run, arguments)
     device = torch.device("cuda", torch.cuda.current_device())
     kept = [] if arguments.replace_steps else chosen_in_steps(read_table(device))
     chosen = [

@@ -43,13 +43,13 @@ from cb_backend.kernels.grouped_packed import (
 )
 from cb_backend.kernels.launch import next_power_of_2, overriding
 from cb_backend.layers.experts import PlainExperts
-from cb_backend.layers.group import NoGroup
 from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.layer_spec import MoESpec
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.packed_experts import PackedMixture
 from cb_backend.models.quantization import module_formats
 from cb_backend.models.weights import fill_dummy
+from cb_backend.parallel.group import NoGroup
 from cb_backend.study.machine import measure_card
 
 Parameters = dict[str, int]
@@ -64,26 +64,33 @@ TILES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     64: ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 2)),
     128: ((64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4)),
 }  # fmt: skip
+SPLITS = (1, 2, 4, 8)  # of the sums of packed weights' products with few rows
+SPLIT_ROWS = 4  # with more there are programs enough
 # The same with packed weights: (block_n, num_warps, num_stages)
 PACKED_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     16: ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
     32: ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
-    64: ((64, 4, 4), (128, 8, 3), (128, 8, 4)),
-    128: ((64, 4, 3), (64, 8, 3), (128, 8, 3)),
+    64: ((64, 4, 4), (128, 4, 3), (128, 4, 4), (128, 8, 3)),
+    128: ((64, 4, 3), (128, 4, 3), (128, 8, 2), (128, 8, 3)),
+    256: ((128, 8, 2),),
 }
 QUICK = {16: (0, 1, 4, 7), 32: (0, 1), 64: (0, 3), 128: (1, 3)}  # places in TILES
 
 
-def block_sizes(num_rows: int, spec: MoESpec) -> tuple[int, ...]:
+def block_sizes(num_rows: int, spec: MoESpec, *, is_packed: bool) -> tuple[int, ...]:
     """Rows of a block that are tried for so many pairs an expert."""
     share = num_rows * spec.top_k / spec.num_experts
+    if share > 192 and is_packed:  # weights are widened for each block: the fewer, the better
+        return (128, 256)
     return (16,) if share <= 4 else (16, 32) if share <= 12 else (32, 64) if share <= 48 else (64, 128)
 
 
-def candidates(block_m: int, is_packed: bool, is_quick: bool) -> list[Parameters]:
+def candidates(block_m: int, num_rows: int, is_packed: bool, is_quick: bool) -> list[Parameters]:
     if is_packed:
         names = ("block_n", "num_warps", "num_stages")
-        return [dict(zip(names, tile, strict=True)) for tile in PACKED_TILES[block_m]]
+        tiles = [dict(zip(names, tile, strict=True)) for tile in PACKED_TILES[block_m]]
+        splits = SPLITS if num_rows <= SPLIT_ROWS else (1,)
+        return [{**tile, **({"splits": count} if count > 1 else {})} for tile in tiles for count in splits]
     chosen = [TILES[block_m][place] for place in QUICK[block_m]] if is_quick else TILES[block_m]
     return [dict(zip(("block_n", "block_k", "num_warps", "num_stages"), tile, strict=True)) for tile in chosen]
 
@@ -112,8 +119,8 @@ class Weights:
     def bytes_per_weight(self) -> float:
         if isinstance(self.block, PlainExperts):
             return 2.0
-        each = self.block.gate_up.weight.of(0)
-        return each.num_bytes / (each.size[0] * each.size[1])
+        weight = self.block.gate_up.weight
+        return weight.num_bytes / (len(weight.values) * weight.size[0] * weight.size[1])
 
     def shape(self, op: str) -> tuple[int, int]:
         """(n, k)"""
@@ -199,17 +206,17 @@ class Bench:
 
 def rehearse(benches: list[Bench], is_quick: bool) -> None:
     for bench in benches:
-        for block_m in block_sizes(bench.num_rows, bench.weights.experts):
+        for block_m in block_sizes(bench.num_rows, bench.weights.experts, is_packed=bench.weights.bits < 16):
             plans = bench.plans(block_m)
             for op in OPS:
-                for parameters in candidates(block_m, bench.weights.bits < 16, is_quick):
+                for parameters in candidates(block_m, bench.num_rows, bench.weights.bits < 16, is_quick):
                     with contextlib.suppress(Exception), overriding(op, parameters):  # `best` raises it again
                         bench.product(op, plans[0])
 
 
 def best(bench: Bench, op: str, plans: list[ExpertPlan], is_quick: bool) -> tuple[float, Parameters]:
     found: list[tuple[float, Parameters]] = []
-    for parameters in candidates(plans[0].block_m, bench.weights.bits < 16, is_quick):
+    for parameters in candidates(plans[0].block_m, bench.num_rows, bench.weights.bits < 16, is_quick):
         try:
             found.append((bench.seconds(op, plans, parameters), parameters))
         except Exception as error:  # too much shared memory: left out
@@ -222,7 +229,7 @@ def best(bench: Bench, op: str, plans: list[ExpertPlan], is_quick: bool) -> tupl
 def tune(bench: Bench, bandwidth: float, is_quick: bool) -> Iterator[dict[str, Any]]:
     """A row of results for each product at the best rows of a block."""
     spec, choices = bench.weights.experts, {}
-    for block_m in block_sizes(bench.num_rows, spec):
+    for block_m in block_sizes(bench.num_rows, spec, is_packed=bench.weights.bits < 16):
         plans = bench.plans(block_m)
         choices[block_m] = {op: best(bench, op, plans, is_quick) for op in OPS}
         with contextlib.ExitStack() as stack:

@@ -35,6 +35,7 @@ from cb_backend.kernels.launch import num_multiprocessors, overriding
 from cb_backend.kernels.linear import linear, linear_silu_mul
 from cb_backend.kernels.linear_packed import (
     MAX_BLOCK_M,
+    MAX_DIRECT_ROWS,
     linear_packed,
     linear_packed_torch,
     linear_silu_mul_packed,
@@ -76,6 +77,19 @@ TILES = {
           _tile(64, 4, 2, maxnreg=168, scale_first=1), _tile(64, 4, 3, block_m=64)),
 }  # fmt: skip
 PREFETCHES = (0, 16384)
+# Of the kernel that reads weights into registers; pairs of rows and warps bound the registers there are for sums.
+DIRECT = tuple(
+    {"pairs": pairs, "num_warps": warps, "depth": depth}
+    for pairs, warps, depths in (
+        (1, 4, (1, 2)),
+        (1, 8, (1, 2)),
+        (1, 16, (1, 2)),
+        (2, 4, (1,)),
+        (2, 8, (1,)),
+        (2, 16, (1,)),
+    )
+    for depth in depths
+)
 
 
 def make_weight(shape: Shape, name: str) -> PackedWeight:
@@ -142,6 +156,8 @@ class Bench:
 def candidates(shape: Shape, num_rows: int, num_sms: int, is_quick: bool) -> Iterator[Parameters]:
     """Tiles that fit, with splits that give every multiprocessor something to read."""
     num_blocks = shape.k // 128
+    if num_rows <= MAX_DIRECT_ROWS:
+        yield from (each for each in DIRECT if each["pairs"] * each["num_warps"] * num_rows <= 512 or num_rows == 1)
     tiles = TILES[next(rows for rows in TILES if rows >= num_rows)]
     for tile in tiles[:4] if is_quick else tiles:
         num_tiles = -(-shape.weight_rows // tile["block_n"]) * -(-num_rows // tile.get("block_m", MAX_BLOCK_M))
@@ -215,6 +231,8 @@ def entries(rows: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
             kind = {"bits": 4 if each["format"].endswith("4") else 8}
             if each["format"].endswith("fp4"):
                 kind["is_float"] = 1
+            if "pairs" in use:
+                kind["is_direct"] = 1
             n = each["n"] * (2 if op.startswith("linear_silu_mul") else 1)  # rows of the weight
             found.append({"when": {"n": n, "k": each["k"], "m": each["m"], **kind}, "use": use})
     return found
