@@ -2,59 +2,38 @@
 
 python -m tests.mutation.run [--modules scheduler block_pool ...] [--sample N] [--jobs J] [--journal FILE] [--json FILE]
 
-Every mutant is a forked process that imports the changed module in place of the right one and runs the tests named for
-it (`targets`) until the first failure. A mutant that hangs is noticed. Survivors are printed. Those that change nothing
-that can be seen are listed in `equivalent.txt` with reasons, and are not tried. With a journal a run that was stopped
-goes on where it was, and one after changes tries again only mutants of changed modules or under changed tests. Needs
-the repository, numpy, msgspec, pyzmq, tokenizers, pytest and hypothesis; no torch.
+Every mutant is a forked process (`serve`) in which the module is changed (`change`) and the tests named for it
+(`targets`) run until the first failure. A mutant that hangs is noticed. Survivors are printed. Those that change
+nothing that can be seen are listed in `equivalent.txt` with reasons, and are not tried. With a journal a run that was
+stopped goes on where it was, and one after changes tries again only mutants of changed modules or under changed tests.
+Needs the repository, numpy, msgspec, pyzmq, tokenizers, pytest and hypothesis; torch and transformers for `adapters`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import multiprocessing
 import os
 import random
-import resource
-import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from tests.mutation.journal import Journal
-from tests.mutation.mutate import Mutant, mutants, mutated
-from tests.mutation.targets import ROOT, TARGETS, fingerprints, source_of
+from tests.mutation.mutate import Mutant, mutants
+from tests.mutation.serve import HUNG, NOTICED, SKIPPED, SURVIVED, serve
+from tests.mutation.targets import TARGETS, fingerprints, source_of
 
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
-LONGEST_CPU_S = 60  # of one mutant, on its own clock: how busy the machine is does not matter
-LONGEST_S = 1800  # for one that hangs without computing
 PROGRESS_S = 20.0
-SURVIVED, NOTICED, HUNG, SKIPPED = "survived", "noticed", "hung", "skipped"
-
-
-class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module with one change in it."""
-
-    def __init__(self, module: str, index: int) -> None:
-        self.module, self.index = module, index
-        self.path = source_of(module)
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.module:
-            return None
-        return importlib.util.spec_from_file_location(name, self.path, loader=self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module) -> None:
-        exec(compile(mutated(self.path.read_text(), self.index), str(self.path), "exec"), module.__dict__)
+# CPU seconds of one mutant, on its own clock: how busy the machine is does not matter. Twice what the tests take
+# without a change, and some seconds for a new import; no more than this.
+LONGEST_CPU_S = 60
+LEAST_CPU_S = 3
+FAILED = "failed"  # a process that tries changes has ended
 
 
 def equivalents(text: str, module: str) -> set[tuple[str, str]]:
@@ -83,33 +62,35 @@ def mutants_to_try(name: str) -> list[Mutant]:
     return [mutant for mutant in found if (mutant.source, mutant.what) not in listed]
 
 
-def try_out(name: str, mutant: Mutant | None, deadline: float = float("inf")) -> tuple[str, Mutant | None, str]:
-    """Run the tests of a target with this change (None: without any) in a process of its own: SURVIVED, ..."""
-    if time.time() > deadline:
-        return name, mutant, SKIPPED
-    pid = os.fork()
-    if pid == 0:
-        _run_tests(*TARGETS[name], mutant)
-    status = os.waitpid(pid, 0)[1]
-    return name, mutant, SURVIVED if status == 0 else HUNG if os.WIFSIGNALED(status) else NOTICED
-
-
-def _run_tests(module: str, tests: Sequence[str], mutant: Mutant | None) -> None:
-    """Never returns."""
-    import pytest
-
-    resource.setrlimit(resource.RLIMIT_CPU, (LONGEST_CPU_S, LONGEST_CPU_S))  # ends the process: it is noticed
-    signal.alarm(LONGEST_S)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    if mutant is not None:
-        sys.meta_path.insert(0, _Changed(module, mutant.index))
-    code = 1
-    try:
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(str(ROOT / test) for test in tests)])
-    finally:
-        os._exit(int(code))
+def try_out(target: str, work: list[Mutant], num_jobs: int, deadline: float) -> Iterator[tuple[Mutant | None, str]]:
+    """(mutant, outcome) of all of them as they come, first of no mutant at all: unless that survives it is the last."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = zip(*(spawn.Pipe() for _ in range(min(num_jobs, len(work)))), strict=True)
+    workers = [spawn.Process(target=serve, args=(target, pipe), daemon=True) for pipe in theirs]
+    for worker, pipe in zip(workers, theirs, strict=True):
+        worker.start()
+        pipe.close()  # so that its end is seen
+    asked: dict[Connection, Mutant | None] = {ours[0]: None}
+    longest_cpu_s = LONGEST_CPU_S
+    ours[0].send((None, longest_cpu_s))
+    left = work[::-1]
+    while asked:
+        for pipe in wait(list(asked)):
+            mutant = asked.pop(pipe)
+            try:
+                outcome, cpu_s = pipe.recv()
+            except EOFError:
+                outcome, cpu_s = FAILED, 0.0
+            yield mutant, outcome
+            if mutant is None:
+                longest_cpu_s = min(longest_cpu_s, int(LEAST_CPU_S + 2 * cpu_s))
+            if outcome == FAILED or (mutant is None and outcome != SURVIVED):
+                return
+        for pipe in ours:
+            if pipe not in asked and left and time.time() < deadline:
+                asked[pipe] = left.pop()
+                pipe.send((asked[pipe], longest_cpu_s))
+    yield from ((mutant, SKIPPED) for mutant in left)
 
 
 def main() -> int:
@@ -125,52 +106,41 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the survivors here as well")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    began, work, results = time.perf_counter(), [], []
+    began, results = time.perf_counter(), []
     deadline = time.time() + options.limit
     journal = Journal(options.journal)
-    prints = {name: fingerprints(name) for name in options.modules}
     for name in options.modules:
+        prints, work = fingerprints(name), []
         found = mutants_to_try(name)
         if options.sample and len(found) > options.sample:
             found = sorted(random.Random(0).sample(found, options.sample), key=lambda mutant: mutant.index)
         for mutant in found:
-            known = journal.outcome(name, mutant, *prints[name], keep=NOTICED if options.keep_noticed else "")
+            known = journal.outcome(name, mutant, *prints, keep=NOTICED if options.keep_noticed else "")
             if known is None:
-                work.append((name, mutant, deadline))
+                work.append(mutant)
             else:
                 results.append((name, mutant, known))
-    num_all = len(results) + len(work)
-    random.Random(1).shuffle(work)  # so that a run that is cut short has seen something of each
-    print(f"{len(results)} mutants known, {len(work)} to try", flush=True)
-    # Workers have one thread, so that they can fork safely.
-    with multiprocessing.get_context("spawn").Pool(options.jobs, _import_the_heavy) as pool:
-        whole = [(name, None, float("inf")) for name in dict.fromkeys(name for name, *_ in work)]
-        for name, _, outcome in pool.imap_unordered(_try_out, whole):
-            if outcome != SURVIVED:
+        random.Random(1).shuffle(work)  # so that a run that is cut short has seen something of all
+        print(f"{name}: {len(found) - len(work)} mutants known, {len(work)} to try", flush=True)
+        told = time.perf_counter()
+        for num_tried, (mutant, outcome) in enumerate(try_out(name, work, options.jobs, deadline) if work else ()):
+            if outcome == FAILED:
+                print(f"a process that tries changes of {name} has ended, at {mutant}")
+                return 2
+            if mutant is None and outcome != SURVIVED:
                 print(f"the tests of {name} fail without any change ({outcome}); mend them first")
                 return 2
-        told = time.perf_counter()
-        for name, mutant, outcome in pool.imap_unordered(_try_out, work):
+            if mutant is None:
+                continue
             results.append((name, mutant, outcome))
             if outcome != SKIPPED:
-                journal.note(name, mutant, *prints[name], outcome)
+                journal.note(name, mutant, *prints, outcome)
             if outcome == SURVIVED:
                 print(f"survived in {name}, line {mutant.line}: {mutant.what}", flush=True)
             if time.perf_counter() - told > PROGRESS_S:
                 told = time.perf_counter()
-                print(f"{len(results)} of {num_all}", flush=True)
+                print(f"{num_tried} of {len(work)}", flush=True)
     return _show(results, time.perf_counter() - began, options.json)
-
-
-def _try_out(work: tuple[str, Mutant | None, float]) -> tuple[str, Mutant | None, str]:
-    return try_out(*work)
-
-
-def _import_the_heavy() -> None:
-    """What the forked processes then need not import."""
-    import hypothesis  # noqa: F401
-    import numpy as np  # noqa: F401
-    import pytest  # noqa: F401
 
 
 def _show(results: list[tuple[str, Mutant, str]], seconds: float, path: Path | None) -> int:

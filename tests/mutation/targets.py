@@ -8,92 +8,74 @@ from tests.kept_results import fingerprint
 
 ROOT = Path(__file__).parents[2]
 _WORLDS = ("tests/mutation/check_worlds.py",)
-_SCHEDULING = tuple(
-    f"tests/scheduler/test_{name}.py"
-    for name in (
-        "admission",
-        "victims",
-        "scheduler",
-        "scheduler_cases",
-        "priorities",
-        "prompt_share",
-        "swap",
-        "reserved_share",
-        "pressure",
-        "block_waits",
-    )
-)
-_DIR = "tests/scheduler"
-_ADAPTERS = f"{_DIR}/test_adapters.py"
-_COUNTERS = f"{_DIR}/test_counters.py"
-_GROUPS = tuple(f"tests/kv_cache/test_{name}.py" for name in ("grouped_manager", "promises", "block_needs"))
-_REUSE = "tests/scheduler/test_prefix_cache_use.py"
-_POINTS = "tests/scheduler/test_fault_points.py"
-_POOL = tuple(f"tests/kv_cache/test_{name}.py" for name in ("block_pool", "kv_manager", "coming_prefixes"))
-_TEXT = tuple(f"tests/front_end/test_{name}.py" for name in ("stop_strings", "output_text", "detokenizer"))
+
+
+def _of(room: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{room}/test_{name}.py" for name in names)
+
+
+# Of each target those tests come first that know it best: most changes are noticed by the first few. Tests of many
+# seconds are left out where others notice as much.
+_SCHEDULING = _of(
+    "scheduler", "admission", "admission_reserve", "victims", "swap", "adapters", "reserved_share", "priorities"
+)  # fmt: skip
+_SCHEDULER_AND_POINTS = _of("scheduler", "scheduler", "fault_points")
+_REUSE = _of("scheduler", "prefix_cache_use")
+_GROUPS = _of("kv_cache", "grouped_manager", "grouped_needs", "promises", "block_needs")
+_POOL = _of("kv_cache", "block_pool", "kv_manager", "coming_prefixes")
+_TEXT = _of("front_end", "stop_strings", "output_text", "detokenizer")
 _SCHEDULER = "cb_backend.engine.scheduler"
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scheduler": (
         f"{_SCHEDULER}.scheduler",
-        (
-            *(f"tests/scheduler/test_{name}.py" for name in ("scheduler", "hybrid_prefill", "queue_room")),
-            _POINTS,
-            *_WORLDS,
-            *_SCHEDULING,
-        ),
+        (*_SCHEDULER_AND_POINTS, *_of("scheduler", "hybrid_prefill", "queue_room"), *_SCHEDULING),
     ),
-    "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, _ADAPTERS, _REUSE, *_WORLDS)),
-    "adapter_slots": (f"{_SCHEDULER}.adapter_slots", (f"{_DIR}/test_adapter_slots.py", _ADAPTERS, *_WORLDS)),
+    "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, *_SCHEDULER_AND_POINTS, *_REUSE)),
+    "adapter_slots": (f"{_SCHEDULER}.adapter_slots", (*_of("scheduler", "adapter_slots", "adapters"), *_WORLDS)),
+    "adapters": ("cb_backend.engine.adapters", _of("engine", "adapter_store")),
     "order": (
         f"{_SCHEDULER}.order",
-        (
-            *(f"tests/scheduler/test_{name}.py" for name in ("request_queue", "queue_room", "fair_share")),
-            *(f"tests/scheduler/test_{name}.py" for name in ("priorities", "admission")),
-            *(f"tests/scheduler/test_{name}.py" for name in ("reserved_share", "prompt_share")),
-            _REUSE,
-            *_WORLDS,
+        _of(
+            "scheduler", "request_queue", "queue_room", "fair_share", "admission", "reserved_share",
+            "prefix_cache_use", "priorities",
         ),
     ),
-    "fair_share": (
-        f"{_SCHEDULER}.fair_share",
-        ("tests/scheduler/test_fair_share.py", "tests/scheduler/test_request_queue.py", *_WORLDS),
-    ),
+    "fair_share": (f"{_SCHEDULER}.fair_share", _of("scheduler", "fair_share", "request_queue")),
     "prefill": (
         f"{_SCHEDULER}.prefill",
-        (
-            *(f"tests/scheduler/test_{name}.py" for name in ("prompt_share", "hybrid_prefill", "full_steps")),
-            "tests/scheduler/test_scheduler.py",
-            *_WORLDS,
-        ),
+        _of("scheduler", "scheduler", "prompt_share", "hybrid_prefill", "full_steps"),
     ),
-    "preemption": (f"{_SCHEDULER}.preemption", (_POINTS, *_WORLDS, *_SCHEDULING)),
+    "preemption": (
+        f"{_SCHEDULER}.preemption",
+        (*_of("scheduler", "victims"), *_SCHEDULER_AND_POINTS, *_SCHEDULING, *_of("scheduler", "block_waits")),
+    ),
     "plan": (
         f"{_SCHEDULER}.plan",
-        (*(f"{_DIR}/test_{name}.py" for name in ("scheduler", "windows")), _POINTS, *_SCHEDULING, *_WORLDS),
+        (
+            *_of("scheduler", "bounds"),
+            *_SCHEDULER_AND_POINTS,
+            *_of("scheduler", "results", "swap", "adapters", "victims", "admission", "windows"),
+        ),
     ),
     "results": (
         f"{_SCHEDULER}.results",
-        (
-            *(f"{_DIR}/test_{name}.py" for name in ("results", "scheduler")),
-            _COUNTERS,
-            _POINTS,
-            *_SCHEDULING,
-            _REUSE,
-            *_WORLDS,
-        ),
+        (*_of("scheduler", "results"), *_SCHEDULER_AND_POINTS, *_REUSE, *_of("scheduler", "swap", "adapters")),
     ),
-    "slots": (f"{_SCHEDULER}.slots", (f"{_DIR}/test_scheduler.py", _COUNTERS, _POINTS, *_SCHEDULING, *_WORLDS)),
-    "pace": (
-        f"{_SCHEDULER}.pace",
-        tuple(f"{_DIR}/test_{name}.py" for name in ("pace", "non_negative", "prompt_share", "hybrid_prefill")),
+    "slots": (
+        f"{_SCHEDULER}.slots",
+        (*_of("scheduler", "bounds"), *_SCHEDULER_AND_POINTS, *_of("scheduler", "counters"), *_SCHEDULING),
     ),
-    "stats": (f"{_SCHEDULER}.stats", tuple(f"{_DIR}/test_{name}.py" for name in ("results", "pressure", "counters"))),
-    "swap_space": ("cb_backend.kv_cache.swap_space", ("tests/scheduler/test_swap.py", _POINTS, _REUSE, *_WORLDS)),
+    "pace": (f"{_SCHEDULER}.pace", _of("scheduler", "pace", "non_negative", "hybrid_prefill")),
+    "stats": (f"{_SCHEDULER}.stats", _of("scheduler", "results", "pressure", "counters")),
+    "swap_space": (
+        "cb_backend.kv_cache.swap_space",
+        (*_of("scheduler", "swap", "fault_points"), *_REUSE, *_WORLDS),
+    ),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
-    "layout": ("cb_backend.kv_cache.layout", ("tests/kv_cache/test_layout.py",)),
+    "layout": ("cb_backend.kv_cache.layout", _of("kv_cache", "layout")),
     "manager": (
         "cb_backend.kv_cache.manager",
-        (*_POOL, _POINTS, _REUSE, *_WORLDS, "tests/scheduler/test_prompt_share.py"),
+        (*_POOL, *_of("scheduler", "fault_points", "prefix_cache_use", "prompt_share"), *_WORLDS),
     ),
     "grouped_manager": ("cb_backend.kv_cache.grouped_manager", (*_GROUPS, *_WORLDS)),
     "group_prefix": ("cb_backend.kv_cache.group_prefix", (*_GROUPS, *_WORLDS)),

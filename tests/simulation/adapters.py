@@ -23,10 +23,10 @@ from tests.simulation.scenario import Arrival, Scenario
 SHARE = 0.3  # of worlds that have adapters
 
 
-def with_adapters(scenario: Scenario) -> Scenario:
+def with_adapters(scenario: Scenario, share_of_worlds: float = SHARE) -> Scenario:
     """The same world, in some of which requests want adapters. Drawn apart: the rest does not depend on it."""
     rng = random.Random(f"adapters of {scenario.seed}")
-    if rng.random() >= SHARE:
+    if rng.random() >= share_of_worlds:
         return scenario
     num_slots, num_names = rng.choice((1, 1, 2)), rng.randint(1, 4)
     # What is under each name, until from some turn on it is something else.

@@ -22,6 +22,7 @@ from tests.fakes.runners import FakePending, HashRunner
 from tests.simulation.adapters import AdapterChecks, key_of
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue
+from tests.simulation.ranks import TwoRanks
 from tests.simulation.scenario import STEP_TRAITS, Scenario
 
 
@@ -194,12 +195,16 @@ class CheckedEngine:
 
     def check_reads(self, step_id: int) -> None:
         """I2: whoever still waits for something of the step has read nothing but what is his own."""
-        if step_id not in self.runner.misread:
+        ranks = self.runner if isinstance(self.runner, TwoRanks) else None
+        if ranks is None and step_id not in self.runner.misread:
             return
         step = next(step for step in self.scheduler._in_flight._steps if step.step_id == step_id)
         is_live = self.scheduler._table.epoch[step.rows.slots] == step.rows.epochs
-        misread = self.runner.misread[step_id] & set(step.rows.request_ids[is_live].tolist())
+        live = set(step.rows.request_ids[is_live].tolist())
+        misread = self.runner.misread.get(step_id, set()) & live
         assert not misread, f"I2: {misread} read what is not their own"
+        if ranks is not None:
+            ranks.check_ranks(step_id, live)
 
     def cache_key(self, num_prompt_tokens: int) -> bytes:
         return b""

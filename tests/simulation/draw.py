@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cb_backend.contracts.config import EngineConfig
@@ -12,8 +12,10 @@ from cb_backend.contracts.request_params import RequestParams
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.structured_output import StructuredOutput
 from cb_backend.support.fault_points import POINTS
+from tests.simulation.adapters import SHARE as ADAPTERS_SHARE
 from tests.simulation.adapters import with_adapters
 from tests.simulation.grammars import SLOW_TURNS, make_grammar
+from tests.simulation.ranks import with_ranks
 from tests.simulation.scenario import CANCEL_STATES, Arrival, Fault, Scenario
 
 LONGEST = 200  # tokens of a prompt
@@ -27,13 +29,34 @@ _RARE_POINTS = (
 _RARE_STATES = (*("prefilling",) * 5, "preempted", "swapped", "compiling")
 
 
-def make_scenario(seed: int, num_groups: int | None = None) -> Scenario:
+@dataclass(frozen=True)
+class Kind:
+    """Which worlds are drawn."""
+
+    groups: tuple[int, ...] = ()  # a world's model has one of these numbers of groups of layers; empty: as drawn
+    has_adapters: bool = False  # all have adapters; False: as many as are drawn with them
+    has_ranks: bool = False  # all are over two ranks, and have no adapters; False: as many as are drawn so
+
+    def __str__(self) -> str:
+        groups = " or ".join(map(str, self.groups)) or "drawn"
+        adapters = ", all with adapters" if self.has_adapters else ""
+        return f"{groups}{adapters}{', all over two ranks' if self.has_ranks else ''}"
+
+
+AS_DRAWN = Kind()
+
+
+def make_scenario(seed: int, kind: Kind = AS_DRAWN) -> Scenario:
     """World number `seed`: as drawn, or the same with a model of so many groups of layers, the first of which keeps
-    all."""
-    if num_groups is None:
-        return with_adapters(with_windows(_draw(seed), _windows(seed)))
-    window = _window(random.Random(f"window of {seed}"))
-    return with_adapters(with_windows(_draw(seed), (0, *[window] * (num_groups - 1))))
+    all, or with adapters, or over two ranks."""
+    windows = _windows(seed)
+    if kind.groups:
+        num_groups = random.Random(f"groups of {seed}").choice(kind.groups)
+        windows = (0, *[_window(random.Random(f"window of {seed}"))] * (num_groups - 1))
+    world = with_windows(_draw(seed), windows)
+    if kind.has_ranks:
+        return with_ranks(world, 1.0)
+    return with_ranks(with_adapters(world, 1.0 if kind.has_adapters else ADAPTERS_SHARE))
 
 
 def with_pooling(scenario: Scenario) -> Scenario:

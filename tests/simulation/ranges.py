@@ -26,7 +26,7 @@ class Key:
 
     package: str  # fingerprint of what the worlds import of the package
     worlds: str  # ... of the worlds themselves, and of the made-up runner
-    kind: str  # "drawn", or the number of groups of layers that every world has
+    kind: str  # of worlds, as `draw.Kind` is written
 
     @classmethod
     def of_this_checkout(cls, kind: str) -> Key:
@@ -111,8 +111,8 @@ def describe(found: dict[Key, Total], current: set[Key]) -> str:
         mark = "this checkout" if key in current else f"commits {', '.join(sorted(total.commits))}"
         lines.append(
             f"package {key.package}, worlds {key.worlds} ({mark}), groups {key.kind}: {len(total.seeds):,} seeds "
-            f"({_spans(total.seeds)}; worlds by groups: {worlds}), {total.counters['steps']:,} steps, "
-            f"{len(total.failures)} violations"
+            f"({_spans(total.seeds)}; worlds by groups: {worlds}; {total.counters['with adapters']:,} with adapters), "
+            f"{total.counters['steps']:,} steps, {len(total.failures)} violations"
         )
         lines += [f"  seed {seed}: {what}" for seed, what in sorted(total.failures.items())]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Many random scenarios on all cores; prints what happened in them, and shrinks what fails into a permanent case.
 
-python -m tests.simulation.run --seeds 20000 --start 0 [--groups 7] [--jobs J] [--limit SECONDS] [--log FILE]
+python -m tests.simulation.run --seeds 20000 [--start 0] [--groups 2 7] [--adapters] [--ranks] [--jobs J] [--log FILE]
 python -m tests.simulation.run --sum FILE ...       what the logs of several runs, on several machines, add up to
 python -m tests.simulation.run --nth-failure        every fault point, failing at its 1st, 2nd, 3rd, ... time
 """
@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.simulation.draw import make_scenario
+from tests.simulation.draw import Kind, make_scenario
 from tests.simulation.ranges import Key, describe, totals
 from tests.simulation.shrink import failure_of, keep, shrink
 from tests.simulation.sweep import Sweep, run_nth_failures, run_seeds
@@ -25,8 +25,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one a core")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new ones begin")
     parser.add_argument(
-        "--groups", type=int, help="groups of layers of every world's model, one of which keeps all; else as drawn"
-    )
+        "--groups", type=int, nargs="+", default=[], metavar="N",
+        help="every world's model has one of these numbers of groups of layers, of which one keeps all; else as drawn",
+    )  # fmt: skip
+    parser.add_argument("--adapters", action="store_true", help="every world has adapters; else as drawn")
+    parser.add_argument("--ranks", action="store_true", help="every world is over two ranks; else as drawn")
     parser.add_argument("--log", type=Path, help="what was found, range by range: seeds in it are not run again")
     parser.add_argument("--sum", type=Path, nargs="+", metavar="LOG", help="add up such files instead")
     parser.add_argument("--no-shrink", action="store_true", help="only print what fails")
@@ -39,10 +42,11 @@ def main() -> int:
     if options.sum:
         return _sum(options.sum)
     seeds = range(options.start, options.start + options.seeds)
-    sweep = run_seeds(seeds, options.jobs, options.limit, _Progress(), options.groups, options.log)
+    kind = Kind(tuple(options.groups), options.adapters, options.ranks)
+    sweep = run_seeds(seeds, options.jobs, options.limit, _Progress(), kind, options.log)
     _show(sweep)
     if sweep.failures and not options.no_shrink:
-        _shrink_first(sweep, options.groups)
+        _shrink_first(sweep, kind)
     return bool(sweep.failures or sweep.missing())
 
 
@@ -90,9 +94,9 @@ def _show(sweep: Sweep) -> None:
     )
 
 
-def _shrink_first(sweep: Sweep, num_groups: int | None) -> None:
+def _shrink_first(sweep: Sweep, kind: Kind) -> None:
     seed = min(sweep.failures)
-    scenario = make_scenario(seed, num_groups)
+    scenario = make_scenario(seed, kind)
     if failure_of(scenario) is None:
         print(f"seed {seed} fails only with colliding digests, and is not shrunk")
         return

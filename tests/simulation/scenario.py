@@ -71,6 +71,7 @@ class Scenario:
     resets_cache_at: int | None = None  # step
     windows: tuple[int, ...] = (0,)  # of each group of layers
     num_adapter_slots: int = 0
+    rank_dies_at: int | None = None  # step at which rank 1 of two is gone (`config.tensor_parallel_size` is 2)
     is_static: bool = False  # batches are filled, and then run until all in them have ended
 
     @cached_property

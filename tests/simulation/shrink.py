@@ -60,7 +60,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
             if len(arrivals) > size:
                 yield replace(scenario, arrivals=arrivals[:first] + arrivals[first + size :])
         size //= 2
-    for name in ("faults", "engine_dies_at", "front_end_dies_at", "resets_cache_at"):
+    for name in ("faults", "engine_dies_at", "front_end_dies_at", "resets_cache_at", "rank_dies_at"):
         if getattr(scenario, name):
             yield replace(scenario, **{name: () if name == "faults" else None})
     for index in range(len(scenario.faults)):

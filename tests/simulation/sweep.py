@@ -19,7 +19,7 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 from cb_backend.support.fault_points import POINTS
-from tests.simulation.draw import make_scenario
+from tests.simulation.draw import AS_DRAWN, Kind, make_scenario
 from tests.simulation.nth_failure import points_failing
 from tests.simulation.ranges import Key, RangeLog
 from tests.simulation.scenario import CANCEL_STATES, STEP_TRAITS
@@ -31,6 +31,7 @@ from tests.simulation.world import World
 LEAST_SHARE = {
     "with preemption": 550, "with swap": 300, "with a prefix hit": 500, "with a full cache": 500, "with faults": 200,
     "with tenants": 330, "with text stops": 400, "with an engine death": 100, "with adapters": 200,
+    "over two ranks": 10, "with a lost rank": 2,
     **{f"fault: {point}": 8 for point in POINTS},
 }  # fmt: skip
 LEAST_PER_THOUSAND = {
@@ -53,21 +54,21 @@ class Sweep:
     seconds: float = 0.0
     counters: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)  # by seed
-    num_groups: int | None = None  # of every world; None: as drawn
+    kind: Kind = AS_DRAWN
 
     def missing(self) -> dict[str, tuple[int, int]]:
         """What happened too rarely: (found, wanted). Few seeds promise nothing, and worlds that are not as they were
         drawn neither: with several groups memory is less scarce."""
-        if self.num_seeds < 500 or self.num_groups is not None:
+        if self.num_seeds < 500 or self.kind != AS_DRAWN:
             return {}
         least = {**LEAST_SHARE, **LEAST_PER_THOUSAND}
         wanted = {name: int(value * self.num_seeds / 1000) for name, value in least.items()}
         return {name: (self.counters[name], n) for name, n in wanted.items() if self.counters[name] < n}
 
 
-def run_seed(seed: int, num_groups: int | None = None) -> Counter[str]:
+def run_seed(seed: int, kind: Kind = AS_DRAWN) -> Counter[str]:
     """One scenario; also counts that it was one with preemptions, hits, ... Raises what it broke."""
-    scenario = make_scenario(seed, num_groups)
+    scenario = make_scenario(seed, kind)
     found = World(scenario, four_bit_hash if seed % 16 == 15 else None).run()
     faults = any(name.startswith("fault") for name in found)
     is_in = {
@@ -77,6 +78,7 @@ def run_seed(seed: int, num_groups: int | None = None) -> Counter[str]:
         "with text stops": any(arrival.params.stop for arrival in scenario.arrivals),
         "with an engine death": found["engine deaths"],
         "with adapters": found["adapter loads"],
+        "over two ranks": scenario.config.tensor_parallel_size > 1, "with a lost rank": found["lost ranks"],
     }  # fmt: skip
     found.update({name: 1 for name, happened in is_in.items() if happened})
     found[f"groups: {len(scenario.windows)}"] = 1
@@ -88,12 +90,12 @@ def four_bit_hash(parent_digest: bytes, content: bytes) -> bytes:
     return bytes([zlib.crc32(parent_digest + content) % 16])
 
 
-def _run_some(seeds: Sequence[int], num_groups: int | None = None) -> tuple[Counter[str], dict[int, str]]:
+def _run_some(seeds: Sequence[int], kind: Kind) -> tuple[Counter[str], dict[int, str]]:
     counters: Counter[str] = Counter()
     failures = {}
     for seed in seeds:
         try:
-            counters += run_seed(seed, num_groups)
+            counters += run_seed(seed, kind)
         except Exception as error:
             failures[seed] = f"{type(error).__name__}: {error}"
     return counters, failures
@@ -104,22 +106,22 @@ def run_seeds(
     num_jobs: int = 0,
     limit_s: float = float("inf"),
     tell: Callable[[Sweep], None] = lambda sweep: None,
-    num_groups: int | None = None,
+    kind: Kind = AS_DRAWN,
     log: Path | None = None,
 ) -> Sweep:
     """Run the seeds on all cores, or on `num_jobs`; stop handing out new ones after `limit_s` seconds.
 
-    `tell` is called with what is known so far, now and then. `num_groups`: as `make_scenario` has it. What the file
+    `tell` is called with what is known so far, now and then. What the file
     `log` knows already is not run again, and counts; the rest is written into it, range by range (see `ranges`).
     """
     num_jobs = num_jobs or _num_cores()
     size = max(1, min(50, len(seeds) // (4 * num_jobs) or 1))
-    ranges = RangeLog(log, Key.of_this_checkout(str(num_groups or "drawn")))
+    ranges = RangeLog(log, Key.of_this_checkout(str(kind)))
     known = ranges.known
     parts = list(known.left_of(seeds, size))
-    sweep, began = Sweep(len(known.seeds), 0.0, known.counters, known.failures, num_groups), time.perf_counter()
+    sweep, began = Sweep(len(known.seeds), 0.0, known.counters, known.failures, kind), time.perf_counter()
     with _workers(num_jobs) as pool:
-        results = pool.imap(partial(_run_some, num_groups=num_groups), parts)
+        results = pool.imap(partial(_run_some, kind=kind), parts)
         for part, (counters, failures) in zip(parts, results, strict=True):
             ranges.note(part, counters, failures)
             sweep.counters += counters

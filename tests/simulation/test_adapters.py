@@ -15,7 +15,7 @@ from cb_backend.engine.scheduler.adapter_slots import AdapterSlots
 from cb_backend.engine.scheduler.plan import InFlightSteps
 from cb_backend.kv_cache.manager import KVCacheManager
 from tests.fakes.runners import HashRunner
-from tests.simulation.draw import make_scenario
+from tests.simulation.draw import Kind, make_scenario
 from tests.simulation.scenario import Scenario
 from tests.simulation.sweep import run_seed
 from tests.simulation.world import World
@@ -32,6 +32,12 @@ def test_worlds_with_adapters_keep_every_invariant() -> None:
         found += run_seed(scenario.seed)
     wanted = ("adapter loads", "steps of several adapters", "refused: adapter", "resumed", "prefix hit tokens")
     assert all(found[name] > 10 for name in wanted), found
+
+
+@pytest.mark.parametrize("seed", [1001572, 1024020, 1049180])
+def test_a_launched_step_has_its_adapters_though_nobody_keeps_them_on_the_host_any_more(seed: int) -> None:
+    """Whoever they were loaded for has gone, and another wants their room, before the step is done."""
+    assert run_seed(seed, Kind((2, 7), has_adapters=True))["adapter loads"] > 1
 
 
 def test_the_rest_of_a_world_does_not_depend_on_its_adapters() -> None:

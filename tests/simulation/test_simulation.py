@@ -16,7 +16,7 @@ from tests.simulation.shrink import CASES, failure_of, keep, shrink
 from tests.simulation.sweep import run_seeds
 from tests.simulation.world import World
 
-NUM_SCENARIOS = 1000
+NUM_SCENARIOS = 600
 
 
 def test_random_scenarios_hold_and_contain_what_they_should() -> None:

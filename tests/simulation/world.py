@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from contextlib import nullcontext, suppress
+from functools import partial
 
-from cb_backend.contracts.errors import UnavailableError
+from cb_backend.contracts.errors import GaveUpError, UnavailableError
 from cb_backend.contracts.messages import (
     AddRequest,
     CancelRequests,
@@ -24,7 +25,7 @@ from cb_backend.contracts.messages import (
 )
 from cb_backend.contracts.pooling import ModelTasks
 from cb_backend.contracts.request import RequestStatus, split_request_id
-from cb_backend.engine.engine_process import EngineProcess, GaveUpError
+from cb_backend.engine.engine_process import EngineProcess
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.kv_cache.block_pool import CachedBlock
@@ -40,6 +41,7 @@ from tests.simulation.expectations import check_cached_content, check_counters, 
 from tests.simulation.grammars import MasksInPlace, SimulatedCompiler, may_be_refused
 from tests.simulation.idle import check_figures, check_nothing_left
 from tests.simulation.network import NoGarbage, SimulatedClient, SimulatedLink, Wires
+from tests.simulation.ranks import TwoRanks
 from tests.simulation.scenario import Arrival, Fault, Scenario
 
 MAX_IDLE_TURNS = 3
@@ -95,7 +97,8 @@ class World:
     def start_life(self) -> None:
         """A fresh engine process; the front ends connect to it."""
         scenario, config = self.scenario, self.scenario.config
-        runner = HashRunner(
+        has_ranks = config.tensor_parallel_size > 1
+        runner = (partial(TwoRanks, scenario) if has_ranks else HashRunner)(
             self.model, scenario.num_blocks, config.block_size, salts=self.salts,
             fails_at={a.request_id: a.fails_at for a in scenario.arrivals if a.fails_at is not None},
             is_delayed=scenario.is_delayed, num_host_blocks=scenario.num_host_blocks,
@@ -147,6 +150,8 @@ class World:
             if turn == scenario.resets_cache_at:
                 self.counters["cache resets"] += 1
                 self.engine.scheduler.reset_prefix_cache()
+            if turn == scenario.rank_dies_at and isinstance(self.runner, TwoRanks):
+                self.runner.second.die("killed")
             while arrivals and arrivals[0].at_step <= turn:
                 self._arrive(arrivals.popleft())
             self._cancel_some(turn)
@@ -200,6 +205,7 @@ class World:
         try:
             self.process.turn()
         except GaveUpError as error:
+            self.counters["lost ranks"] += isinstance(self.runner, TwoRanks) and self.runner.lost() is not None
             self.link.send_to_all(EngineFailed(str(error)))
             self._end_life()
         except InjectedError as error:

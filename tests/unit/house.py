@@ -1,6 +1,7 @@
 """The counts of the house: how large it is, how its rooms hang together, how many files a new feature touches.
 
-`python -m tests.unit.house` prints them, to be compared before and after a change of structure.
+`python -m tests.unit.house [FOLDER]` prints them, of this checkout and of another one: before and after a change of
+structure.
 
 A *room* is a package, at most two levels deep; a file that lies loose beside packages is a room of its own. An *arrow*
 goes from a room to another one that it imports. A room's *floor* is the longest way down from it, from 1. A *circle* is
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -22,6 +24,7 @@ import grimp
 PACKAGE = "cb_backend"
 ROOT = Path(__file__).parents[2]
 RUNS_NEXT = f"{PACKAGE}/engine/scheduler"
+PAGES = ROOT / "docs" / "contributing"
 
 Arrows = dict[str, set[str]]  # room -> rooms that it imports
 
@@ -59,6 +62,7 @@ TOYS = (
     Toy("a toy side result", "add-a-side-result"),
     Toy("a toy weight format", "add-a-weight-format"),
     Toy("a toy kernel", "add-a-kernel"),
+    Toy("a toy metric", "add-a-metric"),
 )
 
 
@@ -80,9 +84,14 @@ def room_of(module: str, packages: set[str]) -> str:
     return module if room == PACKAGE or (has_packages_beside and room == folder) else room
 
 
-def arrows_of(root: str = PACKAGE) -> Arrows:
-    """Of all rooms; without what is imported for type checking only."""
-    graph = grimp.build_graph(root, exclude_type_checking_imports=True)
+def arrows_of(root: str = PACKAGE, folder: Path = ROOT) -> Arrows:
+    """Of all rooms; without what is imported for type checking only. folder: where the package lies; none of it may
+    have been imported from elsewhere."""
+    sys.path.insert(0, str(folder))
+    try:
+        graph = grimp.build_graph(root, exclude_type_checking_imports=True, cache_dir=None)
+    finally:
+        sys.path.remove(str(folder))
     packages = {name for name in graph.modules if graph.find_children(name)}
     arrows: Arrows = {}
     for module in sorted(graph.modules - packages):
@@ -153,22 +162,28 @@ def files_that_name(names: str, folder: Path) -> list[str]:
 
 def files_of_toy(page: str) -> list[str]:
     """Files that the diff of a page of docs/contributing touches."""
-    text = (ROOT / "docs" / "contributing" / f"{page}.md").read_text(encoding="utf-8")
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     return re.findall(r"^\+\+\+ b/(.*)$", text, re.MULTILINE)
 
 
 # ---- what is printed ----------------------------------------------------------------------------------------------
 
 
-def report() -> list[str]:
-    package, scheduler = size_of(ROOT / PACKAGE), size_of(ROOT / RUNS_NEXT)
-    arrows = arrows_of()
-    lines = [
+def structure(folder: Path) -> list[str]:
+    """How large the checkout is, and how its rooms hang together."""
+    package, scheduler = size_of(folder / PACKAGE), size_of(folder / RUNS_NEXT)
+    arrows = arrows_of(folder=folder)
+    return [
         f"package: {package.lines} lines in {package.files} files",
         f"what runs next ({RUNS_NEXT}): {scheduler.lines} lines in {scheduler.files} files",
         f"two levels deep: {_counts(arrows)}",
         f"one level deep: {_counts(storeys_of(arrows))}",
     ]
+
+
+def reaches() -> list[str]:
+    """How many files of this checkout features take."""
+    lines = []
     for toy in TOYS:
         touched = files_of_toy(toy.page)
         own = [file.removeprefix(f"{PACKAGE}/") for file in touched if file.startswith(f"{PACKAGE}/")]
@@ -179,5 +194,16 @@ def report() -> list[str]:
     return lines
 
 
+def main(folders: list[str]) -> int:
+    for folder in map(Path, folders):
+        if not (folder / PACKAGE).is_dir():
+            print(f"{folder} is no checkout: it has no folder {PACKAGE}", file=sys.stderr)
+            return 2
+    for folder in map(Path, folders):
+        print(f"{folder}:", *structure(folder.resolve()), f"{ROOT}:", sep="\n")
+    print(*structure(ROOT), *reaches(), sep="\n")
+    return 0
+
+
 if __name__ == "__main__":
-    print(*report(), sep="\n")
+    raise SystemExit(main(sys.argv[1:]))

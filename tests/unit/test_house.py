@@ -57,3 +57,28 @@ def test_it_prints_every_count() -> None:
     counts = ["two levels deep", "one level deep"]
     assert begins == ["package", f"what runs next ({house.RUNS_NEXT})", *counts, *kinds]
     assert not [line for line in done.stdout.splitlines() if ": 0 " in line]
+
+
+def test_it_counts_another_checkout_beside_this_one(tmp_path: Path) -> None:
+    sources = {
+        "__init__.py": "", "loose.py": "import cb_backend.engine.work\n", "contracts/__init__.py": "",
+        "contracts/work.py": "", "engine/__init__.py": "", "engine/work.py": "from cb_backend.contracts import work\n",
+    }  # fmt: skip
+    for name, source in sources.items():
+        file = tmp_path / house.PACKAGE / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(source)
+    command = [sys.executable, "-m", "tests.unit.house", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=house.ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"{tmp_path}:", "package: 2 lines in 6 files"]
+    assert lines[4:6] == ["one level deep: 3 rooms, 3 floors, 2 arrows, circle: none", f"{house.ROOT}:"]
+    assert lines[6] != lines[1], "this checkout's own"
+
+
+def test_a_folder_that_is_no_checkout_is_refused_by_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.house", str(tmp_path / "away")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=house.ROOT)
+    assert done.returncode == 2
+    assert done.stderr == f"{tmp_path / 'away'} is no checkout: it has no folder cb_backend\n"
