@@ -29,13 +29,19 @@ STUDY := --model HuggingFaceTB/SmolLM2-135M-Instruct --input-len uniform:16:128 
 bench: $(STAMP) ## what a model does under measured traffic, in process (ARGS="--help" for your own traffic and model)
 	@$(VENV)/bin/cb-backend study $(or $(ARGS),$(STUDY))
 
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu and not race" -o faulthandler_timeout=180
-# Without ARGS the kernels' tests, which start no server and watch no clock, run beside the others; their report comes last.
-test: lint ## lint, then every test that needs no GPU
+BESIDE := $(addprefix tests/,kernels models simulation kv_cache mutation unit)
+BESIDE_TOO := $(addprefix tests/,engine llm study parallel docs front_end scheduler)
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu and not race and not long" -o faulthandler_timeout=180
+# Without ARGS the rooms of BESIDE and BESIDE_TOO, which start no server, run beside the others, which wait for theirs
+# half of the time; their reports come last.
+test: lint ## lint, then the tests that need no GPU and less than half a minute each
 ifeq ($(strip $(ARGS)),)
-	@folder=$$(mktemp -d); $(PYTEST) tests/kernels > "$$folder/log" 2>&1 & kernels=$$!; \
-	trap 'kill $$kernels 2> /dev/null || true; rm -rf "$$folder"' EXIT; code=0; \
-	$(PYTEST) --ignore=tests/kernels || code=$$?; wait $$kernels || code=$$?; cat "$$folder/log"; exit $$code
+	@folder=$$(mktemp -d); rooms() { code=0; for room in "$$@"; do $(PYTEST) $$room || code=$$?; done; return $$code; }; \
+	rooms $(BESIDE) > "$$folder/log" 2>&1 & beside=$$!; \
+	rooms $(BESIDE_TOO) > "$$folder/log_too" 2>&1 & beside_too=$$!; \
+	trap 'kill $$beside $$beside_too 2> /dev/null || true; rm -rf "$$folder"' EXIT; code=0; \
+	$(PYTEST) $(patsubst %,--ignore=%,$(BESIDE) $(BESIDE_TOO)) || code=$$?; \
+	wait $$beside || code=$$?; wait $$beside_too || code=$$?; cat "$$folder/log" "$$folder/log_too"; exit $$code
 else
 	@$(PYTEST) $(ARGS)
 endif
@@ -58,7 +64,8 @@ sanitize: $(STAMP) ## on a GPU host: an engine under random requests and cancels
 clean: ## remove .venv and what tools leave behind
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# The first suitable interpreter, or the one named by PYTHON=...
+# The first suitable interpreter, or the one named by PYTHON=... What is never imported need not be compiled: half a minute
+# of torch alone.
 $(STAMP): pyproject.toml constraints.txt
 	@for python in $(PYTHON) python3 python3.12 python3.11 python3.10 python3.13 none; do \
 	  if [ $$python = none ]; then \
@@ -67,6 +74,6 @@ $(STAMP): pyproject.toml constraints.txt
 	done; \
 	echo "making $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	$$python -m venv $(VENV)
-	@$(PIP) install -c constraints.txt torch | $(PROGRESS)
-	@$(PIP) install -c constraints.txt $$($(PIP) show -qq triton || echo '$(TRITON)') -e '.[local-server,test]' | $(PROGRESS)
+	@$(PIP) install --no-compile -c constraints.txt torch | $(PROGRESS)
+	@$(PIP) install --no-compile -c constraints.txt $$($(PIP) show -qq triton || echo '$(TRITON)') -e '.[local-server,test]' | $(PROGRESS)
 	@touch $(STAMP)

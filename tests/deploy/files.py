@@ -13,6 +13,7 @@ from cb_backend.cli.paths import checkout_path
 
 DOCKER = checkout_path("docker")
 BASE = DOCKER / "kubernetes" / "base"
+TWO_GPUS = DOCKER / "kubernetes" / "two-gpus"
 
 
 def documents(path: Path) -> list[dict[str, Any]]:

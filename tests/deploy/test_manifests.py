@@ -12,7 +12,7 @@ import yaml
 
 from cb_backend.cli.paths import checkout_path
 from cb_backend.support.version_folder import load_engine_config
-from tests.deploy.files import BASE, DOCKER, deployment, documents, run_tool, server_flags
+from tests.deploy.files import BASE, DOCKER, TWO_GPUS, deployment, documents, run_tool, server_flags
 
 OPERATOR_KINDS = ("PodMonitor", "Kustomization")  # no schema of Kubernetes itself
 POD_LABELS = {"llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type"}
@@ -97,6 +97,27 @@ def test_engine_arguments_in_the_config_map_are_valid() -> None:
     config = load_engine_config(BASE / "model.json")
     shipped = json.loads(checkout_path("model_repository/llm/1/model.json").read_text())
     assert config.model == shipped["model"]
+
+
+def test_a_pod_has_the_gpus_that_its_engines_take() -> None:
+    """And the patch is of what is there: another name would make a second container."""
+    (patch,) = documents(TWO_GPUS / "gpus.yaml")
+    (kustomization,) = documents(TWO_GPUS / "kustomization.yaml")
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    (patched,) = deployment()["spec"]["template"]["spec"]["containers"]
+    assert (patch["metadata"]["name"], container["name"]) == (deployment()["metadata"]["name"], patched["name"])
+    assert all((TWO_GPUS / name).exists() for name in kustomization["resources"])
+    assert [each["path"] for each in kustomization["patches"]] == ["gpus.yaml"]
+    (generated,) = documents(BASE / "kustomization.yaml")[0]["configMapGenerator"]
+    (replaced,) = kustomization["configMapGenerator"]
+    assert (replaced["name"], replaced["files"]) == (generated["name"], generated["files"])
+    for folder, limits in ((BASE, patched["resources"]["limits"]), (TWO_GPUS, container["resources"]["limits"])):
+        config = load_engine_config(folder / "model.json")
+        assert limits["nvidia.com/gpu"] == config.tensor_parallel_size * config.data_parallel_size
+    whole = deployment()
+    whole["spec"]["strategy"] = patch["spec"]["strategy"]
+    whole["spec"]["template"]["spec"]["containers"][0]["resources"] = container["resources"]
+    kubernetes_validate.validate(whole, "1.30", strict=True)
 
 
 def test_pod_waits_longer_than_the_server_drains() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs.result_files import card_of, kernel_time_blocks, newest, rows_of
+from tests.docs.result_files import card_of, expert_blocks, kernel_time_blocks, newest, rows_of
 from tests.docs.tables import number, percent, source, table
 
 CARDS = ("H200", "H100")
@@ -54,14 +54,15 @@ def accuracy() -> str:
         for row in rows
     ]  # fmt: skip
     one = rows[0]
+    sources = dict.fromkeys(
+        f"- {row['device']}, {row['prompts']} greedy answers, torch {row['torch']}, commit {row['commit']}"
+        for row in rows
+    )
     head = [
         f"{one['model']}, against itself in float32", "largest error of a logit", "mean error", "relative", "KL, nats",
         "same most likely token", f"tokens before an answer differs (of {one['tokens']})",
     ]  # fmt: skip
-    return (
-        table(head, cells)
-        + f"\n\n- {one['device']}, {one['prompts']} greedy answers, torch {one['torch']}, commit {one['commit']}"
-    )
+    return table(head, cells) + "\n\n" + "\n".join(sources)
 
 
 def time_by_kind() -> str:
@@ -108,3 +109,13 @@ def _products(name: str) -> str:
 
 def _best(row: dict[str, str], columns: tuple[str, ...]) -> str:
     return " / ".join(row[column] or "-" for column in (*columns, "floor_us"))
+
+
+def expert_steps() -> str:
+    """Steps of models with experts: a table a model and context."""
+    blocks = newest(expert_blocks(), lambda block: (block.card, block.model))
+    parts = []
+    for block in sorted(blocks, key=lambda block: (block.card, block.model)):
+        head = [block.model, "ms", "limit, ms", "share", "experts hit"]
+        parts.append(table(head, block.rows) + f"\n\n- {source(block.card, block.about, block.commit)}")
+    return "\n\n".join(parts)

@@ -8,14 +8,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.docs.kernel_figures import accuracy, formats, kernels, time_by_kind
+from tests.docs.kernel_figures import accuracy, expert_steps, formats, kernels, time_by_kind
 from tests.docs.result_files import Block, card_of, comparison_blocks, interference_blocks, json_rows, newest, rows_of
+from tests.docs.step_figures import families, loading, packed
 from tests.docs.tables import number, source, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = ROOT / "docs" / "measured.md", ROOT / "README.md"
 BEGIN, END = "<!-- measured: written by `python -m tests.docs.measured` -->", "<!-- end of measured -->"
-MODELS = {"qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "llama-3.1-8b": "Llama-3.1-8B"}
+MODELS = {
+    "qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "gpt-oss-20b",
+}  # fmt: skip
 ROWS = {
     "offline a, output tok/s": "offline, 256 requests of 100 to 1024 tokens in and out, output tokens/s",
     "offline c, output tok/s": "offline, 1,000 requests, lognormal, mean 512 in and 256 out, output tokens/s",
@@ -23,6 +27,7 @@ ROWS = {
     "batch 1 TTFT (128 in), ms": "one request, 128 tokens in, ms to the first",
     "first start-up, s": "start of the process to the first token, s",
 }
+FURTHER_ROWS = {f"batch {rows} TPOT, ms": f"{rows} requests at once, ms a token" for rows in (8, 32, 64, 256)}
 README_CARD = "H200"
 INTRO = """# Measured
 
@@ -33,7 +38,7 @@ The newest figure of each measurement; raw lines, older ones and other cases are
 what memory bandwidth and arithmetic of the card, both measured in the run, allow."""
 SECTIONS = {  # title: what stands above its tables
     "Beside vLLM": "In process, `kernels/compare_vllm.py`: of each row the newest run that had both. Ours with "
-    "`max_num_batched_tokens` 8192, vLLM with its defaults.",
+    "`max_num_batched_tokens` 8192, vLLM with its defaults. The experts of gpt-oss-20b are in mxfp4.",
     "Served": "Through `tritonserver`, clients on the same machine, 512 tokens in and 256 out: "
     "`kernels/bench_served.py`.",
     "The response path alone": "Under an engine that costs nothing: "
@@ -44,8 +49,17 @@ SECTIONS = {  # title: what stands above its tables
     "is [a decision](design/decisions/0011-in-flight-against-static.md).",
     "Narrow formats": "Whole decode steps, `kernels/bench_formats.py`, ms and the share of what the card allows; then "
     "what each costs in accuracy, `cb-backend bench accuracy`.",
+    "Weights of few bits": "Whole decode steps, `kernels/bench_formats.py`, ms and the share of the limit. `gguf q4_k` "
+    "and the like are a GGUF file's own blocks.",
+    "Families": "Whole decode steps, `kernels/bench_step.py`, ms and the share of the limit, beside Llama's shapes of "
+    "about the same sizes.",
+    "Start": "`python -m tests.models.bench_load`: weights from files to the device by threads, warm out of the page "
+    "cache, cold from the disk; `library` is one thread and the safetensors package. Kernels are compiled at the first "
+    "start, once a machine.",
     "Where a step's time goes": "Kernels by kind, under the profiler: "
     "`cb-backend bench engine --model DIR --profile 100`.",
+    "Mixtures of experts": "Whole decode steps, `kernels/bench_step.py`, with the experts of a layer that their rows "
+    "hit: of random weights nearly as many as even routing does, which reads the most.",
     "Kernels": "Alone, in a CUDA graph: `kernels/bench.py` and `kernels/tune.py linear`; microseconds and the share of "
     "the limit.",
 }
@@ -61,33 +75,45 @@ def _figures(card: str) -> tuple[dict[tuple[str, str], list[str]], list[Block]]:
     used: dict[tuple[str, str], Block] = {}
     for block in comparison_blocks():
         for name, *values in block.rows:
-            if block.card == card and name in ROWS and values[0] != "-":
+            if block.card == card and name in ROWS | FURTHER_ROWS and values[0] != "-":
                 cells[name, block.model], used[name, block.model] = values, block
     return cells, list({id(block): block for block in used.values()}.values())
 
 
-def comparison(card: str) -> str:
+def comparison(card: str, titles: dict[str, str] = ROWS | FURTHER_ROWS) -> str:
     """The table of one card, vLLM beside ours, with its sources below."""
     cells, blocks = _figures(card)
-    rows = []
-    for name, text in ROWS.items():
-        row = [text]
-        for model in MODELS:
-            vllm, ours, limit = cells.get((name, model), ["-", "-", "-"])
-            row.append(f"{vllm} / **{ours}**" + (f" / {limit}" if limit != "-" else ""))
-        rows.append(row)
-    head = ["vLLM / **cb_backend** / limit", *MODELS.values()]
+    models, rows = _compared_models(card), []
+    for name, text in titles.items():
+        row = [_compared(cells.get((name, model))) for model in models]
+        if any(row):
+            rows.append([text, *row])
+    head = ["vLLM / **cb_backend** / limit", *(MODELS[model] for model in models)]
     sources = [source(block.card, f"{MODELS[block.model]}: {block.about}", block.commit) for block in blocks]
     return table(head, rows) + "\n\n" + "\n".join(f"- {line}" for line in sorted(set(sources)))
 
 
+def _compared_models(card: str) -> list[str]:
+    _, blocks = _figures(card)
+    return [model for model in MODELS if any(model == block.model for block in blocks)]
+
+
+def _compared(cell: list[str] | None) -> str:
+    if cell is None:
+        return ""
+    vllm, ours, limit = cell
+    return f"{vllm} / **{ours}**" + (f" / {limit}" if limit != "-" else "")
+
+
 def readme_table() -> str:
     """The comparison's table of one card, without its sources, and what is served."""
-    text = comparison(README_CARD).split("\n\n")[0]
+    text = comparison(README_CARD, ROWS).split("\n\n")[0]
     served = [row for row in _served_rows() if (row["card"], row["front_ends"]) == (README_CARD, "4")]
-    best = {model: max((row for row in served if row["model"] == model), key=_speed, default=None) for model in MODELS}
+    models = _compared_models(README_CARD)
+    best = {model: max((row for row in served if row["model"] == model), key=_speed, default=None) for model in models}
     cells = [f"**{number(row['output_tok_s'])}** ({row['streams']})" if row else "" for row in best.values()]
-    return text + "\n" + table([], [["served over gRPC, 512 in / 256 out, output tokens/s (streams at once)", *cells]])
+    title = "served over gRPC, ours alone, 512 in / 256 out, output tokens/s (streams at once)"
+    return text + "\n" + table([], [[title, *cells]])
 
 
 def _speed(row: dict[str, str]) -> float:
@@ -202,7 +228,11 @@ def page() -> str:
         interference(),
         in_flight(),
         formats() + "\n\n" + accuracy(),
+        packed(),
+        families(),
+        loading(),
         time_by_kind(),
+        expert_steps(),
         kernels(),
     )
     pairs = zip(SECTIONS.items(), bodies, strict=True)

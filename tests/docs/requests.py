@@ -39,11 +39,12 @@ where both name one, the input counts. A name that is not in the tables below is
 - Numbers and flags may be written as text (`"0.7"`, `"true"`), lists and objects as JSON text
   (`"[\\"a\\", \\"b\\"]"`): request parameters can carry text, numbers and flags only. `null` is the default.
 - In `stop` and `bad_words`, text that is JSON of a list of strings is that list; any other text is one string. The
-  entries of a list are never looked into.
+  entries of a list are taken as they are, even where they look like JSON.
 - Over HTTP `messages` is JSON text as well. The server's `infer` endpoint over HTTP answers 501 for a model that
   streams: use `generate`, `generate_stream`, or gRPC.
 - A header that the server is told to forward comes as a request parameter, and is refused if its name is none of
   these.
+- One more request parameter, `rest`, is not for an answer: it has a model [sleep or wake](sleep.md#from-a-client).
 
 ```
 curl -s localhost:8000/v2/models/llm/generate -d '{

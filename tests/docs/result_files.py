@@ -13,6 +13,9 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "results"
 _CARD = re.compile(r"card: NVIDIA ([^,;]+)")
 _COMMIT = re.compile(r"commit ([0-9a-f]{7})")
+_EXPERT_STEP = re.compile(
+    r"(\S+) +rows +(\d+) context (\d+) equal +([\d.]+) ms, floor ([\d.]+), ([\d.]+ ?%), ([\d.]+) experts hit"
+)
 
 
 @dataclass
@@ -82,6 +85,22 @@ def interference_blocks() -> list[Block]:
             blocks.append(Block(card_of(found[1]), _COMMIT.search(line)[1], about, model[1]))  # type: ignore[index]
         elif line.startswith("W"):
             blocks[-1].rows.append(re.split(r"\s{2,}", line.strip()))
+    return blocks
+
+
+def expert_blocks() -> list[Block]:
+    """The steps in `experts.txt`, a block a model and context; a row: rows, ms, limit, share, distinct experts."""
+    blocks: list[Block] = []
+    card = commit = about = ""
+    for line in (RESULTS / "experts.txt").read_text().splitlines():
+        if found := _CARD.match(line):
+            card, about, commit = card_of(found[1]), line.split(", ", 1)[1].split(";")[0], _COMMIT.search(line)[1]  # type: ignore[index]
+        elif found := _EXPERT_STEP.match(line):
+            name, rows, context, *figures = found.groups()
+            model = f"{name}, context {int(context):,}: rows"
+            if not blocks or (blocks[-1].model, blocks[-1].commit) != (model, commit):
+                blocks.append(Block(card, commit, about, model))
+            blocks[-1].rows.append([rows, *figures])
     return blocks
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 from cb_backend.contracts import config
 from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.config_values import kind_name
 from tests.docs.tables import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def page() -> str:
         section, text = told[field.name]
         if not text:
             raise ValueError(f"cb_backend/contracts/config.py says nothing of {field.name}; give it a comment")
-        kind = re.sub(r"\s*\|\s*None", " or null", str(field.type))
+        kind = kind_name(str(field.type)) + (" or null" if "None" in str(field.type) else "")
         sections.setdefault(section, []).append([f"`{field.name}`", kind, _shown(field.default), _as_json(text)])
     parts = [INTRO]
     for title, rows in sections.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cb_backend.models.quantization import METHODS
 from cb_backend.models.registry import family_names
 from tests.docs import models
 
@@ -22,3 +23,10 @@ def test_h16_parameters_are_those_that_are_published(name: str, parameters: floa
 def test_every_family_is_named() -> None:
     page = models.PAGE.read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in family_names())
+
+
+def test_every_method_is_served_or_refused_there() -> None:
+    page = models.PAGE.read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in METHODS)
+    assert all(f"`{name}`" in models.refused() for name in ("bitsandbytes", "auto-round", "hqq", "torchao"))
+    assert not any(f"`{name}`" in models.refused() for name in METHODS)

@@ -18,6 +18,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "faults", "peers", "re
 TESTS_OF_PAGES = {
     "add-a-model": ["tests/models/test_equal_to_transformers.py", "tests/models/test_model_config.py", "-k", "seed"],
     "add-a-kernel": ["tests/kernels/test_relu2_mul.py"],
+    "add-a-metric": ["tests/serving/test_failed_requests.py"],
     "add-a-side-result": ["tests/llm/test_entropy.py"],
     "add-a-weight-format": ["tests/models/test_int8_rows.py"],
     "add-a-parameter": [
@@ -101,3 +102,16 @@ def test_a_kernel_is_a_file_its_name_and_a_test() -> None:
         "cb_backend/kernels/relu2_mul.py", "cb_backend/layers/op_signatures.py", "cb_backend/layers/ops.py",
         "tests/kernels/test_relu2_mul.py",
     ]  # fmt: skip
+
+
+def test_a_metric_is_a_line_a_field_and_where_it_is_counted() -> None:
+    assert sorted(files_of(diff_of("add-a-metric"))) == [
+        "cb_backend/contracts/messages.py", "cb_backend/engine/scheduler/results.py",
+        "cb_backend/engine/scheduler/stats.py", "cb_backend/serving/metrics.py",
+        "tests/serving/test_failed_requests.py",
+    ]  # fmt: skip
+
+
+def test_every_page_that_says_how_to_add_something_is_done() -> None:
+    pages = {path.stem for path in (ROOT / "docs" / "contributing").glob("add-a-*.md")}
+    assert pages == set(TESTS_OF_PAGES)
