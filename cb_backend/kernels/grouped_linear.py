@@ -71,7 +71,7 @@ def _grouped_linear_kernel(
     # Columns past the last are the last again: their sums are not stored, and no load needs a mask for them.
     n_there = tl.minimum(n, out_size - 1)
     weight_tile_ptr = weight_ptr + (expert * rows + n_there)[:, None] * in_size + k[None, :]
-    up_shift = out_size.to(tl.int64) * in_size
+    up_shift = tl.cast(out_size, tl.int64) * in_size
     x_tile_ptr = x_ptr + (pair // X_PAIRS).to(tl.int64)[:, None] * x_stride + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

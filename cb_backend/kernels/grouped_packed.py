@@ -119,7 +119,7 @@ def _grouped_packed_kernel(
     pair = tl.where(is_pair, pair, 0)
     # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.
     n_there = tl.minimum(n, out_size - 1)
-    tile_words = num_tiles.to(tl.int64) * (64 * WORDS)
+    tile_words = tl.cast(num_tiles, tl.int64) * (64 * WORDS)
     values_row_ptr = values_ptr + expert * values_stride + (n_there // 64) * tile_words + (n_there % 64) * WORDS
     scales_ptr += expert * scales_stride
     SCALE: tl.constexpr = scales_ptr.dtype.element_ty

@@ -65,7 +65,7 @@ def _linear_kernel(
     end = tl.minimum(start + split_size, in_size)
     # Columns past the last are the last again: their sums are not stored, and no load needs a mask for them.
     weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
-    up_shift = out_size.to(tl.int64) * in_size
+    up_shift = tl.cast(out_size, tl.int64) * in_size
     let_next_start(IS_DEPENDENT)
     if IS_DEPENDENT:
         num_bytes = tl.minimum(PREFETCH, end - start) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)

@@ -78,7 +78,7 @@ def _one_row_kernel(
     program = tl.program_id(0)
     n, k = program * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
-    up_shift = out_size.to(tl.int64) * in_size
+    up_shift = tl.cast(out_size, tl.int64) * in_size
     weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
     weight = _tile(weight_tile_ptr, k, in_size, IS_EVEN)
     up = weight

@@ -78,7 +78,7 @@ def _linear_packed_kernel(
     end = tl.minimum(start + split_blocks, num_blocks)
     # Rows past the last are the last again: their sums are not stored, and no load needs a mask for them.
     n_there = tl.minimum(n, out_size - 1)
-    tile_words = num_blocks.to(tl.int64) * (64 * WORDS)
+    tile_words = tl.cast(num_blocks, tl.int64) * (64 * WORDS)
     values_row_ptr = values_ptr + (n_there // 64) * tile_words + (n_there % 64) * WORDS
     let_next_start(IS_DEPENDENT)
     if IS_DEPENDENT:

@@ -44,10 +44,11 @@ def _linear_packed(
     group: int,
     has_zeros: bool = False,
     has_shifts: bool = False,
+    in_size: int = 1024,
 ) -> None:
-    weight = _packed(kind, group, has_zeros, op == "linear_silu_mul_packed", 1024, 1024, has_shifts)
+    weight = _packed(kind, group, has_zeros, op == "linear_silu_mul_packed", 1024, in_size, has_shifts)
     with overriding(op, parameters):
-        getattr(module, op)(torch.zeros(num_rows, 1024, dtype=torch.bfloat16), weight)
+        getattr(module, op)(torch.zeros(num_rows, in_size, dtype=torch.bfloat16), weight)
 
 
 def _dequantise_packed(module: Any, kind: str, group: int) -> None:
