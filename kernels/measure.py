@@ -233,9 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("plans", type=Path, nargs="+", metavar="PLAN")
     parser.add_argument("--out", type=Path, required=True, help="folder of results; what is done in it is skipped")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds by which all must have ended")
-    parser.add_argument(
-        "--gpu-cores", type=int, default=GPU_CORES, metavar="N", help="of each GPU beside lanes without one (%(default)s)"
-    )
+    parser.add_argument("--gpu-cores", type=int, default=GPU_CORES, metavar="N", help="of each GPU, beside a cpu")
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="lines to run although they are done")
     options = parser.parse_args(arguments)
     try:

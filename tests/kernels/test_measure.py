@@ -103,6 +103,13 @@ def test_lanes_share_the_cores(
     assert len(apart) == len(set(apart)) or num_cores < len(sizes), "two lanes have a core"
 
 
+def test_a_gpus_share_of_the_cores_can_be_set(workshop: SimpleNamespace, measure: Measure) -> None:
+    shares = workshop.plan.share_cores(["gpu0", "gpu1", "cpu"], 2, list(range(32)), gpu_cores=6)
+    assert {name: len(cores) for name, cores in shares.items()} == {"gpu0": 6, "gpu1": 6, "cpu": 20}
+    with pytest.raises(SystemExit):
+        measure("cpu 5 a: true", "--gpu-cores", "0")
+
+
 def test_lanes_run_side_by_side_and_all_gpus_alone(measure: Measure, tmp_path: Path) -> None:
     plan = """
         gpu0 60 a: until [ -e $OUT/b ]; do sleep 0.02; done; echo a >> $OUT/order; echo on $CUDA_VISIBLE_DEVICES
