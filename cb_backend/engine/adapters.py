@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, cast
 
@@ -73,7 +73,8 @@ class AdapterStore:
         self._refused: dict[AdapterSource, tuple[float, CbError]] = {}  # until when, and why
         self._stuck: dict[AdapterSource, Future[PackedAdapter]] = {}  # reads that were given up and may still end
         self._num_without_room = 0  # asked for in this round, and not read for that
-        self._pool: ThreadPoolExecutor | None = None
+        self._new_pool: Callable[[], Executor] = partial(ThreadPoolExecutor, NUM_THREADS, thread_name_prefix="adapter")
+        self._pool: Executor | None = None  # the first read makes it, and the first after one that was given up
         self._lock = threading.Lock()  # guards the counts
         reader.packed_of = self.packed_of
 
@@ -170,7 +171,7 @@ class AdapterStore:
 
     def _submit(self, source: AdapterSource) -> Future[PackedAdapter]:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter")
+            self._pool = self._new_pool()
         future = self._reading[source] = self._pool.submit(self._read_files, source)
         return future
 

@@ -100,6 +100,10 @@ class _Reading:
         self._read, self._source, self._turn = read, source, turn
         self._ready_at = turn() + int(source.path.rpartition("/")[2])
 
+    def cancel(self) -> bool:
+        """Its thread is at the files from the start."""
+        return False
+
     def done(self) -> bool:
         return self._turn() >= self._ready_at
 

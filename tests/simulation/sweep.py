@@ -29,7 +29,7 @@ from tests.simulation.world import World
 # claim. Only what could have gone wrong is counted: a preempted request that came back, a reused block of a newcomer, a
 # failure while somebody waits for an answer (once a scenario and point), a request that found no free blocks.
 LEAST_SHARE = {
-    "with preemption": 550, "with swap": 300, "with a prefix hit": 500, "with a full cache": 500, "with faults": 200,
+    "with preemption": 480, "with swap": 300, "with a prefix hit": 500, "with a full cache": 500, "with faults": 200,
     "with tenants": 330, "with text stops": 400, "with an engine death": 100, "with adapters": 200,
     "over two ranks": 10, "with a lost rank": 2,
     **{f"fault: {point}": 8 for point in POINTS},

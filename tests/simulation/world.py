@@ -116,7 +116,7 @@ class World:
         engine = LLMEngine(config, runner, info, lambda: self.now, policy)
         engine.grammars = SimulatedCompiler(lambda: self.turn)  # type: ignore[assignment]
         if engine.adapters is not None:
-            engine.adapters._pool = ReadersInTurns(lambda: self.turn)  # type: ignore[assignment]
+            engine.adapters._new_pool = lambda: ReadersInTurns(lambda: self.turn)  # type: ignore[assignment,return-value]
         if scenario.seed % REAL_THREADS_EVERY:
             engine._guided._threads = MasksInPlace()  # type: ignore[assignment]
         engine.scheduler._swap.fixed_cost_tokens = 0  # the requests of these worlds are short
