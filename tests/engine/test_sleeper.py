@@ -25,6 +25,7 @@ from tests.models.adapters import modules_of, write_adapter
 from tests.models.noisy_copy import noisy_copy
 from tests.models.quantised_models import FORMATS, pair
 from tests.models.tiny_checkpoints import CONFIGS, write_checkpoint
+from tests.waiting import eventually
 
 GREEDY = TokenRules(max_tokens=6, temperature=0.0, ignore_eos=True, seed=0)
 PROMPTS = [[1, 2, 3, 4, 5] * 5, [9, 8, 7], [3]]
@@ -61,7 +62,7 @@ def sleep_and_wake(engine: LLMEngine) -> None:
     own.sleep()
     assert own.held_bytes == 0
     own.wake(lambda: None)
-    assert own.is_awake
+    eventually(lambda: own.is_awake, "what was put back is there")
 
 
 def check_sleeps(engine: LLMEngine, times: int = 2) -> None:
