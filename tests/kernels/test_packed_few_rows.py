@@ -148,16 +148,18 @@ def test_what_it_cannot_take_goes_another_way(device: torch.device, monkeypatch:
         (torch.randn(2, 390).bfloat16()[:, 1:385], weight, 0),
         (torch.randn(2, 384).half(), as_float16, 0),
         (torch.randn(2, 300).bfloat16(), make("int4", size=(48, 300)), 0),
-        (torch.randn(2, 384).bfloat16(), replace(weight, values=one_byte_on(weight.values)), 0),
     ]
-    for x, given, is_direct in cases:
-        linear_packed(x.to(device), there(device, given)) if not IS_INTERPRETING else _ask(x, given)
+    weights = [there(device, given) for _, given, _ in cases]
+    cases.append((torch.randn(2, 384).bfloat16(), weight, 0))
+    weights.append(replace(weights[0], values=one_byte_on(weights[0].values)))
+    for (x, _, is_direct), given in zip(cases, weights, strict=True):
+        linear_packed(x.to(device), given) if not IS_INTERPRETING else _ask(x, given)
         assert asked.pop() == is_direct
 
 
 def one_byte_on(values: Tensor) -> Tensor:
     """The same numbers at an address that no load of 16 bytes may have."""
-    room = torch.zeros(values.nbytes + 32, dtype=torch.uint8)
+    room = torch.zeros(values.nbytes + 32, dtype=torch.uint8, device=values.device)
     begin = values.element_size() - room.data_ptr() % 16 + 16
     moved = room[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
     moved.copy_(values)
