@@ -282,7 +282,7 @@ def tile_product(
             x = tl.load(x_ptr + start + k, mask=is_row, other=0.0)
         else:
             x = tl.load(x_ptr + start + k, mask=is_row & (start + k < columns_left), other=0.0)
-        total = tl.dot(_joined(parts, first, JOIN, WORDS), tl.trans(x), total)
+        total = tl.dot(_joined(parts, first, JOIN, WORDS), tl.trans(x), total, input_precision="ieee")
         if IS_SCALED_AFTER and (first + JOIN) % RUN == 0:
             # Sums of integers get their scale afterwards: once for each run of parts of a group.
             acc += total * scales[first * (WORDS // 32)].to(tl.float32)[:, None]

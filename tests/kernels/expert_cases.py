@@ -56,7 +56,9 @@ def _grouped_packed(
     hidden: int = 2048,
     activation: str = "silu",
     has_bias: bool = False,
+    dtype: str = "bfloat16",
 ) -> None:
+    kind_of_x = getattr(torch, dtype)
     plan, is_gated = _plan(16, block_m), op == "grouped_gate_up"
     rows, columns = (2 * size, hidden) if is_gated else (hidden, size)
     stored = torch.zeros(rows, columns, dtype=torch.uint8)
@@ -70,10 +72,10 @@ def _grouped_packed(
     bias = torch.zeros(NUM_EXPERTS, rows, dtype=torch.bfloat16) if has_bias else None
     with overriding(op, parameters):
         if is_gated:
-            module.grouped_gate_up_packed(torch.zeros(2, hidden).bfloat16(), weight, plan, 8, activation, bias)
+            module.grouped_gate_up_packed(torch.zeros(2, hidden, dtype=kind_of_x), weight, plan, 8, activation, bias)
         else:
-            out = torch.zeros(2, 8, hidden, dtype=torch.bfloat16)
-            x = torch.zeros(16, size).bfloat16()
+            out = torch.zeros(2, 8, hidden, dtype=kind_of_x)
+            x = torch.zeros(16, size, dtype=kind_of_x)
             module.grouped_down_packed(x, weight, plan, torch.zeros(2, 8), out, bias)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import cb_backend.kernels
 from tests.kernels.compiled import compile_all
-from tests.kernels.expert_cases import EXPERT_CASES
+from tests.kernels.expert_cases import EXPERT_CASES, packed, packed_tiles
 from tests.kernels.lora_cases import LORA_CASES
 
 pytest.importorskip("triton")
@@ -144,6 +144,8 @@ CASES = {
 FLOAT32 = {
     "decode, float32": decode(90, 128, dtype="float32"),
     "prefill, float32": prefill(90, 128, dtype="float32"),
+    "packed_gate_up, float32": packed("grouped_gate_up", 16, packed_tiles(64, 4, 2), "int4", 128, dtype="float32"),
+    "packed_down, float32": packed("grouped_down", 16, packed_tiles(64, 4, 2), "fp4", 32, dtype="float32"),
 }
 
 
@@ -178,6 +180,12 @@ def test_nothing_spills(name: str, compiled: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", FLOAT32)
 def test_float32_fits_the_shared_memory_of_any_gpu(name: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[name]["shared_bytes"] <= 99 << 10
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float32_is_not_rounded_for_tensor_cores(name: str, compiled: dict[str, dict[str, Any]]) -> None:
+    """They would take 10 bits of each number's 23."""
+    assert not compiled[name]["has_tensor_core"]
 
 
 def test_decode_attention_is_multi_buffered(compiled: dict[str, dict[str, Any]]) -> None:
