@@ -45,7 +45,7 @@ class WorkersLostError(Exception):
 
 
 class Workers:
-    """Ranks 1 to `size` - 1. `folder` is new, and theirs: they meet rank 0 in it."""
+    """Ranks 1 to `size` - 1. `folder` is new, and theirs: they meet rank 0 in it. `forget_folder` removes it."""
 
     def __init__(self, config: EngineConfig, parent: Path | None = None) -> None:
         """parent: in which `folder` is made; None: where temporary files are."""
@@ -168,7 +168,7 @@ class Workers:
             watch.call_at_end(partial(tell, watch), f"rank-{rank}-watch")
 
     def forget_folder(self) -> None:
-        """Everybody has opened what is in it."""
+        """To be called when the group has been left: torch looks into its file of the ranks as long as it is there."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def end(self) -> None:
@@ -181,7 +181,6 @@ class Workers:
             process.wait()
         for connection in self.connections.values():
             connection.close()
-        self.forget_folder()
 
 
 def arrival(folder: Path, rank: int) -> Path:

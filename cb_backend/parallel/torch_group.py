@@ -21,9 +21,11 @@ from cb_backend.parallel.group import Addition, Agreed
 
 START_TIMEOUT_S = 600.0  # for all ranks to come: each loads its shard first, at the speed of the slowest disk
 # Multicast is one more way to fail where devices are lent to containers, and nothing here needs it. And whoever watches
-# the ranks says why one is gone, and ends the process; torch would end it before.
+# the ranks says why one is gone, and ends the process; torch would end it before, or ask for news in the ranks' file,
+# and wait for minutes for that when it is gone.
 _SETTINGS = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
 }  # fmt: skip
 
 
@@ -81,16 +83,16 @@ class TorchGroup:
     def abandon(self) -> None:
         """A rank is gone: let calls that wait for it on a device end, with results that mean nothing.
 
-        For any thread. The group is at its end.
+        For any thread. The group is at its end. May be called again.
         """
         if self.processes is not self.hosts:
-            self.processes.abort()
+            with contextlib.suppress(RuntimeError):  # it was abandoned
+                self.processes.abort()
 
     def leave(self) -> None:
         """The group is not used again. Other ranks need not be there any more."""
         if self.processes is not self.hosts:
-            with contextlib.suppress(RuntimeError):  # it was abandoned
-                self.processes.abort()
+            TorchGroup.abandon(self)
             dist.destroy_process_group()
 
     def _gathered(self, part: Tensor) -> Tensor:

@@ -105,6 +105,23 @@ def test_memory_that_one_rank_cannot_map_is_used_by_none(broken: int) -> None:
     assert why[broken] in told[0]
 
 
+@pytest.mark.parametrize("spent", [0, 1])
+def test_where_a_process_has_opened_memory_before_nothing_is_tried(spent: int) -> None:
+    """One that lives on, beside new ones, as a program's that loads one model after another."""
+    told: list[str] = []
+
+    def open_memory(processes: dist.ProcessGroup, num_bytes: int, device: torch.device) -> PeerMemory:
+        raise AssertionError
+
+    def work(group: TorchGroup) -> TorchGroup:
+        can_open = group.rank != spent
+        return choose_group(group, 4, 8, torch.float32, log=told.append, can_open=can_open, open_memory=open_memory)
+
+    assert all(type(group) is TorchGroup for group in on_ranks(2, work))
+    why = "the process of one has shared memory with others before, and torch lets it do so once"
+    assert told == [f"2 devices add up with torch.distributed: {why}"]
+
+
 def test_nothing_is_tried_where_it_is_not_wanted_or_they_are_cpus() -> None:
     def open_memory(processes: dist.ProcessGroup, num_bytes: int, device: torch.device) -> PeerMemory:
         raise AssertionError

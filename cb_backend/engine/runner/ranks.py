@@ -25,7 +25,7 @@ from cb_backend.models.checkpoint import resolve_checkpoint
 from cb_backend.models.registry import read_model_config, resolve_dtype
 from cb_backend.models.sharding import check_shares
 from cb_backend.models.spec import ModelSpec
-from cb_backend.parallel.choose_group import choose_group
+from cb_backend.parallel.choose_group import can_open_peer_memory, choose_group
 from cb_backend.parallel.group import Agreed
 from cb_backend.parallel.hand_over import Giver
 from cb_backend.parallel.plan_ring import ReaderBehindError, RingReader, RingWriter
@@ -79,9 +79,11 @@ class RankedRunner:
         if self.adapters is not None:
             self.adapters.close()
         self.workers.end()
+        self._group.abandon()  # a step on its way waits for nobody
         self._ring.close()
         self.runner.close()
         self._group.leave()
+        self.workers.forget_folder()
 
 
 def _why_failed(error: Exception) -> str:
@@ -121,14 +123,14 @@ def create_ranked(config: EngineConfig, folder: Path | None = None) -> tuple[Ran
         group = workers.while_they_live(lambda: _join(config, spec, workers.folder, 0, device))
         workers.call_when_lost(group.abandon)
         runner, info = load_runner(config, group, SlotRunner)
-        group.agree(0, Agreed.LEAST)  # all have loaded, and have what they need of the folder
-        workers.forget_folder()
+        group.agree(0, Agreed.LEAST)  # all have loaded
         return RankedRunner(runner, workers, ring, group), info
     except BaseException as error:
         why = None if isinstance(error, CbError) else workers.why_lost()
         workers.end()
         if group is not None:
             group.leave()
+        workers.forget_folder()
         if why is not None:
             raise why from error
         raise
@@ -190,6 +192,7 @@ def _join(config: EngineConfig, spec: ModelSpec, folder: Path, rank: int, device
             resolve_dtype(config.dtype, spec, device),
             log=log,
             is_peer_wanted=not config.disable_custom_all_reduce,
+            can_open=can_open_peer_memory(),
         )
     except BaseException:
         group.leave()
