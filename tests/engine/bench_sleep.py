@@ -185,13 +185,15 @@ def cycles(args: argparse.Namespace, base: Path) -> None:
         print(f"awake: {(card_bytes() - empty) / GIB:.2f} GiB of the card; first token: {told(ttft)}")
         print(f"first sleep, host memory to be pinned: {model.sleep():.2f} s")
         print(f"ASLEEP: {(card_bytes() - empty) / 1e9:.3f} GB of the card (goal 1.5)", flush=True)
-        wakes, falls = [], []
-        for index in range(12):
-            answer = model.ask(prompts[index % 8])
-            wakes.append(answer.times[0])
-            same(answer, expected[index % 8], "after a sleep")
-            falls.append(model.sleep())
-        print(f"WAKE TO FIRST TOKEN: {told(wakes)} (goal 0.6); falling asleep: {told(falls)}", flush=True)
+        for pause, when in ((0.0, "at once"), (args.rest, f"{args.rest:g} s asleep")):
+            wakes, falls = [], []
+            for index in range(12):
+                time.sleep(pause)
+                answer = model.ask(prompts[index % 8])
+                wakes.append(answer.times[0])
+                same(answer, expected[index % 8], "after a sleep")
+                falls.append(model.sleep())
+            print(f"WAKE TO FIRST TOKEN, {when}: {told(wakes)} (goal 0.6); falling asleep: {told(falls)}", flush=True)
     with running(args, "under load", base, idle_sleep_s=0.02) as model:
         expected = [model.ask(prompt).token_ids for prompt in prompts]
         _under_load(args, model, prompts, expected)
@@ -310,6 +312,7 @@ def main() -> None:
             command.add_argument("folder")
         command.add_argument("--cycles", type=int, default=200)
         command.add_argument("--seconds", type=float, default=120.0 if name == "cycles" else 20.0)
+        command.add_argument("--rest", type=float, default=1.0, help="seconds asleep: what was given up is cleared")
         command.add_argument("--no-plain", action="store_true", help="no engine without sleep beside")
         command.add_argument("--engine", type=_pairs, default={}, metavar="NAME=VALUE,...", help="engine arguments")
     write = commands.add_parser("write")
