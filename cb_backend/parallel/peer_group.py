@@ -76,6 +76,14 @@ class PeerGroup(TorchGroup):
         return torch.tensor(filled, dtype=torch.int64, device=self.device)
 
     def abandon(self) -> None:
+        self._release()
+        super().abandon()
+
+    def leave(self) -> None:
+        self._release()  # a step may be on its way
+        super().leave()
+
+    def _release(self) -> None:
         """As if all ranks had come to all sums. By a copy, for which the device has room however many programs wait."""
         self.failed.fill_(1)
         if self.device.type == "cuda":
@@ -83,7 +91,6 @@ class PeerGroup(TorchGroup):
                 self._peers.own_words.copy_(self._last_words, non_blocking=True)
         else:
             self._peers.own_words.copy_(self._last_words)
-        super().abandon()
 
     def fault(self) -> str | None:
         return _LATE if self.failed[0] else None

@@ -8,7 +8,9 @@ on GPUs too: there a rank that is gone is noticed, while a device would wait for
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from cb_backend.parallel.group import Addition, Agreed
 
+LEAVE_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 600.0  # for all ranks to come: each loads its shard first, at the speed of the slowest disk
 # Multicast is one more way to fail where devices are lent to containers, and nothing here needs it. And whoever watches
 # the ranks says why one is gone, and ends the process; torch would end it before, or ask for news in the ranks' file,
@@ -27,6 +30,8 @@ _SETTINGS = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }  # fmt: skip
+
+logger = logging.getLogger("cb_backend.engine")
 
 
 class TorchGroup:
@@ -83,16 +88,23 @@ class TorchGroup:
     def abandon(self) -> None:
         """A rank is gone: let calls that wait for it on a device end, with results that mean nothing.
 
-        For any thread. The group is at its end. May be called again.
+        For any thread. The group is at its end. May be called again. NCCL ends what is on its way at once, but the call
+        returns when no graph has sums of the group any more.
         """
         if self.processes is not self.hosts:
             with contextlib.suppress(RuntimeError):  # it was abandoned
                 self.processes.abort()
 
     def leave(self) -> None:
-        """The group is not used again. Other ranks need not be there any more."""
-        if self.processes is not self.hosts:
-            TorchGroup.abandon(self)
+        """The group is not used again, and no graph has its sums any more. Other ranks need not be there."""
+        if self.processes is self.hosts:
+            return
+        ending = threading.Thread(target=TorchGroup.abandon, args=(self,), name="leave-group", daemon=True)
+        ending.start()
+        ending.join(LEAVE_TIMEOUT_S)
+        if ending.is_alive():
+            logger.warning("NCCL has not let go of the other ranks within %g s: it is left to its end", LEAVE_TIMEOUT_S)
+        else:
             dist.destroy_process_group()
 
     def _gathered(self, part: Tensor) -> Tensor:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cb_backend.layers.layer_spec import NormSpec
 from cb_backend.layers.norm import Junction, RMSNorm
 from cb_backend.layers.ops import resolve_ops
+from cb_backend.parallel import torch_group
 from cb_backend.parallel.group import Agreed, Group, NoGroup
 from cb_backend.parallel.torch_group import TorchGroup, join_group
 from tests.parallel.ranks import on_ranks
@@ -136,3 +140,33 @@ def test_a_group_of_one_meets_by_a_file(tmp_path: Path) -> None:
         assert (group.rank, group.size) == (0, 1)
         assert group.agree(value, Agreed.OF_RANK_0) == value
     assert (tmp_path / "one" / "ranks").exists()
+
+
+class Stuck:
+    """Stands for NCCL's processes while a graph has its sums: `abort` returns when the graph has gone."""
+
+    def __init__(self) -> None:
+        self.graph_has_gone = threading.Event()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def abort(self) -> None:
+        self.graph_has_gone.wait()
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_group_that_a_graph_still_needs_holds_nobody_up(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    destroyed: list[str] = []
+    monkeypatch.setattr(torch_group, "LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append("destroyed"))
+    processes: Any = Stuck()
+    group = TorchGroup(processes, torch.device("cpu"), hosts=cast("dist.ProcessGroup", object()))
+    if not is_stuck:
+        processes.graph_has_gone.set()
+    group.leave()
+    processes.graph_has_gone.set()
+    assert destroyed == ([] if is_stuck else ["destroyed"])

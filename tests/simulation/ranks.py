@@ -145,6 +145,9 @@ class _Worker:
 
     lost_soon = lost
 
+    def forget_folder(self) -> None:
+        """There is none."""
+
 
 class _Ring:
     """The real ring, whose reader looks as soon as something is in it."""

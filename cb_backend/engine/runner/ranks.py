@@ -79,9 +79,8 @@ class RankedRunner:
         if self.adapters is not None:
             self.adapters.close()
         self.workers.end()
-        self._group.abandon()  # a step on its way waits for nobody
         self._ring.close()
-        self.runner.close()
+        self.runner.close()  # before the group: NCCL waits for the graphs that its sums are in
         self._group.leave()
         self.workers.forget_folder()
 
