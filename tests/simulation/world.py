@@ -205,9 +205,7 @@ class World:
         try:
             self.process.turn()
         except GaveUpError as error:
-            self.counters["lost ranks"] += isinstance(self.runner, TwoRanks) and self.runner.lost() is not None
-            self.link.send_to_all(EngineFailed(str(error)))
-            self._end_life()
+            self._give_up(error)
         except InjectedError as error:
             self._check_may_end_the_engine(str(error))
             self._end_life()
@@ -222,6 +220,12 @@ class World:
             self._check_turn(due, num_frames)
         if self.engine.violation is not None:
             raise self.engine.violation
+
+    def _give_up(self, error: GaveUpError) -> None:
+        """As the engine process does: its last words, and its end."""
+        self.counters["lost ranks"] += isinstance(self.runner, TwoRanks) and self.runner.lost() is not None
+        self.link.send_to_all(EngineFailed(str(error)))
+        self._end_life()
 
     def _check_may_end_the_engine(self, point: str) -> None:
         assert point not in CONTAINED, f"a failure at {point} must not end the engine"
@@ -274,6 +278,8 @@ class World:
         self.process._next_watch = self.now
         try:
             self.process._watch_processes(self.now)
+        except GaveUpError as error:  # it looks after the ranks too
+            self._give_up(error)
         except InjectedError:
             self._end_life()
         else:
