@@ -28,7 +28,7 @@ _SCHEDULER = "cb_backend.engine.scheduler"
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scheduler": (
         f"{_SCHEDULER}.scheduler",
-        (*_SCHEDULER_AND_POINTS, *_of("scheduler", "hybrid_prefill", "queue_room"), *_SCHEDULING),
+        (*_SCHEDULER_AND_POINTS, *_of("scheduler", "edges", "hybrid_prefill", "queue_room"), *_SCHEDULING),
     ),
     "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, *_SCHEDULER_AND_POINTS, *_REUSE)),
     "adapter_slots": (f"{_SCHEDULER}.adapter_slots", (*_of("scheduler", "adapter_slots", "adapters"), *_WORLDS)),
@@ -43,11 +43,14 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fair_share": (f"{_SCHEDULER}.fair_share", _of("scheduler", "fair_share", "request_queue")),
     "prefill": (
         f"{_SCHEDULER}.prefill",
-        _of("scheduler", "scheduler", "prompt_share", "hybrid_prefill", "full_steps"),
+        _of("scheduler", "prefill", "scheduler", "prompt_share", "hybrid_prefill", "full_steps"),
     ),
     "preemption": (
         f"{_SCHEDULER}.preemption",
-        (*_of("scheduler", "victims"), *_SCHEDULER_AND_POINTS, *_SCHEDULING, *_of("scheduler", "block_waits")),
+        (
+            *_of("scheduler", "victims", "edges"),
+            *_SCHEDULER_AND_POINTS, *_SCHEDULING, *_of("scheduler", "block_waits", "windows"),
+        ),
     ),
     "plan": (
         f"{_SCHEDULER}.plan",

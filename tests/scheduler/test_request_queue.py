@@ -140,3 +140,49 @@ def test_a_sweep_keeps_whoever_can_still_be_late_in_the_order_of_time_and_arriva
         request.status = RequestStatus.FINISHED_ABORTED
         late.append(request)
     assert late == sorted(watched, key=lambda request: (request.scheduling.timeout_ms, request.request_id))
+
+
+def test_a_held_request_is_in_no_line_until_it_is_released() -> None:
+    queue = make_queue(enable_lora=True)
+    add(queue, 0)
+    held = make_request(1)
+    queue.arrive(held, num_free_slots=0, num_free_tokens=0, is_held=True)
+    assert (ids(queue.first(8)), ids(queue.first_of_adapters(lambda key: True)), len(queue)) == ([0], [0], 1)
+    assert (queue.num_waiting, queue.num_tokens) == (2, 8)
+    queue.release(7)
+    queue.remove(0)
+    assert (queue.head, queue.first_of_adapters(lambda key: True)) == (None, [])
+    queue.release(1)
+    assert (queue.head, queue.first_of_adapters(lambda key: True), len(queue)) == (held, [held], 1)
+    queue.release(1)
+    assert ids(queue.first(8)) == [1], "once"
+
+
+def test_a_held_request_that_leaves_is_in_no_line() -> None:
+    queue = make_queue(enable_lora=True)
+    queue.arrive(make_request(1), num_free_slots=0, num_free_tokens=0, is_held=True)
+    queue.remove(1)
+    queue.release(1)
+    assert (queue.num_waiting, len(queue), queue.num_tokens, queue.head) == (0, 0, 0, None)
+
+
+def test_the_first_of_each_adapter_that_can_start_and_of_none() -> None:
+    queue = make_queue(enable_lora=True)
+    for number, adapter in enumerate([b"x", b"x", b"", b"y", b"", b"z"]):
+        request = make_request(number)
+        request.adapter = adapter
+        queue.arrive(request, num_free_slots=0, num_free_tokens=0)
+    assert ids(queue.first_of_adapters(lambda key: key != b"y")) == [0, 2, 5]
+    assert ids(queue.first_of_adapters(lambda key: False)) == [2], "those of no adapter need no place"
+    queue.remove(2)
+    queue.remove(0)
+    assert ids(queue.first_of_adapters(lambda key: True)) == [1, 3, 4, 5]
+
+
+def test_a_request_is_due_after_its_milliseconds_and_not_before() -> None:
+    deadlines = Deadlines(EngineConfig(model="m", timeout_ms=1000))
+    request = make_request(1)
+    request.arrival_time, request.status = 5.0, RequestStatus.RUNNING
+    deadlines.add(request)
+    assert list(deadlines.due(5.9999)) == []
+    assert [found for found, _ in deadlines.due(6.0)] == [request]
