@@ -41,3 +41,20 @@ def test_what_is_swapped_out_are_the_tokens_before_the_last_that_was_sampled() -
     while not second.num_preemptions:
         engine.step()
     assert engine.scheduler._swap.num_tokens(second) == len(second.token_ids) - 1
+
+
+@pytest.mark.parametrize("length", [97, 98, 99, 100])
+def test_as_many_blocks_are_kept_as_those_tokens_fill(length: int) -> None:
+    """Of a request that gives way to another, wherever in a block it is."""
+    engine = FakeEngine(num_blocks=60, num_host_blocks=100, enable_prefix_caching=False)
+    engine.add(1, 100, max_tokens=40)
+    second = engine.add(2, length, max_tokens=40)
+    for _ in range(60):
+        engine.step()
+        copied = [plan.copies.out for plan in engine.plans if plan.copies.out]
+        if copied:
+            break
+    assert second.num_preemptions == 1
+    assert [len(copies) for copies in copied] == [-(-(len(second.token_ids) - 1) // 4)]
+    engine.run()
+    assert engine.tokens[2] == list(range(10, 50))
