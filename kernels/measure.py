@@ -233,7 +233,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("plans", type=Path, nargs="+", metavar="PLAN")
     parser.add_argument("--out", type=Path, required=True, help="folder of results; what is done in it is skipped")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds by which all must have ended")
-    parser.add_argument("--gpu-cores", type=int, default=GPU_CORES, metavar="N", help="of each GPU, beside a cpu")
+    parser.add_argument(
+        "--gpu-cores", type=int, metavar="N",
+        help=f"at most so many for each GPU, where the plans have lanes of cpu as well ({GPU_CORES})",
+    )  # fmt: skip
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="lines to run although they are done")
     options = parser.parse_args(arguments)
     try:
@@ -242,11 +245,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if unknown := set(options.again) - {line.name for line in lines}:
         parser.error(f"--again {' '.join(sorted(unknown))}: there are {' '.join(line.name for line in lines)}")
-    if options.gpu_cores < 1:
-        parser.error(f"--gpu-cores {options.gpu_cores}: at least 1")
+    gpu_cores = GPU_CORES if options.gpu_cores is None else options.gpu_cores
+    if gpu_cores < 1:
+        parser.error(f"--gpu-cores {gpu_cores}: at least 1")
+    if options.gpu_cores is not None and not any(line.lane.startswith("cpu") for line in lines):
+        parser.error("--gpu-cores: the plans have no lane of cpu that could have the others")
     options.out.mkdir(parents=True, exist_ok=True)
     out, gpus = options.out.resolve(), visible_gpus()
-    measurements = Measurements(lines, out, options.limit, gpus, options.again, options.gpu_cores)
+    measurements = Measurements(lines, out, options.limit, gpus, options.again, gpu_cores)
     head = f"{time.strftime('%F %T')}: {about_host()}"
     print(head, flush=True)
     with (options.out / "hosts.txt").open("a") as file:

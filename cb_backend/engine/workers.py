@@ -167,6 +167,11 @@ class Workers:
             watch = ProcessWatch(process.pid)
             watch.call_at_end(partial(tell, watch), f"rank-{rank}-watch")
 
+    def tidy_folder(self) -> None:
+        """All have loaded: nobody but torch looks at what is in it any more, at its file of the ranks."""
+        for path in (self.folder / RING_FILE, *self.folder.glob("rank*.*")):
+            path.unlink(missing_ok=True)
+
     def forget_folder(self) -> None:
         """To be called when the group has been left: torch looks into its file of the ranks as long as it is there."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -76,12 +76,16 @@ class PeerGroup(TorchGroup):
         return torch.tensor(filled, dtype=torch.int64, device=self.device)
 
     def abandon(self) -> None:
-        self._release()
-        super().abandon()
+        try:
+            self._release()
+        finally:  # the device may be beyond copies
+            super().abandon()
 
     def leave(self) -> None:
-        self._release()  # a step may be on its way
-        super().leave()
+        try:
+            self._release()  # a step may be on its way
+        finally:
+            super().leave()
 
     def _release(self) -> None:
         """As if all ranks had come to all sums. By a copy, for which the device has room however many programs wait."""

@@ -100,7 +100,10 @@ class TorchGroup:
         if self.processes is self.hosts:
             return
         ending = threading.Thread(target=TorchGroup.abandon, args=(self,), name="leave-group", daemon=True)
-        ending.start()
+        try:
+            ending.start()
+        except RuntimeError:  # the program is at its end: some versions of Python start no thread there
+            return
         ending.join(LEAVE_TIMEOUT_S)
         if ending.is_alive():
             logger.warning("NCCL has not let go of the other ranks within %g s: it is left to its end", LEAVE_TIMEOUT_S)

@@ -8,7 +8,14 @@ import torch
 from cb_backend.kernels import decode_attention_torch as module
 from cb_backend.kernels import decode_plan
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
-from cb_backend.kernels.decode_plan import PLAN_HEADER, PLAN_ITEM, decode_parameters, max_items, plan_decode
+from cb_backend.kernels.decode_plan import (
+    PLAN_HEADER,
+    PLAN_ITEM,
+    decode_parameters,
+    max_items,
+    plan_decode,
+    tile_alignment,
+)
 
 from .paged import Paged, Shapes, attend, make_paged
 
@@ -174,15 +181,17 @@ def test_plan_covers_every_token_once(
     plan = plan_decode(lengths, kv_cache, window).tolist()
     num_items = plan[0]
     parameters = decode_parameters(len(seq_lens), kv_cache)
+    block_n = parameters["block_n"]
+    align = tile_alignment(block_n, block_size)
     assert num_items <= max_items(len(seq_lens), kv_cache, parameters)
     covered: dict[int, list[int]] = {row: [] for row in range(len(seq_lens))}
     for item in range(num_items):
         row, split, num_splits, tokens = plan[PLAN_HEADER + item * PLAN_ITEM :][:PLAN_ITEM]
         assert split == len(covered[row])  # a row's items follow each other in order
-        assert tokens % 64 == 0
+        assert tokens % block_n == 0
         covered[row].append(num_splits * 1_000_000 + tokens)
     for row, length in enumerate(seq_lens):
-        first = max(0, length - window) // 64 * 64 if window else 0
+        first = max(0, length - window) // align * align if window else 0
         num_splits, tokens = divmod(covered[row][0], 1_000_000)
         assert covered[row] == [covered[row][0]] * num_splits
         assert (num_splits - 1) * tokens < max(length - first, 1) <= num_splits * tokens

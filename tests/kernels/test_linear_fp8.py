@@ -54,7 +54,7 @@ def test_kernel(
         found = linear_fp8(given, there, scales_there)
         torch.testing.assert_close(found.cpu().double(), wanted, **tolerances)
     assert found.dtype == dtype
-    assert not counters(device).any()
+    assert not counters(found.device).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, ON_GPU])

@@ -157,7 +157,7 @@ def test_kernel(
         again = linear_packed(x.to(device), there, bias.to(device))  # finds the counters as the first left them
     close(found, x.double() @ wanted.T + bias.double(), TOLERANCE[dtype])
     assert torch.equal(found, again)
-    assert not counters(device).any()
+    assert not counters(found.device).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,7 +177,7 @@ def test_kernel_of_many_rows(
     with overriding("linear_packed", {**TILED, "splits": splits}):
         found = linear_packed(x.to(device), to(device, weight))
     close(found, x.double() @ wanted.T, TOLERANCE[dtype])
-    assert not counters(device).any()
+    assert not counters(found.device).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

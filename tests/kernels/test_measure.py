@@ -103,11 +103,24 @@ def test_lanes_share_the_cores(
     assert len(apart) == len(set(apart)) or num_cores < len(sizes), "two lanes have a core"
 
 
-def test_a_gpus_share_of_the_cores_can_be_set(workshop: SimpleNamespace, measure: Measure) -> None:
-    shares = workshop.plan.share_cores(["gpu0", "gpu1", "cpu"], 2, list(range(32)), gpu_cores=6)
-    assert {name: len(cores) for name, cores in shares.items()} == {"gpu0": 6, "gpu1": 6, "cpu": 20}
-    with pytest.raises(SystemExit):
-        measure("cpu 5 a: true", "--gpu-cores", "0")
+def test_a_gpus_share_of_the_cores_can_be_set(
+    workshop: SimpleNamespace,
+    measure: Measure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(32)))
+    plan = "gpu0 5 a: true\ngpu1 5 b: true\ncpu 5 c: true"
+    (tmp_path / "a.plan").write_text(plan)
+    lines = workshop.plan.read_plans([tmp_path / "a.plan"])
+    for given, sizes in ((6, {"gpu0": 6, "gpu1": 6, "cpu": 20}), (16, {"gpu0": 10, "gpu1": 10, "cpu": 12})):
+        made = workshop.measure.Measurements(lines, tmp_path, 60, ["0", "1"], gpu_cores=given)
+        assert {name: len(cores) for name, cores in made.cores.items() if name != "gpus"} == sizes
+    for plan, wrong in (("cpu 5 a: true", "at least 1"), ("gpu0 5 a: true", "no lane of cpu")):
+        with pytest.raises(SystemExit):
+            measure(plan, "--gpu-cores", "0" if "cpu 5" in plan else "6")
+        assert wrong in capsys.readouterr().err
 
 
 def test_lanes_run_side_by_side_and_all_gpus_alone(measure: Measure, tmp_path: Path) -> None:

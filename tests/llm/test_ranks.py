@@ -289,10 +289,12 @@ def test_a_rank_that_is_killed_before_it_serves_is_said(
     assert not list(tmp_path.glob("cb_backend_ranks_*")), "nothing of it is left"
 
 
-def test_closing_ends_the_other_ranks(checkpoint: Path) -> None:
+def test_closing_ends_the_other_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with LLM(str(checkpoint), tensor_parallel_size=2, **ARGUMENTS) as closed:
         (pid,) = pids(closed).values()
         assert not is_gone(pid)
+        assert not list(tmp_path.glob("cb_backend_ranks_*")), "a killed program leaves nothing either"
     eventually(lambda: is_gone(pid), "the other rank has ended")
 
 

@@ -3,6 +3,7 @@ process sees. Side by side: pytest -n 6 tests/llm/test_ranks_on_gpu.py"""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +26,13 @@ def test_two_gpus(check: str, way: str, checkpoint: Path) -> None:
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.llm.two_gpus", check, str(checkpoint), way]
     program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        told, _ = program.communicate(timeout=120)
+        told, _ = program.communicate(timeout=60)
     except subprocess.TimeoutExpired:
-        program.send_signal(6)  # SIGABRT: where each thread stands
-        told, _ = program.communicate(timeout=30)
+        program.send_signal(signal.SIGABRT)  # it tells where each thread stands
+        try:
+            told, _ = program.communicate(timeout=10)
+        except subprocess.TimeoutExpired as error:
+            told = (error.output or b"").decode()
         pytest.fail(f"{check} {way} has not ended; it told:\n{told[-6000:]}")
     finally:
         program.kill()

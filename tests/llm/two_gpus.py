@@ -38,13 +38,15 @@ class Program:
     def one(self) -> LLM:
         return LLM(self.folder, **EXACT)
 
-    def two(self, **settings: Any) -> LLM:
+    def two(self, is_first: bool = True, **settings: Any) -> LLM:
+        """Which add up as they should: is_first: of the process."""
         exact = {**EXACT, "disable_custom_all_reduce": self.way == "nccl", **settings}
-        return LLM(self.folder, tensor_parallel_size=2, **exact)
+        ranked = LLM(self.folder, tensor_parallel_size=2, **exact)
+        assert is_peers(ranked) is (self.way == "peers" and is_first)
+        return ranked
 
     def answers(self, **settings: Any) -> None:
         with self.one() as one, self.two(**settings) as ranked:
-            assert is_peers(ranked) is (self.way == "peers")
             for name in NAMES:
                 assert tokens(ranked, params(name)) == tokens(one, params(name)), name
             for mine, other in zip(figures(one), figures(ranked), strict=True):
@@ -65,8 +67,7 @@ class Program:
         """A second model in the process, whose ranks are new."""
         found = []
         for is_first in (True, False):
-            with self.two() as ranked:
-                assert is_peers(ranked) is (self.way == "peers" and is_first)
+            with self.two(is_first) as ranked:
                 found.append(tokens(ranked, LONG))
         assert found[0] == found[1]
 
@@ -76,9 +77,11 @@ class Program:
             os.kill(pid, signal.SIGSTOP)
             waker = os.fork()
             if not waker:
-                time.sleep(5)
-                os.kill(pid, signal.SIGCONT)
-                os._exit(0)
+                try:
+                    time.sleep(5)
+                    os.kill(pid, signal.SIGCONT)
+                finally:
+                    os._exit(0)
             got = tokens(ranked)
             os.waitpid(waker, 0)
             assert got == tokens(one)

@@ -159,9 +159,12 @@ class Stuck:
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_a_group_that_a_graph_still_needs_holds_nobody_up(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_a_graph_still_needs_holds_nobody_up(
+    is_stuck: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     destroyed: list[str] = []
-    monkeypatch.setattr(torch_group, "LEAVE_TIMEOUT_S", 0.05)
+    if is_stuck:
+        monkeypatch.setattr(torch_group, "LEAVE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append("destroyed"))
     processes: Any = Stuck()
     group = TorchGroup(processes, torch.device("cpu"), hosts=cast("dist.ProcessGroup", object()))
@@ -170,3 +173,4 @@ def test_a_group_that_a_graph_still_needs_holds_nobody_up(is_stuck: bool, monkey
     group.leave()
     processes.graph_has_gone.set()
     assert destroyed == ([] if is_stuck else ["destroyed"])
+    assert ("has not let go" in caplog.text) is is_stuck

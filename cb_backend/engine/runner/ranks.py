@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import CbError, ConfigError
@@ -31,6 +34,8 @@ from cb_backend.parallel.hand_over import Giver
 from cb_backend.parallel.plan_ring import ReaderBehindError, RingReader, RingWriter
 from cb_backend.parallel.torch_group import TorchGroup, join_group
 from cb_backend.parallel.worker_plan import encode_plan
+
+logger = logging.getLogger("cb_backend.engine")
 
 
 class RankedRunner:
@@ -79,10 +84,12 @@ class RankedRunner:
         if self.adapters is not None:
             self.adapters.close()
         self.workers.end()
-        self._ring.close()
-        self.runner.close()  # before the group: NCCL waits for the graphs that its sums are in
-        self._group.leave()
-        self.workers.forget_folder()
+        try:
+            self._ring.close()
+            self.runner.close()  # before the group: NCCL waits for the graphs that its sums are in
+            self._group.leave()
+        finally:
+            self.workers.forget_folder()
 
 
 def _why_failed(error: Exception) -> str:
@@ -113,8 +120,14 @@ def create_ranked(config: EngineConfig, folder: Path | None = None) -> tuple[Ran
     # Before there are others: what must be fetched or converted is so once, and not by all of them side by side.
     spec = read_model_config(resolve_checkpoint(config.model))
     check_shares(spec, config.tensor_parallel_size, spreads_experts=config.enable_expert_parallel)
+    if device.type == "cuda" and dist.is_initialized():
+        raise ConfigError(
+            "this process has a group of torch.distributed already (of another model over several GPUs, or its own);"
+            " close that first"
+        )
     workers = Workers(config, folder)
     group: TorchGroup | None = None
+    runner: SlotRunner | None = None
     try:
         ring = RingWriter(workers.folder / RING_FILE, workers.size - 1)
         workers.start()
@@ -123,16 +136,31 @@ def create_ranked(config: EngineConfig, folder: Path | None = None) -> tuple[Ran
         workers.call_when_lost(group.abandon)
         runner, info = load_runner(config, group, SlotRunner)
         group.agree(0, Agreed.LEAST)  # all have loaded
+        if device.type == "cuda":
+            workers.tidy_folder()
+        else:
+            workers.forget_folder()
         return RankedRunner(runner, workers, ring, group), info
     except BaseException as error:
         why = None if isinstance(error, CbError) else workers.why_lost()
         workers.end()
+        traceback.clear_frames(error.__traceback__)  # graphs go before the group, also those of half a runner
+        if runner is not None:
+            runner.close()
         if group is not None:
-            group.leave()
+            _leave(group)
         workers.forget_folder()
         if why is not None:
             raise why from error
         raise
+
+
+def _leave(group: TorchGroup) -> None:
+    """Where something else has failed already, which is to be told."""
+    try:
+        group.leave()
+    except Exception:
+        logger.exception("the ranks' group could not be left")
 
 
 class Shard(NamedTuple):
@@ -194,5 +222,5 @@ def _join(config: EngineConfig, spec: ModelSpec, folder: Path, rank: int, device
             can_open=can_open_peer_memory(),
         )
     except BaseException:
-        group.leave()
+        _leave(group)
         raise
