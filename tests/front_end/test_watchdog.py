@@ -173,10 +173,8 @@ def test_an_error_on_the_io_thread_at_the_engines_end_loses_neither(
     """The line is set up to an engine that is gone; that is noticed, and the engine is started again."""
     member = fleet.add()
     pid = engine_pid(member)
-    receive, has_failed = failing_once(
-        EngineClient._receive, lambda client: client._watch is not None and not client._watch.is_alive
-    )
-    monkeypatch.setattr(EngineClient, "_receive", receive)
+    end_life, has_failed = failing_once(EngineClient._end_life)
+    monkeypatch.setattr(EngineClient, "_end_life", end_life)
     _, sink = submit(member, [7], LONG)
     sink.wait_for_token()
     os.kill(pid, signal.SIGKILL)
