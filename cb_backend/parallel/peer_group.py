@@ -81,12 +81,6 @@ class PeerGroup(TorchGroup):
         finally:  # the device may be beyond copies
             super().abandon()
 
-    def leave(self) -> None:
-        try:
-            self._release()  # a step may be on its way
-        finally:
-            super().leave()
-
     def _release(self) -> None:
         """As if all ranks had come to all sums. By a copy, for which the device has room however many programs wait."""
         self.failed.fill_(1)

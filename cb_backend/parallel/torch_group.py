@@ -99,7 +99,7 @@ class TorchGroup:
         """The group is not used again, and no graph has its sums any more. Other ranks need not be there."""
         if self.processes is self.hosts:
             return
-        ending = threading.Thread(target=TorchGroup.abandon, args=(self,), name="leave-group", daemon=True)
+        ending = threading.Thread(target=self.abandon, name="leave-group", daemon=True)  # a step may be on its way
         try:
             ending.start()
         except RuntimeError:  # the program is at its end: some versions of Python start no thread there

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,13 +84,21 @@ class RankedRunner:
     def close(self) -> None:
         if self.adapters is not None:
             self.adapters.close()
-        self.workers.end()
-        try:
-            self._ring.close()
-            self.runner.close()  # before the group: NCCL waits for the graphs that its sums are in
-            self._group.leave()
-        finally:
-            self.workers.forget_folder()
+        _end(self.workers, self._ring, self.runner, self._group)
+
+
+def _end(workers: Workers, ring: RingWriter | None, runner: SlotRunner | None, group: TorchGroup | None) -> None:
+    """All ranks, or as much of them as there is; the folder goes whatever fails."""
+    workers.end()
+    try:
+        if ring is not None:
+            ring.close()
+        if runner is not None:
+            runner.close()  # before the group: NCCL waits for the graphs that its sums are in
+        if group is not None:
+            group.leave()
+    finally:
+        workers.forget_folder()
 
 
 def _why_failed(error: Exception) -> str:
@@ -126,6 +135,7 @@ def create_ranked(config: EngineConfig, folder: Path | None = None) -> tuple[Ran
             " close that first"
         )
     workers = Workers(config, folder)
+    ring: RingWriter | None = None
     group: TorchGroup | None = None
     runner: SlotRunner | None = None
     try:
@@ -143,24 +153,21 @@ def create_ranked(config: EngineConfig, folder: Path | None = None) -> tuple[Ran
         return RankedRunner(runner, workers, ring, group), info
     except BaseException as error:
         why = None if isinstance(error, CbError) else workers.why_lost()
-        workers.end()
         traceback.clear_frames(error.__traceback__)  # graphs go before the group, also those of half a runner
-        if runner is not None:
-            runner.close()
-        if group is not None:
-            _leave(group)
-        workers.forget_folder()
+        with _telling_what_failed_first():
+            _end(workers, ring, runner, group)
         if why is not None:
             raise why from error
         raise
 
 
-def _leave(group: TorchGroup) -> None:
-    """Where something else has failed already, which is to be told."""
+@contextlib.contextmanager
+def _telling_what_failed_first() -> Iterator[None]:
+    """Something has failed, and is to be raised: what fails while that is tidied up is only logged."""
     try:
-        group.leave()
+        yield
     except Exception:
-        logger.exception("the ranks' group could not be left")
+        logger.exception("the ranks could not be ended in order")
 
 
 class Shard(NamedTuple):
@@ -222,5 +229,6 @@ def _join(config: EngineConfig, spec: ModelSpec, folder: Path, rank: int, device
             can_open=can_open_peer_memory(),
         )
     except BaseException:
-        _leave(group)
+        with _telling_what_failed_first():
+            group.leave()
         raise
