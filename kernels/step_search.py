@@ -135,6 +135,7 @@ def short(parameters: Parameters) -> str:
     sizes = (parameters.get(name) for name in ("block_n", "block_k", "num_warps", "num_stages"))
     tile = "x".join(str(size) for size in sizes if size is not None)
     if "min_split" in parameters:  # decode attention's
-        return f"{tile}/{parameters['ctas_per_sm']} of {parameters['min_split']}"
+        merged = f" by {parameters['merged']}" if "merged" in parameters else ""
+        return f"{tile}/{parameters['ctas_per_sm']} of {parameters['min_split']}{merged}"
     kinds = "".join(f" {kind}" for kind in ("norm", "fold") if kind in parameters)
     return f"{tile}/{parameters.get('splits', 1)}+{parameters.get('prefetch', 0)}{kinds}"

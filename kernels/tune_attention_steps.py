@@ -45,11 +45,13 @@ TILES = (  # keys, warps, stages
 )  # fmt: skip
 CTAS_PER_SM = (1, 2, 3, 4, 6)
 MIN_SPLITS = (64, 128, 256)
-# What is tried on the best so far, in this order: tiles, then how rows are cut.
+MERGED = (4, 8, 16)
+# What is tried on the best so far, in this order: tiles, how rows are cut, how the parts are put together again.
 CHANGES: tuple[tuple[str, list[Parameters]], ...] = (
     ("tile", [dict(zip(("block_n", "num_warps", "num_stages"), tile, strict=True)) for tile in TILES]),
     ("programs", [{"ctas_per_sm": ctas} for ctas in CTAS_PER_SM]),
     ("split", [{"min_split": split} for split in MIN_SPLITS]),
+    ("merging", [{"merged": merged} for merged in MERGED]),
 )
 
 

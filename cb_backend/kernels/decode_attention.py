@@ -83,6 +83,7 @@ def _decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, rounded up
     MAX_SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,  # partial results read together
     IS_PAIRED: tl.constexpr,  # the cache is fp8 and q is not fp32: see `halves`
     HAS_ASSEMBLY: tl.constexpr,  # not in the interpreter
     IS_DEPENDENT: tl.constexpr,
@@ -201,21 +202,28 @@ def _decode_attention_kernel(
     denominator = tl.sum(tl.exp2(lse - largest[None, :]), axis=0)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     tile_ptr, rows_ptr = partial_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], partial_lse_ptr + rows
-    for index in range(0, num_splits, 4):
-        # Four at once: what they load is asked for before the first is added.
-        first_part, first_lse = _partial(tile_ptr, rows_ptr, index, num_splits, is_group, is_dim, STEP, HEAD_DIM)
-        second_part, second_lse = _partial(tile_ptr, rows_ptr, index + 1, num_splits, is_group, is_dim, STEP, HEAD_DIM)
-        third_part, third_lse = _partial(tile_ptr, rows_ptr, index + 2, num_splits, is_group, is_dim, STEP, HEAD_DIM)
-        fourth_part, fourth_lse = _partial(tile_ptr, rows_ptr, index + 3, num_splits, is_group, is_dim, STEP, HEAD_DIM)
-        acc += first_part * tl.exp2(first_lse - largest[:, None])
-        acc += second_part * tl.exp2(second_lse - largest[:, None])
-        acc += third_part * tl.exp2(third_lse - largest[:, None])
-        acc += fourth_part * tl.exp2(fourth_lse - largest[:, None])
+    for index in range(0, num_splits, MERGED):
+        # All that they load is asked for before the first is added.
+        parts, lses = (), ()
+        for ahead in tl.static_range(MERGED):
+            part, part_lse = _partial(tile_ptr, rows_ptr, index + ahead, num_splits, is_group, is_dim, STEP, HEAD_DIM)
+            parts, lses = parts + (part,), lses + (part_lse,)  # noqa: RUF005 (Triton has no starred tuples)
+        for ahead in tl.static_range(MERGED):
+            acc += parts[ahead] * tl.exp2(lses[ahead] - largest[:, None])
     head = kv_head * GROUP + g
     if HAS_SINKS:
         acc, denominator = with_sink(acc, largest, denominator, sinks_ptr + head, is_group)
     out_tile_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
     tl.store(out_tile_ptr, (acc / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=is_stored)
+
+
+def _merged(part_size: int, block_d: int) -> int:
+    """Partial results, of so many numbers each, to read together. The bits are the same whatever it is.
+
+    Of small heads many: with few at a time the merging needs few registers, and the compiler then holds the loop over
+    keys to those as well (70 where it had 123) and asks for the next keys late.
+    """
+    return 16 if block_d <= 64 and part_size <= 256 else 4
 
 
 def decode_attention(
@@ -271,6 +279,7 @@ def decode_attention(
         ALIGN=tile_alignment(block_n, block_size), HEADER=PLAN_HEADER, ITEM=PLAN_ITEM,
         BLOCK_M=max(next_power_of_2(group), 16), BLOCK_N=block_n, BLOCK_D=block_d,
         BLOCK_G=next_power_of_2(group), MAX_SPLITS=MAX_SPLITS,
+        MERGED=parameters.get("merged") or _merged(next_power_of_2(group) * block_d, block_d),
         IS_PAIRED=is_paired, HAS_ASSEMBLY=not IS_INTERPRETING, IS_DEPENDENT=is_dependent,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
         **(dependent_options(q.device, num_rows) if is_dependent else {}),

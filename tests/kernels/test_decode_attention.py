@@ -16,6 +16,7 @@ from cb_backend.kernels.decode_plan import (
     plan_decode,
     tile_alignment,
 )
+from cb_backend.kernels.launch import overriding
 
 from .paged import Paged, Shapes, attend, make_paged
 
@@ -117,6 +118,19 @@ def test_a_plan_and_its_kernel_agree_on_the_parameters_for_so_many_rows(
     monkeypatch.setattr(decode_plan, "launch_parameters", parameters)
     monkeypatch.setattr(decode_plan, "num_multiprocessors", lambda device: 8)
     check_kernel(Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(300,) * num_rows), device)
+
+
+@pytest.mark.parametrize("merged", [1, 8, 16])
+def test_how_many_parts_are_read_together_changes_no_bit(merged: int, device: torch.device) -> None:
+    shapes = Shapes(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, seq_lens=(300, 0, 37, 1200))
+    paged = make_paged(shapes, device, 0)
+    q = torch.randn(len(shapes.seq_lens), shapes.num_heads, shapes.head_dim).to(device)
+    outs = []
+    for parts in (4, merged):
+        tile = {"block_n": 16, "num_warps": 2, "num_stages": 2, "ctas_per_sm": 4, "min_split": 16, "merged": parts}
+        with overriding("decode_attention", tile):
+            outs.append(decode_attention(q, paged.kv_cache, paged.block_tables, paged.slots, paged.seq_lens, 0.1))
+    assert torch.equal(*outs)
 
 
 @pytest.mark.gpu
