@@ -67,12 +67,15 @@ def _attend_tiles(
             is_seen = key_position <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (key_position > position[:, None] - WINDOW)
-            # Finite, so that a row that has seen no key yet does not make NaN of -inf - -inf.
-            scores = tl.where(is_seen, scores, -1.0e38)
+            # Finite, so that a row that has seen no key yet does not make NaN of -inf - -inf. And a power of two, whose
+            # product with the factor is exact: bits that `new_largest` lost in rounding would be what is left below of
+            # such a row's scores, 10**30 and more of a number near 10**38, and 2 to the power of that is infinite.
+            scores = tl.where(is_seen, scores, -1.2676506002282294e30)  # -2**100
         # Scaling and subtraction are one multiply-add an element.
         new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
         correction = tl.exp2(largest - new_largest)
-        weights = tl.exp2(scores * factor - new_largest[:, None])
+        # Times -1 the compiler makes a sign of the operand; `-` would be an instruction, a subtraction from 0.
+        weights = tl.exp2(tl.fma(scores, factor, new_largest[:, None] * -1.0))
         denominator = denominator * correction + tl.sum(weights, axis=1)
         if BLOCK_D == HEAD_DIM:
             v = tl.load(cell_ptr + value_stride)

@@ -14,6 +14,7 @@ from tests.kernels.compiled import compile_all
 NAN_OF_FP8 = 0x7F
 
 if IS_INTERPRETING:
+    from .interpreter_fma import fuse_multiply_adds
     from .interpreter_fp8 import correct_fp8
     from .interpreter_speed import check_overflows, hasten
 
@@ -46,6 +47,12 @@ def _check_overflows(request: pytest.FixtureRequest) -> None:
 def _correct_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETING:
         correct_fp8(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _fuse_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_INTERPRETING:
+        fuse_multiply_adds(monkeypatch)
 
 
 @pytest.fixture

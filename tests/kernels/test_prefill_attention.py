@@ -106,6 +106,20 @@ def test_a_tile_finds_its_request_among_many(device: torch.device, monkeypatch: 
     check(max(CASES, key=lambda case: len(case.query_lens)), prefill_attention, device)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256], ids=lambda head_dim: f"scale of {head_dim}")
+@pytest.mark.parametrize(
+    ("num_heads", "block_size"), [(2, 32), (1, 16)], ids=["tiles of cache blocks", "more queries than keys"]
+)
+def test_the_first_keys_of_a_tile_may_be_in_no_window_of_its_last_rows(
+    num_heads: int, block_size: int, head_dim: int, device: torch.device
+) -> None:
+    """Whatever the scale of the scores: those of models, whose products are rounded up or down."""
+    scale = head_dim**-0.5 / Shapes(num_heads=1, num_kv_heads=1, head_dim=16, block_size=16, seq_lens=()).scale
+    shapes = Shapes(num_heads=num_heads, num_kv_heads=1, head_dim=16, block_size=block_size, seq_lens=(90,), window=7,
+                    key_scale=scale)  # fmt: skip
+    check(Case((70,), shapes), prefill_attention, device)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_twin(case: Case) -> None:
     check(case, prefill_attention_torch, torch.device("cpu"))
