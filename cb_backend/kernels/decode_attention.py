@@ -142,7 +142,8 @@ def _decode_attention_kernel(
             k = tl.load(cell_ptr, mask=is_dim[None, :], other=0)
         if IS_PAIRED:
             k, k_odd = halves(k, HAS_ASSEMBLY)
-            scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))  # [BLOCK_M, BLOCK_N]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         else:
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         scores *= scale_log2e
@@ -162,7 +163,7 @@ def _decode_attention_kernel(
             v = tl.load(cell_ptr + value_stride // COLUMN, mask=is_dim[None, :], other=0)
         if IS_PAIRED:
             v, v_odd = halves(v, HAS_ASSEMBLY)
-            acc_odd = tl.dot(weights.to(q.dtype), v_odd, acc_odd * correction[:, None])
+            acc_odd = tl.dot(weights.to(q.dtype), v_odd, acc_odd * correction[:, None], input_precision="ieee")
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
         largest = new_largest
     if IS_PAIRED:

@@ -94,8 +94,8 @@ def _linear_kernel(
                 up = tl.load(
                     weight_tile_ptr + up_shift + offset, mask=is_inside, other=0.0, eviction_policy="evict_first"
                 )
-            acc_up = tl.dot(up, tl.trans(x), acc_up)
-        acc = tl.dot(weight, tl.trans(x), acc)
+            acc_up = tl.dot(up, tl.trans(x), acc_up, input_precision="ieee")
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     is_stored = (n < out_size)[:, None] & (m < num_rows)[None, :]
     if SPLITS > 1:
         # partial [SPLITS, num_rows, out_size], twice that long where gated

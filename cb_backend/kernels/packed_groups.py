@@ -48,7 +48,8 @@ def bytes_product(
                 x = tl.load(x_ptr + column, mask=is_row, other=0.0)
             else:
                 x = tl.load(x_ptr + column, mask=is_row & (column < columns_left), other=0.0)
-            acc += tl.dot(parts[q], tl.trans(x)) * scales[2 * q + half].to(tl.float32)[:, None]
+            sums = tl.dot(parts[q], tl.trans(x), input_precision="ieee")
+            acc += sums * scales[2 * q + half].to(tl.float32)[:, None]
     return acc
 
 
