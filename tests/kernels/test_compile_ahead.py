@@ -93,7 +93,9 @@ def test_what_is_noted_is_not_compiled_again(
     assert len(compiled) == (6 if errors else 4)
 
 
-def test_nothing_is_compiled_ahead_for_the_interpreter() -> None:
+def test_nothing_is_compiled_ahead_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which these tests are run with only where there is no GPU."""
+    monkeypatch.setattr(compile_ahead, "IS_INTERPRETING", True)
     assert compile_ahead.compile_ahead(lambda: pytest.fail("launched")) == 0
 
 

@@ -30,14 +30,14 @@ def make(shape: tuple[int, ...], device: torch.device, has_bias: bool) -> dict[s
     torch.manual_seed(sum(shape))
     biases = {"bias": torch.randn(num_experts, 2 * size), "down_bias": torch.randn(num_experts, hidden)}
     tensors = {
-        "x": torch.randn(num_tokens, hidden + 3)[:, :hidden],  # strided rows
+        "x": torch.randn(num_tokens, hidden + 16),
         "gate_up": torch.randn(num_experts, 2 * size, hidden) * hidden**-0.5,
         "down": torch.randn(num_experts, hidden, size) * size**-0.5,
         "weights": torch.rand(num_tokens, top_k),
     }
-    return {name: tensor.to(device) for name, tensor in tensors.items()} | {
-        name: bias.to(device) if has_bias else None for name, bias in biases.items()
-    }
+    given = {name: tensor.to(device) for name, tensor in tensors.items()}
+    given["x"] = given["x"][:, :hidden]  # strided rows, which `to` another device would put side by side
+    return given | {name: bias.to(device) if has_bias else None for name, bias in biases.items()}
 
 
 def wanted_parts(ids: Tensor, given: dict[str, Any], activation: str) -> Tensor:

@@ -40,11 +40,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return seen
 
 
-def inputs(num_rows: int, out_size: int, in_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x (a part of wider rows), weight, bias."""
+def inputs(
+    num_rows: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (a part of wider rows, taken there: a part that is moved is one no more), weight, bias."""
     torch.manual_seed(out_size + in_size)
-    x = torch.randn(num_rows, in_size + 24).to(dtype)[:, :in_size]
-    return x, (torch.randn(out_size, in_size) / in_size**0.5).to(dtype), torch.randn(out_size).to(dtype)
+    x = torch.randn(num_rows, in_size + 32).to(dtype).to(device)[:, :in_size]
+    others = torch.randn(out_size, in_size) / in_size**0.5, torch.randn(out_size)
+    weight, bias = (tensor.to(dtype).to(device) for tensor in others)
+    return x, weight, bias
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, ON_GPU])
@@ -56,16 +60,16 @@ def test_tiled_kernel(
     num_rows: int, out_size: int, in_size: int, splits: int, dtype: torch.dtype, device: torch.device,
     launches: list[int],
 ) -> None:  # fmt: skip
-    x, weight, bias = inputs(num_rows, out_size, in_size, dtype)
+    x, weight, bias = inputs(num_rows, out_size, in_size, dtype, device)
     wanted = x.double() @ weight.double().T
     tolerances = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     with overriding("linear", {**TILED, "splits": splits}):
         for _ in range(2):  # the second finds the counters as the first left them
-            found = linear(x.to(device), weight.to(device), bias.to(device))
-            torch.testing.assert_close(found.cpu().double(), wanted + bias.double(), **tolerances)
+            found = linear(x, weight, bias)
+            torch.testing.assert_close(found.double(), wanted + bias.double(), **tolerances)
         out = torch.full((num_rows, out_size), float("nan"), dtype=dtype, device=device)
-        assert linear(x.to(device), weight.to(device), out=out) is out
-    torch.testing.assert_close(out.cpu().double(), wanted, **tolerances)
+        assert linear(x, weight, out=out) is out
+    torch.testing.assert_close(out.double(), wanted, **tolerances)
     assert launches == [num_rows] * 3
     assert not counters(out.device).any()
 
@@ -77,11 +81,11 @@ def test_kernel_for_one_row(
     parameters: dict[str, int], out_size: int, in_size: int, dtype: torch.dtype, device: torch.device,
     launches: list[int],
 ) -> None:  # fmt: skip
-    x, weight, bias = inputs(1, out_size, in_size, dtype)
+    x, weight, bias = inputs(1, out_size, in_size, dtype, device)
     wanted = x.double() @ weight.double().T + bias.double()
     with overriding("linear", parameters):
-        found = linear(x.to(device), weight.to(device), bias.to(device))
-    torch.testing.assert_close(found.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        found = linear(x, weight, bias)
+    torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert launches == [1]
 
 
@@ -101,18 +105,18 @@ def test_gated_kernel(
     num_rows: int, out_size: int, in_size: int, parameters: dict[str, int], dtype: torch.dtype, device: torch.device,
     launches: list[int],
 ) -> None:  # fmt: skip
-    x, weight, _ = inputs(num_rows, 2 * out_size, in_size, dtype)
+    x, weight, _ = inputs(num_rows, 2 * out_size, in_size, dtype, device)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
     with overriding("linear_silu_mul", parameters):
-        found = linear_silu_mul(x.to(device), weight.to(device))
+        found = linear_silu_mul(x, weight)
     wanted = gate / (1 + (-gate).exp()) * up
-    torch.testing.assert_close(found.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert launches == [num_rows]
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float32])
 def test_twins(dtype: torch.dtype) -> None:
-    x, weight, bias = inputs(5, 26, 40, dtype)
+    x, weight, bias = inputs(5, 26, 40, dtype, torch.device("cpu"))
     product = x.double() @ weight.double().T
     gate, up = product.chunk(2, dim=1)
     tolerance = TOLERANCE.get(dtype, 1e-5)
@@ -126,7 +130,7 @@ def test_twins(dtype: torch.dtype) -> None:
 def test_other_rows_and_types_are_the_librarys(
     num_rows: int, dtype: torch.dtype, device: torch.device, launches: list[int]
 ) -> None:
-    x, weight, bias = (tensor.to(device) for tensor in inputs(num_rows, 64, 48, dtype))
+    x, weight, bias = inputs(num_rows, 64, 48, dtype, device)
     with overriding("linear", TILED):
         found = linear(x, weight, bias)
     wanted = x.double() @ weight.double().T + bias.double()
@@ -135,7 +139,7 @@ def test_other_rows_and_types_are_the_librarys(
 
 
 def test_shapes_without_an_entry_are_the_librarys(device: torch.device, launches: list[int]) -> None:
-    x, weight, _ = (tensor.to(device) for tensor in inputs(2, 66, 40, torch.float16))
+    x, weight, _ = inputs(2, 66, 40, torch.float16, device)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
     wanted = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(linear_silu_mul(x, weight).double(), wanted, atol=4e-3, rtol=4e-3)
@@ -149,7 +153,7 @@ def test_shapes_without_an_entry_are_the_librarys(device: torch.device, launches
 )
 def test_replays_of_a_graph_agree(num_rows: int, parameters: dict[str, int], device: torch.device) -> None:
     """Dependent launches with prefetches, back to back in one graph: the same bits each time, close to float64."""
-    x, weight, _ = (tensor.to(device) for tensor in inputs(num_rows, 1024, 2048, torch.bfloat16))
+    x, weight, _ = inputs(num_rows, 1024, 2048, torch.bfloat16, device)
     second = torch.randn(512, 1024, device=device).div_(32).to(torch.bfloat16)
     parameters = {**parameters, "block_n": 64, "block_k": 64, "num_stages": 4}
     if torch.cuda.get_device_capability(device)[0] >= 9:

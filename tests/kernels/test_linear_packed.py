@@ -150,11 +150,11 @@ def test_kernel(
 ) -> None:
     monkeypatch.setattr(module, "_library_product", None)  # the kernel must serve it
     weight, wanted = make(kind, group, has_zeros, out_size, in_size, dtype)
-    x, bias = torch.randn(num_rows, in_size + 8).to(dtype)[:, :in_size], torch.randn(out_size).to(dtype)
-    there = to(device, weight)
+    wide, bias = torch.randn(num_rows, in_size + 16).to(dtype), torch.randn(out_size).to(dtype)
+    x, x_there, there = wide[:, :in_size], wide.to(device)[:, :in_size], to(device, weight)
     with overriding("linear_packed", {**TILED, "splits": splits}):
-        found = linear_packed(x.to(device), there, bias.to(device))
-        again = linear_packed(x.to(device), there, bias.to(device))  # finds the counters as the first left them
+        found = linear_packed(x_there, there, bias.to(device))
+        again = linear_packed(x_there, there, bias.to(device))  # finds the counters as the first left them
     close(found, x.double() @ wanted.T + bias.double(), TOLERANCE[dtype])
     assert torch.equal(found, again)
     assert not counters(found.device).any()

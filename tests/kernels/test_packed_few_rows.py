@@ -119,14 +119,14 @@ def test_every_fp8_and_fp4_number_is_exact(device: torch.device) -> None:
 @pytest.mark.parametrize("num_rows", [1, 12])
 def test_bias_gate_and_strided_rows(device: torch.device, num_rows: int) -> None:
     torch.manual_seed(0)
-    weight, x = make("int4", size=(80, 256)), torch.randn(num_rows, 2, 256).to(torch.bfloat16)[:, 1]
-    bias = torch.randn(80).to(torch.bfloat16)
-    found = unrounded(device, x, weight, direct(), bias=bias.to(device))
+    weight, wide = make("int4", size=(80, 256)), torch.randn(num_rows, 2, 256).to(torch.bfloat16)
+    bias, x, x_there = torch.randn(80).to(torch.bfloat16), wide[:, 1], wide.to(device)[:, 1]
+    found = unrounded(device, x_there, weight, direct(), bias=bias.to(device))
     wanted = x.double() @ dequantise_packed_torch(weight).double().T + bias.double()
     assert relative_error(found, wanted) < 1e-5
     gated = make("fp8", size=(80, 256), is_gated=True)
     with overriding("linear_silu_mul_packed", direct(1, 2)):
-        made = linear_silu_mul_packed(x.to(device), there(device, gated))
+        made = linear_silu_mul_packed(x_there, there(device, gated))
     assert relative_error(made, linear_silu_mul_packed_torch(x, gated)) < 2e-2  # rounded to bf16 three times
 
 
@@ -142,18 +142,23 @@ def test_what_it_cannot_take_goes_another_way(device: torch.device, monkeypatch:
     monkeypatch.setattr(name, parameters)
     weight = make("int4")
     as_float16 = replace(weight, scales=weight.scales.half())
+
+    def rows(num_rows: int, size: int) -> Tensor:
+        """There before a part is taken of them: `to` another device puts the rows of a part side by side."""
+        return torch.randn(num_rows, size).bfloat16().to(device)
+
     cases = [
-        (torch.randn(2, 384).bfloat16(), weight, 1),
-        (torch.randn(33, 384).bfloat16(), weight, 0),
-        (torch.randn(2, 390).bfloat16()[:, 1:385], weight, 0),
-        (torch.randn(2, 384).half(), as_float16, 0),
-        (torch.randn(2, 300).bfloat16(), make("int4", size=(48, 300)), 0),
+        (rows(2, 384), weight, 1),
+        (rows(33, 384), weight, 0),
+        (rows(2, 390)[:, 1:385], weight, 0),
+        (rows(2, 384).half(), as_float16, 0),
+        (rows(2, 300), make("int4", size=(48, 300)), 0),
     ]
     weights = [there(device, given) for _, given, _ in cases]
-    cases.append((torch.randn(2, 384).bfloat16(), weight, 0))
+    cases.append((rows(2, 384), weight, 0))
     weights.append(replace(weights[0], values=one_byte_on(weights[0].values)))
     for (x, _, is_direct), given in zip(cases, weights, strict=True):
-        linear_packed(x.to(device), given) if not IS_INTERPRETING else _ask(x, given)
+        linear_packed(x, given) if not IS_INTERPRETING else _ask(x, given)
         assert asked.pop() == is_direct
 
 

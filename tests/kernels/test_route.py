@@ -42,7 +42,7 @@ def inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits of strided rows, slots of which some are padding, parts)"""
     torch.manual_seed(num_tokens * num_experts)
-    logits = torch.randn(num_tokens, num_experts + 5)[:, :num_experts].to(device)
+    logits = torch.randn(num_tokens, num_experts + 5).to(device)[:, :num_experts]
     slots = torch.arange(num_tokens, dtype=torch.int32).to(device) % 4
     return logits, slots, torch.full((num_tokens, num_parts, 37), 7.0, device=device)
 

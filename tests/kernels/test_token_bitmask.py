@@ -14,7 +14,8 @@ from cb_backend.kernels.token_bitmask import apply_token_bitmask, apply_token_bi
 def test_kernel_and_twin(vocab_size: int, num_words: int, dtype: torch.dtype, device: torch.device) -> None:
     """Masks wider than the vocabulary, as wide and narrower; rows without a mask keep every bit of their logits."""
     torch.manual_seed(vocab_size)
-    logits = torch.randn(5, 2 * vocab_size).to(dtype)[:, :vocab_size]  # strided rows
+    wide = torch.randn(5, 2 * vocab_size).to(dtype)
+    logits = wide[:, :vocab_size]  # strided rows
     bitmask = torch.randint(-(2**31), 2**31, (3, num_words), dtype=torch.int64).to(torch.int32)
     bitmask[1] = -1
     rows = torch.tensor([4, 0, 2])
@@ -24,7 +25,7 @@ def test_kernel_and_twin(vocab_size: int, num_words: int, dtype: torch.dtype, de
             word = mask[token_id // 32] if token_id // 32 < num_words else 0
             if not (word >> (token_id % 32)) & 1:
                 expected[row, token_id] = float("-inf")
-    by_twin, by_kernel = logits.clone(), logits.to(device)
+    by_twin, by_kernel = logits.clone(), wide.to(device, copy=True)[:, :vocab_size]
     apply_token_bitmask_torch(by_twin, bitmask, rows)
     with overriding("apply_token_bitmask", {"tile": 64, "num_warps": 1}):
         apply_token_bitmask(by_kernel, bitmask.to(device), rows.to(device))
