@@ -32,6 +32,7 @@ _ADAPTER_BESIDE = (0, 64, 256)
 _ADAPTER_FULL = (8, 64, 256)  # with room for any plan; plans of full steps fit the sizes of `FullSteps` as well
 _MOST_PREFILL = max(_PROMPTS_OF_PREFILL)
 _LEAST_PROMPTS = max(_PROMPTS_OF_PREFILL.values())  # room of every full step
+_TOKENS_OF_TEXT = 16  # where nothing is generated: as many prompts as are this long, for many texts are short
 _TOKENS_OF_PROMPT = 128  # and of larger ones: as many prompts as are this long
 # Budgets whose full steps have shapes of their own. Below, a step takes as long as reading the weights, whatever its
 # rows; above, the device is slower than any host.
@@ -130,6 +131,17 @@ def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShap
     return [
         *(StepShape(size) for size in decode_sizes(most_rows)),
         *(StepShape(*size, num_prompts) for size, num_prompts in prompts.items()),
+    ]
+
+
+def pooling_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+    """Every shape to capture where nothing is generated: those of prompts alone, with room for many. None of them is
+    sampled for, so that a prompt of padding costs next to nothing.
+    """
+    shapes = {shape.num_prefill: shape for shape in step_shapes(max_num_seqs, max_num_batched_tokens) if not shape[0]}
+    return [
+        shape._replace(num_prompts=max(shape.num_prompts, min(num_prefill // _TOKENS_OF_TEXT, max_num_seqs)))
+        for num_prefill, shape in shapes.items()
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,20 @@ def test_a_model_that_does_not_generate_captures_steps_of_prompts_alone(folder: 
     assert fake.mistakes == []
     assert_same(got, expected)
     assert set(got.reasons.values()) == {FinishReason.STOP}
+
+
+def test_many_short_texts_at_once_are_one_launch(folder: Path, fake: FakeCuda) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 32}
+    texts = [[(7 * text + token) % 90 + 3 for token in range(16)] for text in range(8)]
+    expected = run(engine_for(folder, "reference", runner="both", **settings), texts, LAST)
+    engine = gpu_engine(folder, runner="pooling", **settings)
+    replayed = []
+    find = engine.runner.graphs.find
+    engine.runner.graphs.find = lambda *sizes: replayed.append((sizes[:3], find(*sizes))) or replayed[-1][1]
+    got = run(engine, texts, LAST)
+    assert [sizes for sizes, _ in replayed] == [(0, 128, 8)]
+    assert replayed[0][1] is not None
+    assert_same(got, expected)
 
 
 def test_x1_who_does_not_ask_gets_the_same_steps(folder: Path, fake: FakeCuda) -> None:

@@ -7,7 +7,14 @@ import itertools
 import pytest
 
 from cb_backend.engine.runner.step_graphs import StepGraphs
-from cb_backend.engine.step_shapes import MAX_GRAPH_PROMPTS, FullSteps, StepShape, decode_sizes, step_shapes
+from cb_backend.engine.step_shapes import (
+    MAX_GRAPH_PROMPTS,
+    FullSteps,
+    StepShape,
+    decode_sizes,
+    pooling_shapes,
+    step_shapes,
+)
 from tests.fakes.graphs import graphs_of
 
 # Where a step has room for four times the running requests, padding of decode rows is small beside the prompt tokens.
@@ -113,6 +120,23 @@ def test_no_graph_has_more_decode_rows_than_the_budget_or_prompts_than_there_is_
         assert shape.num_prompts <= MAX_GRAPH_PROMPTS
         # Of a result, pinned memory is kept for so many.
         assert shape.num_rows <= 2 * max_num_seqs + 32
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), ROOMY + TIGHT + LARGE + WITHOUT)
+def test_texts_that_nothing_is_generated_for_have_the_same_sizes_and_room_for_many(
+    max_num_seqs: int, budget: int
+) -> None:
+    """32 texts of 64 tokens, which a search asks for at once, are one launch."""
+    shapes = pooling_shapes(max_num_seqs, budget)
+    others = [shape for shape in step_shapes(max_num_seqs, budget) if not shape.num_decode]
+    assert [shape.num_prefill for shape in shapes] == [shape.num_prefill for shape in others]
+    for shape, other in zip(shapes, others, strict=True):
+        assert other.num_prompts <= shape.num_prompts
+        assert shape.num_prompts >= min(max_num_seqs, shape.num_prefill // 16)
+        # Rows whose states graphs leave behind; of a result, pinned memory is kept for so many.
+        assert shape.num_rows <= max_num_seqs + min(MAX_GRAPH_PROMPTS, 32)
+    if (max_num_seqs, budget) == (256, 2048):
+        assert any(shape.num_prefill == 2048 and shape.num_prompts >= 32 for shape in shapes)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), LARGE)

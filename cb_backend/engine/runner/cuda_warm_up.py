@@ -24,7 +24,7 @@ from cb_backend.contracts.step import JoinedRow, StepPlan, Want
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.runner.start_account import StartAccount
 from cb_backend.engine.runner.step_runner import AnyRunner, StepRunner
-from cb_backend.engine.step_shapes import StepShape, adapter_shapes, step_shapes
+from cb_backend.engine.step_shapes import StepShape, adapter_shapes, pooling_shapes, step_shapes
 from cb_backend.kernels.compile_ahead import compile_ahead
 from cb_backend.kv_cache.layout import KVLayout
 from cb_backend.kv_cache.storage import KVCacheStorage, size_kv_cache
@@ -182,9 +182,11 @@ def _shapes_to_capture(runner: StepRunner, config: EngineConfig) -> list[StepSha
     """All shapes, or those of prompts alone where nothing is generated; of the large ones none where the device takes
     much longer for such a step than the host."""
     sizes = config.max_num_seqs, config.max_num_batched_tokens
-    shapes = step_shapes(*sizes) + (adapter_shapes(*sizes) if runner.adapters is not None else [])
-    if not runner.model.spec.generates:
-        shapes = [shape for shape in shapes if not shape.num_decode]
+    with_adapters = adapter_shapes(*sizes) if runner.adapters is not None else []
+    if runner.model.spec.generates:
+        shapes = step_shapes(*sizes) + with_adapters
+    else:
+        shapes = pooling_shapes(*sizes) + [shape for shape in with_adapters if not shape.num_decode]
     large = [shape for shape in shapes if shape.is_large and not shape.has_adapters]
     if not large or _is_launch_bound(runner, max(large, key=lambda shape: shape.num_prefill)):
         return shapes
