@@ -5,7 +5,8 @@
 
 Each revision runs its own `kernels/bench_step.py` in processes of its own, in turn, so that a drift of the card's speed
 meets both. Of a step are compared: the kernels of a replay by name and number, and after three replays from one state
-every bit of the tokens, lengths and KV cache. Exit code 1 where a kernel or a bit differs.
+every bit of the tokens, lengths and KV cache. Exit code 1 where a kernel or a bit differs. Where the step's time does,
+the kernels follow whose own time changed most (profiled, so that the parts need not add up to the whole).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ HERE = Path(__file__).resolve().parents[1]
 STEPS = 3  # replays whose bits are compared
 CHUNK = 1 << 26  # words of 16 bits added up at a time
 PLACES = 1_000_003
+FELT = 0.01  # of a step's time: less is not looked into
 
 
 def look_at(folder: Path, models: list[str], rows: list[int]) -> list[dict[str, Any]]:
@@ -50,7 +52,8 @@ def look_at(folder: Path, models: list[str], rows: list[int]) -> list[dict[str, 
             entry: dict[str, Any] = {"model": name, "rows": num_rows, "bits": [digest(part) for part in state]}
             seat(runner, lengths)
             entry["seconds"] = time_step(graph, 40)
-            entry["kernels"] = kernels_of(graph)  # last: replays after a profiled one were seen to fail
+            # Last: replays after a profiled one were seen to fail.
+            entry["kernels"], entry["microseconds"] = kernels_of(graph)
             found.append(entry)
             del graph, buffers, before
             runner.close()
@@ -73,14 +76,18 @@ def digest(tensor: Any) -> int:
     return total
 
 
-def kernels_of(graph: Any) -> dict[str, int]:
-    """Name -> launches of one replay."""
+def kernels_of(graph: Any) -> tuple[dict[str, int], dict[str, float]]:
+    """By name, of one replay: launches, and microseconds of them all."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         graph.replay()
         torch.cuda.synchronize()
-    return dict(Counter(event.name for event in profiler.events()))
+    events = profiler.events()
+    microseconds: Counter[str] = Counter()
+    for event in events:
+        microseconds[event.name] += event.device_time
+    return dict(Counter(event.name for event in events)), dict(microseconds)
 
 
 def run(folder: Path, models: str, rows: str) -> list[dict[str, Any]]:
@@ -95,6 +102,17 @@ def differences(before: dict[str, int], after: dict[str, int]) -> str:
     """Kernels that the two do not launch equally often; empty: none."""
     names = [name for name in {**before, **after} if before.get(name, 0) != after.get(name, 0)]
     return ", ".join(f"{name[:60]} {before.get(name, 0)} -> {after.get(name, 0)}" for name in names)
+
+
+def slower(old: list[dict[str, Any]], new: list[dict[str, Any]], most: int = 4) -> list[str]:
+    """Lines of the kernels whose time in a replay changed most, by the medians of the rounds."""
+    names = {name: None for entry in (*old, *new) for name in entry["microseconds"]}
+    times = {
+        name: [statistics.median(entry["microseconds"].get(name, 0.0) for entry in side) for side in (old, new)]
+        for name in names
+    }
+    changed = sorted(times, key=lambda name: -abs(times[name][1] - times[name][0]))[:most]
+    return [f"    {times[name][0]:9.1f} -> {times[name][1]:9.1f} us  {name[:80]}" for name in changed]
 
 
 def main() -> int:
@@ -128,6 +146,8 @@ def main() -> int:
             f"  bits {'equal' if has_bits else 'DIFFER'}",
             flush=True,
         )
+        if abs(statistics.median(ratios) - 1) > FELT:
+            print(*slower(old, new), sep="\n", flush=True)
     return 0 if is_same else 1
 
 

@@ -204,11 +204,11 @@ def _decode_attention_kernel(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     tile_ptr, rows_ptr = partial_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], partial_lse_ptr + rows
     for index in range(0, num_splits, MERGED):
-        # All that they load is asked for before the first is added.
+        # All that they load is asked for before the first is added. Triton has no starred tuples.
         parts, lses = (), ()
         for ahead in tl.static_range(MERGED):
             part, part_lse = _partial(tile_ptr, rows_ptr, index + ahead, num_splits, is_group, is_dim, STEP, HEAD_DIM)
-            parts, lses = parts + (part,), lses + (part_lse,)  # noqa: RUF005 (Triton has no starred tuples)
+            parts, lses = parts + (part,), lses + (part_lse,)  # type: ignore[assignment]  # noqa: RUF005
         for ahead in tl.static_range(MERGED):
             acc += parts[ahead] * tl.exp2(lses[ahead] - largest[:, None])
     head = kv_head * GROUP + g
