@@ -16,6 +16,9 @@ _FORMAT = re.compile(r"([a-z][\w ]*?) +(\d+)(?: +(\d+))? +([\d.]+) +([\d.]+) +([
 _MODEL = re.compile(r"--model (\S+)|\((llama-3\.1-8b), ")
 
 
+CONTEXT = "640"  # tokens of every row: of steps with others the files tell, the tables do not
+
+
 class Line(NamedTuple):
     """A step that was timed."""
 
@@ -29,15 +32,15 @@ class Line(NamedTuple):
 def families() -> str:
     """Steps of the newer families beside those of Llama's shapes of about their sizes."""
     lines = [line for line in _lines("families.txt") if line.name != "w4a16"]
-    return _by_rows("context 640, bfloat16; rows", lines)
+    return _by_rows(f"context {CONTEXT}, bfloat16; rows", lines)
 
 
 def packed() -> str:
     """Steps of weights of few bits."""
     eight = [line for name in ("packed_formats.txt", "gguf.txt") for line in _lines(name)]
     seventy = [line._replace(name="llama-3.1-70b") for line in _lines("families.txt") if line.name == "w4a16"]
-    parts = [_by_rows("Llama-3.1-8B, context 640; rows", eight)]
-    parts += [_by_rows("w4a16 on one card, context 640; rows", seventy)] if seventy else []
+    parts = [_by_rows(f"Llama-3.1-8B, context {CONTEXT}; rows", eight)]
+    parts += [_by_rows(f"w4a16 on one card, context {CONTEXT}; rows", seventy)] if seventy else []
     return "\n\n".join(parts)
 
 
@@ -58,10 +61,10 @@ def _lines(name: str) -> Iterator[Line]:
     place = 0
     for line in text.splitlines():
         place += len(line) + 1
-        if shape := _SHAPE.match(line.strip()):
+        if (shape := _SHAPE.match(line.strip())) and shape[3] == CONTEXT:
             key = shape[1], int(shape[2])
             found[key] = Line(*key, shape[4], shape[6], _source(text, place))
-        elif step := _FORMAT.fullmatch(re.sub(r"%.*", "%", line.strip())):
+        elif (step := _FORMAT.fullmatch(re.sub(r"%.*", "%", line.strip()))) and step[3] in (None, CONTEXT):
             key = step[1], int(step[2])
             found[key] = Line(*key, step[4], step[6], _source(text, place))
     yield from found.values()
