@@ -47,11 +47,11 @@ def packed() -> str:
 def loading() -> str:
     """A checkpoint of 16 GB from its files, and where a start's time goes: the lines as they were printed."""
     text = (RESULTS / "load.txt").read_text()
-    rates = re.findall(r"^ *(\w[\w ]*, (?:warm|cold)): +([\d.]+) s +([\d.]+) GB/s", text, re.MULTILINE)
-    starts = re.findall(r"^(import torch .*; in all [\d.]+ s)$", text, re.MULTILINE)
-    shown = table(["16.06 GB in 4 files", "s", "GB/s"], [list(rate) for rate in rates])
-    second = "\n".join(f"- a second start, to its first token: {each}" for each in starts[:1])
-    return f"{shown}\n\n{second}\n- {_source(text, len(text))}"
+    rates = [*re.finditer(r"^ *(\w[\w ]*, (?:warm|cold)): +([\d.]+) s +([\d.]+) GB/s", text, re.MULTILINE)]
+    start = [*re.finditer(r"^(import torch .*; in all [\d.]+ s)$", text, re.MULTILINE)][-1]  # the newest
+    shown = table(["16.06 GB in 4 files", "s", "GB/s"], [list(rate.groups()) for rate in rates])
+    second = f"- a second start, to its first token: {start[1]} ({_source(text, start.end())})"
+    return f"{shown}\n\n- {_source(text, rates[-1].end())}\n{second}"
 
 
 def _lines(name: str) -> Iterator[Line]:
