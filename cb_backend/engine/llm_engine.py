@@ -89,6 +89,7 @@ class LLMEngine:
         self._held = HeldRequests()
         self._guided = GuidedRows()
         self._clock = clock
+        self._launch = self._launch_plan if config.max_itl_ms is None else self._launch_timed  # without, no clock
         self._launched: deque[LaunchedStep] = deque()  # oldest first
 
     def make_request(
@@ -241,7 +242,11 @@ class LLMEngine:
         log.completed(result.step_id, output, self.has_unfinished())
         return output
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch_timed(self, plan: StepPlan) -> None:
+        self._launch_plan(plan)
+        self.scheduler.launched(self._clock())
+
+    def _launch_plan(self, plan: StepPlan) -> None:
         if plan.joined and self.scheduler.num_guided:
             for row in plan.joined:
                 guide = self.scheduler.running(row.request_id).guide

@@ -33,6 +33,9 @@ _ADAPTER_FULL = (8, 64, 256)  # with room for any plan; plans of full steps fit 
 _MOST_PREFILL = max(_PROMPTS_OF_PREFILL)
 _LEAST_PROMPTS = max(_PROMPTS_OF_PREFILL.values())  # room of every full step
 _TOKENS_OF_TEXT = 16  # where nothing is generated: as many prompts as are this long, for many texts are short
+# A small step with prompts has no more of these, and fits a graph whatever the device. Any larger one may have to be
+# launched kernel by kernel.
+MOST_SMALL_TOKENS, MOST_SMALL_PROMPTS = _MOST_PREFILL, _LEAST_PROMPTS
 _TOKENS_OF_PROMPT = 128  # and of larger ones: as many prompts as are this long
 # Budgets whose full steps have shapes of their own. Below, a step takes as long as reading the weights, whatever its
 # rows; above, the device is slower than any host.

@@ -34,6 +34,11 @@ class Pace:
         self.asked.append(given)
         return BUDGET
 
+    holds_up_last_tokens = False
+
+    def must_be_small(self, num_decode: int, num_pairs: float, most: int) -> bool:
+        return False
+
 
 class Plan:
     """Of a step in which nobody decodes."""

@@ -5,6 +5,11 @@ The fit is least squares over the last hundred or so steps of two kinds, kept ap
 does not make what is known of prompts fade. It decides how many prompt tokens may ride along with running streams
 (`max_itl_ms`). This module has no clock: times are told to it.
 
+While the host launches a step, nobody reads the results of those before it. A step that was done meanwhile has a time
+that is not known, so it is not learned from: else the time of launching a large step would count as that of the small
+one whose result came next, and the large one would seem to take next to nothing. Launching has a limit of its own
+(`large_steps`).
+
 Coefficients are not below zero: times do not shrink because there is more to do. They are found from the normal
 equations (`non_negative_solution`, which knows nothing of steps), so that a fit that forgets need not keep its samples.
 """
@@ -19,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.contracts.step import StepPlan
+from cb_backend.engine.scheduler.large_steps import LargeSteps, is_large
+from cb_backend.engine.step_shapes import MOST_SMALL_TOKENS
 
 MIN_PREFILL_TOKENS = 16  # a step's prompt tokens even where the limit leaves no room: prompts must go on
 _FORGETTING = 0.99
@@ -27,6 +34,7 @@ _FIRST_TRIAL_TOKENS = 64
 _MOST_GROWTH = 2  # times the most tokens seen so far: the fit is not trusted far outside what it has seen
 _MOST_OUTLIER = 3.0  # times the expected seconds: more (a pause of the host) counts as so much
 _LEARNED_AT_ONCE = 256  # steps
+_WAITED_SHARE = 8  # who waited for a result, one part in so many of a large launch or longer, saw the step's end
 _SCALE = np.array([1.0, 1e-3, 1e-6])  # of the features, so that the normal equations are well conditioned
 
 _AT_REST = 1e-10  # of the largest right-hand side: a gradient below it is none
@@ -93,6 +101,10 @@ class Pace:
         self._unlearned: list[tuple[StepPlan, float]] = []  # and the seconds that it took
         self._last_end = -math.inf
         self._model = StepTimeModel()
+        self.large_steps = LargeSteps(self._limit_s)
+        self._launch_end = -math.inf  # of the last launch
+        self._last_large, self._large_launch_s = 0, 0.0  # step_id of the last large step, seconds of its launch
+        self._was_end_seen = True  # of the step that came back last
 
     @property
     def has_limit(self) -> bool:
@@ -109,17 +121,48 @@ class Pace:
         """A step has been planned."""
         self._launched.append((plan, now))
 
+    def launch_ended(self, now: float) -> None:
+        """The step that was planned last is launched. Told where there is a limit."""
+        plan, begin = self._launched[-1]
+        seconds = now - (begin if begin > self._launch_end else self._launch_end)
+        self._launch_end = now
+        if is_large(plan):
+            self.large_steps.launched(seconds)
+            if len(self._launched) > 1:  # alone, it held up no result but its own
+                self._last_large, self._large_launch_s = plan.step_id, seconds
+
     def completed(self, step_id: int, now: float) -> None:
         """The step's result has come: it took the time since its launch, or since the end of the one before."""
         plan, begin = self._launched.popleft()
         while plan.step_id < step_id:  # which did not come back
             plan, begin = self._launched.popleft()
         seconds = now - (begin if begin > self._last_end else self._last_end)
+        if step_id <= self._last_large and not self._was_seen(now):
+            seconds = self._most_seconds(plan, seconds)
         self._last_end = now
         if seconds > 0:
             self._unlearned.append((plan, seconds))
             if len(self._unlearned) >= _LEARNED_AT_ONCE:
                 self._learn()
+
+    def _most_seconds(self, plan: StepPlan, seconds: float) -> float:
+        """What a step of which neither begin nor end were seen took at most, if that is less than expected: else what
+        is expected too long of large steps would stay so for as long as the host is busy launching them. 0.0: not
+        known. A large one's device was done by the end of the next launch, and began no earlier than a launch before.
+        """
+        if self._launch_end <= self._last_end or not is_large(plan):
+            return 0.0
+        self._most_seen = max(self._most_seen, plan.total_tokens)  # a device that keeps up is not far off the fit
+        num_tokens = plan.num_tokens.astype(np.float64)
+        expected = self.model.seconds(plan.total_tokens, float(num_tokens @ (plan.first + num_tokens / 2)))
+        return 2 * seconds if 2 * seconds < expected else 0.0
+
+    def _was_seen(self, now: float) -> bool:
+        """Whether begin and end of the step that has come back are known, though a large one was launched meanwhile:
+        its result, and the one before, were waited for."""
+        was_begin_seen = self._was_end_seen
+        self._was_end_seen = _WAITED_SHARE * (now - self._launch_end) >= self._large_launch_s
+        return was_begin_seen and self._was_end_seen
 
     def _learn(self) -> None:
         plans, seconds = zip(*self._unlearned, strict=True)
@@ -153,6 +196,29 @@ class Pace:
         num_tokens = 2 * left_s / root if root > 0 else math.inf
         return max(MIN_PREFILL_TOKENS, int(min(num_tokens, most)))
 
+    @property
+    def holds_up_last_tokens(self) -> bool:
+        """Whether a large step would, though none of the streams is in it: those that end with launched steps still
+        wait for these to be read."""
+        return self.large_steps.are_barred and any(plan.num_decode_rows for plan, _ in self._launched)
+
+    def must_be_small(self, num_decode: int, num_decode_pairs: float, most: int) -> bool:
+        """Whether a step beside running rows, of at most `most` prompt tokens, is to be a small one: streams cannot
+        bear that a large one is launched, or prompts get on faster without, as the device would wait for the host.
+        """
+        if not self.large_steps.may_come():
+            return True
+        launch_s = self.large_steps.launch_seconds
+        if most <= MOST_SMALL_TOKENS or not launch_s:
+            return False
+        if most >= _MOST_GROWTH * self._most_seen:
+            return False  # what even larger ones gain is not known before this one is
+        # What prompt tokens look at costs the same in either.
+        large_s, small_s = (
+            self.model.seconds(num_decode + number, num_decode_pairs) for number in (most, MOST_SMALL_TOKENS)
+        )
+        return most * small_s < MOST_SMALL_TOKENS * max(large_s, launch_s)
+
     def shares_by_draining(self, num_decode: int, num_decode_pairs: float, most: int) -> tuple[float, float]:
         """What a step of `most` prompt tokens alone before each mixed one changes.
 
@@ -162,6 +228,8 @@ class Pace:
         if self.model.num_prefill_samples < _NUM_TRIALS:
             return 0.0, 0.0
         num_mixed = self.most_prefill_tokens(num_decode, num_decode_pairs, 0)
+        if self.large_steps.are_barred:
+            num_mixed = min(num_mixed, MOST_SMALL_TOKENS)
         num_alone = min(most, _MOST_GROWTH * self._most_seen)
         if num_alone <= num_mixed:
             return 0.0, 0.0

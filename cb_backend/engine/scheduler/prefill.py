@@ -1,7 +1,8 @@
 """How a step's token budget is divided between prompts.
 
 The first in order takes what it needs. Three things hold it back. A full step is planned to fit its graph
-(`step_shapes`). Beside running streams, `max_itl_ms` bounds the prompt tokens of a step. And while a giant prompt is
+(`step_shapes`). Beside running streams, `max_itl_ms` bounds the prompt tokens of a step, and it may have to be a small
+one, with few prompts, for large ones are slow to launch (`large_steps`). And while a giant prompt is
 computed (one that a step cannot finish), prompts of at most a quarter of what it has left may go before it, in at most
 half of the step: so short ones wait for each other and not for the giant, and the giant gets at least half.
 
@@ -22,7 +23,7 @@ from cb_backend.contracts.step import HIDDEN_WANTED, NOTHING_WANTED, TOKENS_WANT
 from cb_backend.engine.scheduler.pace import Pace
 from cb_backend.engine.scheduler.parts import Parts
 from cb_backend.engine.scheduler.plan import PlanBuilder
-from cb_backend.engine.step_shapes import FullSteps
+from cb_backend.engine.step_shapes import MOST_SMALL_PROMPTS, MOST_SMALL_TOKENS, FullSteps
 
 SHORT_FACTOR = 4  # a short prompt is at most this part of what the giant has left
 _SHARE_OF_SHORT = 2  # and the short ones together get this part of the step
@@ -55,7 +56,9 @@ class PrefillPlanner:
             admit = None
         if not slots and admit is None:
             return
-        self._hold_back(plan, slots)
+        if self._hold_back(plan, slots):
+            del slots[MOST_SMALL_PROMPTS:]
+            admit = None if admit is None else _for_small_step(admit)
         num_left = self._num_left(slots[0]) if slots and self._is_chunking else 0
         if num_left > plan.budget:  # a giant
             kept = plan.budget - plan.budget // _SHARE_OF_SHORT
@@ -124,16 +127,35 @@ class PrefillPlanner:
     def _num_left(self, slot: int) -> int:
         return int(self._table.num_prefill_tokens[slot] - self._table.num_computed_tokens[slot])
 
-    def _hold_back(self, plan: PlanBuilder, slots: list[int]) -> None:
+    def _hold_back(self, plan: PlanBuilder, slots: list[int]) -> bool:
         """Lower the budget to what a full step's graph holds, and so that running streams get their tokens in time.
+        Returns whether the step is to be a small one, which has few prompts.
 
         Prompts that may not be cut are held to the budget alone: one that fits it, but not the graph, would wait for as
         long as there are streams.
         """
         if self._is_chunking:
             plan.budget = min(plan.budget, self._full_steps.most_prompt_tokens(plan.num_decode_rows))
-        if not self._pace.has_limit or plan.decode is None or not plan.num_decode_rows:
-            return
+        if not self._pace.has_limit:
+            return False
+        if plan.decode is None or not plan.num_decode_rows:
+            is_small = self._pace.holds_up_last_tokens
+        else:
+            is_small = self._is_held_to_limit(plan, slots)
+        if is_small:
+            plan.budget = min(plan.budget, MOST_SMALL_TOKENS)
+        return is_small
+
+    def _is_held_to_limit(self, plan: PlanBuilder, slots: list[int]) -> bool:
+        """Lower the budget by `max_itl_ms`. Returns whether the step is to be a small one."""
+        assert plan.decode is not None
         position = int(self._table.num_computed_tokens[slots[0]]) if slots else 0
         num_pairs = float(np.sum(plan.decode.computed, dtype=np.float64))
         plan.budget = min(plan.budget, self._pace.most_prefill_tokens(plan.num_decode_rows, num_pairs, position))
+        num_waiting = self._queue.num_tokens + sum(map(self._num_left, slots))
+        return self._pace.must_be_small(plan.num_decode_rows, num_pairs, min(plan.budget, num_waiting))
+
+
+def _for_small_step(admit: Admit) -> Admit:
+    """Nobody starts in a step that has as many prompts as small ones have room for."""
+    return lambda plan, giant_left: len(plan.prefill) < MOST_SMALL_PROMPTS and admit(plan, giant_left)

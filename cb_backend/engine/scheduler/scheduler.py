@@ -73,6 +73,7 @@ class Scheduler:
         self._in_flight, self._counters = parts.in_flight, parts.counters
         self._deadlines = Deadlines(config)
         self._pace = Pace(config.max_itl_ms)
+        self.launched = self._pace.launch_ended  # the step planned last, now: to be told where there is a limit
         self._results = StepResults(parts)
         self._preemption = Preemption(parts, self._results)
         self._prefill = PrefillPlanner(parts, self._pace)
