@@ -114,8 +114,8 @@ class GroupedKVCacheManager(KVCacheManager):
             end, chain.num_blocks = request.cache_salt, 0  # as in `KVCacheManager`
         if chain.is_closed:
             return
-        for index in range(chain.num_blocks, num_rows):
-            token_bytes = self._token_bytes(token_ids, index)
+        contents = self._contents(token_ids, chain.num_blocks, num_rows)
+        for index, token_bytes in enumerate(contents, chain.num_blocks):
             digest = self._digest(request, index, token_bytes)
             row = request.block_table[index * self.num_groups : (index + 1) * self.num_groups]
             if row[0] == NULL_BLOCK:  # given back, or never there: nothing can hang on it

@@ -130,7 +130,7 @@ class KVCacheManager:
         may_read = self.enable_prefix_caching and request.may_read_cache
         for index in range((len(request.token_ids) - 1) // self.block_size if may_read else 0):
             parent = chain[-1] if chain else request.cache_salt
-            token_bytes = self._token_bytes(request.token_ids, index)
+            (token_bytes,) = self._contents(request.token_ids, index, index + 1)
             link = self.pool.find(self._digest(request, index, token_bytes), token_bytes, parent)
             if link is None:
                 break
@@ -205,8 +205,8 @@ class KVCacheManager:
         if isinstance(end, CachedBlock) and not end.is_live:
             # The link came from another request's block, which was evicted: our own blocks take its place.
             end, chain.num_blocks = request.cache_salt, 0
-        for index in range(chain.num_blocks, num_computed_tokens // self.block_size):
-            token_bytes = self._token_bytes(token_ids, index)
+        contents = self._contents(token_ids, chain.num_blocks, num_computed_tokens // self.block_size)
+        for index, token_bytes in enumerate(contents, chain.num_blocks):
             digest = self._digest(request, index, token_bytes)
             link = pool.find(digest, token_bytes, end)
             chain.end = end = link or pool.cache(request.block_table[index], digest, token_bytes, end)
@@ -218,13 +218,11 @@ class KVCacheManager:
         """A request that has just got its blocks is going to compute what it did not find: others may wait for it."""
         if not self.enable_prefix_caching:
             return
-        digests = []
-        num_found = self._chains[request.request_id].num_blocks
-        for index in range(num_found, len(request.token_ids) // self.block_size):
-            digest = self._digest(request, index, self._token_bytes(request.token_ids, index))
-            if self._coming.setdefault(digest, request.request_id) == request.request_id:
-                digests.append(digest)
-        self._announced[request.request_id] = digests
+        num_found, num_full = self._chains[request.request_id].num_blocks, len(request.token_ids) // self.block_size
+        self._digest_until(request, num_full)
+        coming, own = self._coming, request.request_id
+        digests = request.block_hashes[num_found:num_full]
+        self._announced[own] = [digest for digest in digests if coming.setdefault(digest, own) == own]
 
     def is_prefix_coming(self, request: Request) -> bool:
         """Whether another request is computing enough of this one's tokens that waiting for it is better.
@@ -235,9 +233,11 @@ class KVCacheManager:
             return False
         _, num_computed = self.get_computed_blocks(request)
         first, num_coming = num_computed // self.block_size, 0
-        num_missing = (len(request.token_ids) - 1) // self.block_size - first
-        for index in range(first, first + num_missing):
-            if self._digest(request, index, self._token_bytes(request.token_ids, index)) not in self._coming:
+        last = (len(request.token_ids) - 1) // self.block_size
+        num_missing = last - first
+        self._digest_until(request, last)
+        for digest in request.block_hashes[first:last]:
+            if digest not in self._coming:
                 break
             num_coming += 1
         return num_coming >= MIN_COMING_BLOCKS and num_coming * 4 >= num_missing
@@ -284,12 +284,18 @@ class KVCacheManager:
         held = self.pool.held_blocks()
         assert held == counts, f"references {held} differ from holders {dict(counts)}"
 
-    def _token_bytes(self, token_ids: NDArray[np.int32], index: int) -> bytes:
-        return token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
+    def _contents(self, token_ids: NDArray[np.int32], first: int, last: int) -> list[bytes]:
+        """Of the blocks from `first` to before `last`: one copy of all tokens, then parts of it."""
+        content = token_ids[first * self.block_size : last * self.block_size].tobytes()
+        size = self.block_size * token_ids.itemsize
+        return [content[start : start + size] for start in range(0, len(content), size)]
 
     def _digest_until(self, request: Request, num_blocks: int) -> None:
-        for index in range(len(request.block_hashes), num_blocks):
-            self._digest(request, index, self._token_bytes(request.token_ids, index))
+        """Have the digests of the request's first blocks, which its tokens fill."""
+        num_known = len(request.block_hashes)
+        if num_known < num_blocks:
+            for index, token_bytes in enumerate(self._contents(request.token_ids, num_known, num_blocks), num_known):
+                self._digest(request, index, token_bytes)
 
     def _digest(self, request: Request, index: int, token_bytes: bytes) -> bytes:
         """Digest of the request's block `index`; digests before it must have been asked for already."""
