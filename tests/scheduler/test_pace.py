@@ -121,6 +121,24 @@ def test_a_chunks_tokens_look_at_half_of_itself_and_all_before_it() -> None:
     assert pace.model.coefficients() == pytest.approx((1e-3, 0.0, 1e-6), rel=1e-3, abs=1e-9)
 
 
+def test_a_step_of_the_same_streams_is_one_token_further_in_each_row() -> None:
+    pace, slots, other = Pace(None), np.arange(3, dtype=np.int32), np.arange(1, 4, dtype=np.int32)
+    first, ones = np.array([70, 2**31 - 9, 2**31 - 9], np.int32), np.ones(3, np.int32)
+    chunk = np.array([1, 1, 30], np.int32)
+    plans = [
+        StepPlan(1, slots, first, ones, ones > 0, 3),
+        StepPlan(2, slots, first + 1, ones, ones > 0, 3),
+        StepPlan(3, slots, first + 2, chunk, ones > 0, 2),
+        StepPlan(4, slots, first - 70, ones, ones > 0, 3),  # others in the same slots
+        StepPlan(5, other, first, ones, ones > 0, 3),
+    ]
+    for plan in plans:
+        pace.launched(plan, 0.0)
+    told = [(work.num_tokens, work.num_pairs, work.has_prefill) for work, _ in pace._launched]
+    pairs = [float((plan.num_tokens * (plan.first + plan.num_tokens / 2)).sum()) for plan in plans]
+    assert told == list(zip((3, 3, 32, 3, 3), pairs, (False, False, True, False, False), strict=True))
+
+
 def timed(pace: Pace, times: list[float], num_decode_rows: int) -> Pace:
     """Steps of two rows that end at these times, each launched when the one before it ends."""
     first, num_tokens = np.array([50, 0], np.int32), np.array([1, 30], np.int32)

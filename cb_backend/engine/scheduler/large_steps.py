@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.step_shapes import MOST_SMALL_PROMPTS, MOST_SMALL_TOKENS
 
 _REMEMBERED = 8  # launches
@@ -23,11 +22,9 @@ _FORGIVEN = 1
 _TRIAL_EVERY = 256
 
 
-def is_large(plan: StepPlan) -> bool:
-    num_prompts = plan.num_rows - plan.num_decode_rows
-    if not num_prompts:
-        return False
-    return num_prompts > MOST_SMALL_PROMPTS or plan.total_tokens - plan.num_decode_rows > MOST_SMALL_TOKENS
+def is_large(num_prompts: int, num_prompt_tokens: int) -> bool:
+    """Whether a step with so many may have to be launched kernel by kernel."""
+    return num_prompts > MOST_SMALL_PROMPTS or num_prompt_tokens > MOST_SMALL_TOKENS
 
 
 class LargeSteps:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from operator import attrgetter
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -87,6 +87,18 @@ class StepTimeModel:
         return a + b * num_tokens + c * num_pairs
 
 
+class StepWork(msgspec.Struct, frozen=True, gc=False):
+    """What of a plan its time depends on. The plan itself is not kept: hundreds of them would drive out of the
+    processor's caches what the next steps need."""
+
+    step_id: int
+    num_tokens: int
+    num_pairs: float
+    has_decode: bool
+    has_prefill: bool
+    is_large: bool
+
+
 class Pace:
     """Learns how long steps take, and keeps those that carry running streams below a time limit, if there is one, by
     the number of prompt tokens in them.
@@ -97,14 +109,17 @@ class Pace:
     def __init__(self, max_itl_ms: float | None) -> None:
         self._limit_s = math.inf if max_itl_ms is None else max_itl_ms / 1000
         self._most_seen = _FIRST_TRIAL_TOKENS // _MOST_GROWTH
-        self._launched: deque[tuple[StepPlan, float]] = deque()  # and when
-        self._unlearned: list[tuple[StepPlan, float]] = []  # and the seconds that it took
+        self._launched: deque[tuple[StepWork, float]] = deque()  # and when
+        self._unlearned: list[tuple[StepWork, float]] = []  # and the seconds that it took
         self._last_end = -math.inf
         self._model = StepTimeModel()
         self.large_steps = LargeSteps(self._limit_s)
         self._launch_end = -math.inf  # of the last launch
         self._last_large, self._large_launch_s = 0, 0.0  # step_id of the last large step, seconds of its launch
         self._was_end_seen = True  # of the step that came back last
+        # Slots and pairs of the last plan, if it was one of decode rows alone.
+        self._decode_slots: NDArray[np.int32] | None = None
+        self._decode_pairs = 0.0
 
     @property
     def has_limit(self) -> bool:
@@ -119,42 +134,55 @@ class Pace:
 
     def launched(self, plan: StepPlan, now: float) -> None:
         """A step has been planned."""
-        self._launched.append((plan, now))
+        num_tokens = num_decode = plan.num_decode_rows
+        has_prefill = num_decode < plan.num_rows
+        if plan.slots is self._decode_slots and not has_prefill:  # the last plan's rows, each one token further
+            num_pairs = self._decode_pairs + num_decode
+        else:
+            num_pairs = int(np.add.reduce(plan.first[:num_decode])) + num_decode / 2
+        if has_prefill:
+            chunks = zip(plan.first[num_decode:].tolist(), plan.num_tokens[num_decode:].tolist(), strict=True)
+            for first, count in chunks:
+                num_tokens += count
+                num_pairs += count * (first + count / 2)
+        self._decode_slots, self._decode_pairs = None if has_prefill else plan.slots, num_pairs
+        is_big = has_prefill and is_large(plan.num_rows - num_decode, num_tokens - num_decode)
+        work = StepWork(plan.step_id, num_tokens, num_pairs, num_decode > 0, has_prefill, is_big)
+        self._launched.append((work, now))
 
     def launch_ended(self, now: float) -> None:
         """The step that was planned last is launched. Told where there is a limit."""
-        plan, begin = self._launched[-1]
+        work, begin = self._launched[-1]
         seconds = now - (begin if begin > self._launch_end else self._launch_end)
         self._launch_end = now
-        if is_large(plan):
+        if work.is_large:
             self.large_steps.launched(seconds)
             if len(self._launched) > 1:  # alone, it held up no result but its own
-                self._last_large, self._large_launch_s = plan.step_id, seconds
+                self._last_large, self._large_launch_s = work.step_id, seconds
 
     def completed(self, step_id: int, now: float) -> None:
         """The step's result has come: it took the time since its launch, or since the end of the one before."""
-        plan, begin = self._launched.popleft()
-        while plan.step_id < step_id:  # which did not come back
-            plan, begin = self._launched.popleft()
+        work, begin = self._launched.popleft()
+        while work.step_id < step_id:  # which did not come back
+            work, begin = self._launched.popleft()
         seconds = now - (begin if begin > self._last_end else self._last_end)
         if step_id <= self._last_large and not self._was_seen(now):
-            seconds = self._most_seconds(plan, seconds)
+            seconds = self._most_seconds(work, seconds)
         self._last_end = now
         if seconds > 0:
-            self._unlearned.append((plan, seconds))
+            self._unlearned.append((work, seconds))
             if len(self._unlearned) >= _LEARNED_AT_ONCE:
                 self._learn()
 
-    def _most_seconds(self, plan: StepPlan, seconds: float) -> float:
+    def _most_seconds(self, work: StepWork, seconds: float) -> float:
         """What a step of which neither begin nor end were seen took at most, if that is less than expected: else what
         is expected too long of large steps would stay so for as long as the host is busy launching them. 0.0: not
         known. A large one's device was done by the end of the next launch, and began no earlier than a launch before.
         """
-        if self._launch_end <= self._last_end or not is_large(plan):
+        if self._launch_end <= self._last_end or not work.is_large:
             return 0.0
-        self._most_seen = max(self._most_seen, plan.total_tokens)  # a device that keeps up is not far off the fit
-        num_tokens = plan.num_tokens.astype(np.float64)
-        expected = self.model.seconds(plan.total_tokens, float(num_tokens @ (plan.first + num_tokens / 2)))
+        self._most_seen = max(self._most_seen, work.num_tokens)  # a device that keeps up is not far off the fit
+        expected = self.model.seconds(work.num_tokens, work.num_pairs)
         return 2 * seconds if 2 * seconds < expected else 0.0
 
     def _was_seen(self, now: float) -> bool:
@@ -165,17 +193,13 @@ class Pace:
         return was_begin_seen and self._was_end_seen
 
     def _learn(self) -> None:
-        plans, seconds = zip(*self._unlearned, strict=True)
+        num_tokens, num_pairs, seconds = np.array(
+            [(work.num_tokens, work.num_pairs, seconds) for work, seconds in self._unlearned]
+        ).T
+        has_prefill = np.array([work.has_prefill for work, _ in self._unlearned])
         self._unlearned = []
-        firsts, counts = [*map(attrgetter("first"), plans)], [*map(attrgetter("num_tokens"), plans)]
-        num_rows = np.array([*map(len, firsts)])
-        starts = np.cumsum(num_rows) - num_rows
-        num_tokens = np.concatenate(counts)
-        pairs = num_tokens * (np.concatenate(firsts) + num_tokens / 2)
-        tokens_of_step = np.add.reduceat(num_tokens, starts, dtype=np.float64)
-        has_prefill = np.array([*map(attrgetter("num_decode_rows"), plans)]) < num_rows
-        self._model.observe(tokens_of_step, np.add.reduceat(pairs, starts), has_prefill, np.array(seconds))
-        self._most_seen = max(self._most_seen, int(tokens_of_step[has_prefill].max(initial=0)))
+        self._model.observe(num_tokens, num_pairs, has_prefill, seconds)
+        self._most_seen = max(self._most_seen, int(num_tokens[has_prefill].max(initial=0)))
 
     def most_prefill_tokens(self, num_decode: int, num_decode_pairs: float, position: int) -> int:
         """Prompt tokens that may be computed beside `num_decode` running rows; the first has that position.
@@ -200,7 +224,7 @@ class Pace:
     def holds_up_last_tokens(self) -> bool:
         """Whether a large step would, though none of the streams is in it: those that end with launched steps still
         wait for these to be read."""
-        return self.large_steps.are_barred and any(plan.num_decode_rows for plan, _ in self._launched)
+        return self.large_steps.are_barred and any(work.has_decode for work, _ in self._launched)
 
     def must_be_small(self, num_decode: int, num_decode_pairs: float, most: int) -> bool:
         """Whether a step beside running rows, of at most `most` prompt tokens, is to be a small one: streams cannot
