@@ -34,9 +34,9 @@ class ShardRunner(StepRunner):
         """Launch the step; its results are rank 0's."""
         if plan.joined:
             self.pooling.join(plan.joined)
-        buffers, hidden, *_ = self._launch(plan)
+        step = self._launch(plan)
         if plan.num_rows > plan.num_decode_rows:
-            self.pooling.share_head(plan, hidden, buffers.shape.num_decode)
+            self.pooling.share_head(plan, step.hidden, step.buffers.shape.num_decode)
 
     def complete(self, plan: StepPlan) -> None:
         self.execute(plan)

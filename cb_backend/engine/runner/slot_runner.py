@@ -63,13 +63,14 @@ class SlotRunner(StepRunner):
             self.pooling.join(plan.joined)
             for row in plan.joined:
                 self._is_asking[row.slot] = is_sampled_apart(row.params) or row.params.logprobs is not None
-        buffers, hidden, logits, of_prompts = self._launch(plan)
+        step = self._launch(plan)
+        buffers, num_decode = step.buffers, step.buffers.shape.num_decode
         pooled = None
         if plan.num_rows > plan.num_decode_rows:
-            pooled = self.pooling.launch(plan, hidden, buffers.shape.num_decode)
-        logprobs = self._run_tail(plan, buffers, logits, masks)
+            pooled = self.pooling.launch(plan, step.hidden, num_decode)
+        logprobs = self._run_tail(plan, buffers, step.logits, masks)
         values, done = self.memory.fetch(plan.step_id, buffers.result)
-        return PendingStep(plan, buffers.shape.num_decode, values, done, logprobs, of_prompts, pooled)
+        return PendingStep(plan, num_decode, values, done, logprobs, step.of_prompts, pooled)
 
     def complete(self, plan: StepPlan) -> None:
         self.execute(plan, NoMasks()).result()
