@@ -97,9 +97,11 @@ class SamplingRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first value that is out of range."""
-        for name in self.__struct_fields__:
-            if name in BOUNDS and getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), vocab_size)
+        for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            value = getattr(self, name)
+            # Defaults are within their bounds, and most requests keep most of them. `is`: True equals 1.0 too.
+            if value is not default and value is not None and name in BOUNDS:
+                _check_number(name, value, vocab_size)
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p must be above 0 and at most 1, got 0; for greedy use temperature=0")
         if self.repetition_penalty < 0.01:
