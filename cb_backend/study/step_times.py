@@ -3,7 +3,7 @@
 Steps with and without prompt tokens have a law each: a level by the size of the step (in powers of two: devices run
 padded shapes, so time goes up in stairs), plus so much a decode row, a token of their contexts, a prompt token, a pair
 of a prompt token and one before it, and a prompt. It does not know schedulers or clocks; its cousin
-`engine.scheduler.pace` learns while serving and has to be right only about prompts.
+`engine.scheduler.step_time_model` learns while serving and has to be right only about prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.step import StepPlan
-from cb_backend.engine.scheduler.pace import non_negative_solution
+from cb_backend.engine.scheduler.step_time_model import non_negative_solution
 
 FORMAT = 1
 # Columns of a step's shape.

@@ -68,7 +68,9 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{_SCHEDULER}.slots",
         (*_of("scheduler", "bounds"), *_SCHEDULER_AND_POINTS, *_of("scheduler", "counters"), *_SCHEDULING),
     ),
-    "pace": (f"{_SCHEDULER}.pace", _of("scheduler", "pace", "non_negative", "hybrid_prefill")),
+    "pace": (f"{_SCHEDULER}.pace", _of("scheduler", "pace", "prompt_share", "large_steps", "hybrid_prefill")),
+    "large_steps": (f"{_SCHEDULER}.large_steps", _of("scheduler", "large_steps", "pace")),
+    "step_time_model": (f"{_SCHEDULER}.step_time_model", _of("scheduler", "pace", "prompt_share", "non_negative")),
     "stats": (f"{_SCHEDULER}.stats", _of("scheduler", "results", "pressure", "counters")),
     "swap_space": (
         "cb_backend.kv_cache.swap_space",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cb_backend.engine.scheduler import pace
-from cb_backend.engine.scheduler.pace import non_negative_solution
+from cb_backend.engine.scheduler import step_time_model
+from cb_backend.engine.scheduler.step_time_model import non_negative_solution
 
 
 def test_nothing_negative_and_nothing_better_nearby() -> None:
@@ -56,5 +56,5 @@ def test_what_was_never_seen_costs_nothing() -> None:
 
 
 def test_what_wants_nothing_negative_is_one_small_solve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_by_active_sets", None)
+    monkeypatch.setattr(step_time_model, "_by_active_sets", None)
     assert non_negative_solution(np.eye(2), np.array([2.0, 0.0])).tolist() == [2.0, 0.0]

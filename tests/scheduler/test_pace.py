@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cb_backend.contracts.step import StepPlan
-from cb_backend.engine.scheduler.pace import MIN_PREFILL_TOKENS, Pace, StepTimeModel
+from cb_backend.engine.scheduler.pace import MIN_PREFILL_TOKENS, Pace
+from cb_backend.engine.scheduler.step_time_model import StepTimeModel
 
 
 def fitted(seconds: tuple[float, float, float]) -> StepTimeModel:

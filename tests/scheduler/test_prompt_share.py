@@ -15,7 +15,8 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
-from cb_backend.engine.scheduler.pace import MIN_PREFILL_TOKENS, Pace, StepTimeModel
+from cb_backend.engine.scheduler.pace import MIN_PREFILL_TOKENS, Pace
+from cb_backend.engine.scheduler.step_time_model import StepTimeModel
 from tests.fakes.engine import FakeEngine
 
 
