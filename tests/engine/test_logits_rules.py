@@ -12,7 +12,7 @@ import torch
 
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.step import JoinedRow
-from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.contracts.token_rules import BOUNDS, TokenRules
 from cb_backend.engine.runner.logits_rules import LogitsRules, RuledRows
 from cb_backend.layers.ops import resolve_ops
 from tests.engine.drive import engine_for, run
@@ -75,6 +75,13 @@ def test_j4_hand_values(params: dict[str, object], expected: list[float]) -> Non
 def test_j4_values_out_of_range_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=name.removesuffix("_token_ids")):
         TokenRules(**{name: value}).check(vocab_size=97)
+
+
+def test_what_a_request_leaves_as_it_is_needs_no_check() -> None:
+    """`SamplingRules.check` passes over the defaults."""
+    defaults = dict(zip(TokenRules.__struct_fields__, TokenRules.__struct_defaults__, strict=True))
+    for name, (low, high) in BOUNDS.items():
+        assert defaults[name] is None or low <= defaults[name] <= high, name
 
 
 def test_k3_a_word_of_two_tokens_bans_the_second_only_after_the_first() -> None:
