@@ -25,7 +25,7 @@ from cb_backend.contracts.messages import (
     encode,
 )
 from cb_backend.contracts.queue_room import QueueRoom
-from cb_backend.engine import engine_process, front_end_link
+from cb_backend.engine import engine_loop, front_end_link
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from tests.waiting import WAIT_S
 
@@ -96,9 +96,9 @@ def test_the_reason_of_a_failed_start_waits_for_the_first_front_end(folder: Path
 
 
 def test_no_progress_ends_the_engine_with_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(engine_loop, "STALL_TIMEOUT_S", 0.3)
     engine, link = StuckEngine(), FrontEndLink(str(folder / "s"), os.getppid())
-    process = engine_process.EngineProcess(engine, link)  # type: ignore[arg-type]
+    process = engine_loop.EngineProcess(engine, link)  # type: ignore[arg-type]
     codes: list[int] = []
     loop = threading.Thread(target=lambda: codes.append(process.run()))
     loop.start()
@@ -121,20 +121,20 @@ def test_no_progress_ends_the_engine_with_a_reason(folder: Path, monkeypatch: py
     link.close()
     context.destroy(linger=0)
     assert "no progress" in message.message
-    assert codes == [engine_process.EXIT_GAVE_UP]
+    assert codes == [engine_loop.EXIT_GAVE_UP]
     assert engine.num_steps < 1000, "a stalled engine must not spin"
 
 
 def test_an_engine_that_was_stopped_itself_does_not_give_up(folder: Path) -> None:
     now = 0.0
     engine, link = StuckEngine(), FrontEndLink(str(folder / "s"), os.getppid())
-    process = engine_process.EngineProcess(engine, link, lambda: now)  # type: ignore[arg-type]
+    process = engine_loop.EngineProcess(engine, link, lambda: now)  # type: ignore[arg-type]
     engine.is_stuck = True
     try:
         process.turn()
         now += 3600.0  # the process was stopped, or its machine slept
         process.turn()
-        for _ in range(round(engine_process.STALL_TIMEOUT_S) - 1):
+        for _ in range(round(engine_loop.STALL_TIMEOUT_S) - 1):
             now += 1.0
             process.turn()
         now += 1.0

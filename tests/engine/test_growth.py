@@ -19,7 +19,7 @@ from cb_backend.contracts.messages import AddRequest, token_ids_to_bytes
 from cb_backend.contracts.request import make_request_id
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.engine.engine_process import EngineProcess
+from cb_backend.engine.engine_loop import EngineProcess
 from cb_backend.engine.llm_engine import LLMEngine
 from tests.fakes.counting_runner import FAILING_ROW_TOKEN, create_runner
 from tests.front_end.engines import counting_config
