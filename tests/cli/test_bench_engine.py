@@ -24,7 +24,8 @@ from cb_backend.study.replay import ReplayError, drive, fresh_engine
 from cb_backend.study.roofline import CardLimits, ModelShape, decode_seconds
 from cb_backend.study.timed_pass import PassResult, run_pass
 from cb_backend.study.workloads import Workload, offline
-from tests.fakes.runners import FakePending, ScriptedRunner
+from tests.fakes.plan_follower import FakePending
+from tests.fakes.runners import ScriptedRunner
 
 BLOCK_SIZE = 4
 SHAPE = ModelShape(

@@ -17,7 +17,8 @@ from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.make_manager import make_manager
-from tests.fakes.runners import FakePending, ScriptedRunner
+from tests.fakes.plan_follower import FakePending
+from tests.fakes.runners import ScriptedRunner
 
 MAX_STEPS = 20_000
 

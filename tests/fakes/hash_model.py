@@ -7,7 +7,9 @@ import time
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.step import MaskSource, StepPlan
-from tests.fakes.runners import FakePending, HashModel, HashRunner
+from tests.fakes.hash_rule import HashModel
+from tests.fakes.plan_follower import FakePending
+from tests.fakes.runners import HashRunner
 
 VOCAB_SIZE = 256  # with the byte tokenizer of `counting_runner`, whose special tokens are then never sampled
 MODEL = HashModel(VOCAB_SIZE)

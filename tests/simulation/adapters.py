@@ -17,7 +17,7 @@ from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey, AdapterSource
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.adapters import READ_TIMEOUT_S
-from tests.fakes.runners import adapter_salt
+from tests.fakes.hash_rule import adapter_salt
 from tests.simulation.scenario import Arrival, Scenario
 
 SHARE = 0.3  # of worlds that have adapters

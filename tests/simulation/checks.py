@@ -18,7 +18,8 @@ from cb_backend.contracts.step import NOTHING_WANTED, EngineOutput, MaskSource, 
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
-from tests.fakes.runners import FakePending, HashRunner
+from tests.fakes.plan_follower import FakePending
+from tests.fakes.runners import HashRunner
 from tests.simulation.adapters import AdapterChecks, key_of
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue

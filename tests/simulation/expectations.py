@@ -12,7 +12,8 @@ from cb_backend.contracts.request import Request
 from cb_backend.engine.scheduler.scheduler import Scheduler
 from cb_backend.kv_cache.block_pool import CachedBlock
 from cb_backend.kv_cache.manager import KVCacheManager
-from tests.fakes.runners import GROUP_FACTOR, HashModel, HashRunner, salt_number
+from tests.fakes.hash_rule import GROUP_FACTOR, HashModel, salt_number
+from tests.fakes.runners import HashRunner
 from tests.simulation.scenario import Arrival, Scenario
 
 

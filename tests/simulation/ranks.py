@@ -20,7 +20,8 @@ from cb_backend.contracts.step import MaskSource, StepPlan, StepResult
 from cb_backend.engine.runner.ranks import RankedRunner, RankedStep
 from cb_backend.engine.workers import WorkersLostError
 from cb_backend.parallel.plan_ring import RingWriter
-from tests.fakes.runners import FakePending, HashRunner, _Slot
+from tests.fakes.plan_follower import FakePending, Slot
+from tests.fakes.runners import HashRunner
 from tests.simulation.scenario import Fault, Scenario
 from tests.simulation.second_rank import RING_SIZE, SecondRank, Work
 
@@ -83,7 +84,7 @@ class TwoRanks(HashRunner):
             }
         return result
 
-    def _difference(self, plan: StepPlan, index: int, slot: _Slot, computed: int, end: int) -> str:
+    def _difference(self, plan: StepPlan, index: int, slot: Slot, computed: int, end: int) -> str:
         """What rank 1 has otherwise of a row that both have run; empty: nothing."""
         second, size, num_groups = self.second, self.block_size, len(self.windows)
         number, num_rows = int(plan.slots[index]), -(-end // size)

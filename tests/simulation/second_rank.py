@@ -26,13 +26,13 @@ from cb_backend.layers.step_metadata import StepMetadata
 from cb_backend.parallel.plan_ring import RingReader
 from cb_backend.parallel.worker_plan import decode_plan
 from cb_backend.support.fault_points import reach
-from tests.fakes.runners import _Slot
+from tests.fakes.plan_follower import Slot
 from tests.simulation.scenario import Scenario
 
 RING_SIZE = {"slot_bytes": 1 << 10, "num_slots": 128}  # some plans take several slots, none more than there are
 _CPU = torch.device("cpu")
 
-Work = list[tuple[_Slot, int, int, bool]]  # rows of a step, as H has them
+Work = list[tuple[Slot, int, int, bool]]  # rows of a step, as H has them
 
 
 class SecondRank:

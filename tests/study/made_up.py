@@ -17,7 +17,8 @@ from cb_backend.study.simulator import VirtualClock, simulated_engine
 from cb_backend.study.step_times import Law, StepTimes
 from cb_backend.study.traffic import Traffic, traffic_of
 from cb_backend.traffic.workload import PlannedRequest
-from tests.fakes.runners import FakePending, ScriptedRunner
+from tests.fakes.plan_follower import FakePending
+from tests.fakes.runners import ScriptedRunner
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 4
