@@ -1,8 +1,7 @@
-"""What must be so for every plan of a simulated engine, computed from the documents and not from its own bookkeeping.
+"""What goes into a simulated engine and comes out of it, call by call; it is compared with what the documents say.
 
-I2 nothing is used after its free · I3 shared and cached blocks are not written · I9 nobody is preempted without need ·
-I10 nobody overtakes but as documented, nobody is preempted too often · I11 a running request gets a token in every
-other step · I12 budget, no gap · I13 nothing is computed for who has ended · I17, I18 refusals.
+I2 nothing is used after its free · I9 nobody is preempted without need · I17, I18 refusals. What must be so for every
+plan is in `plan_checks`.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from cb_backend.contracts.errors import CbError, InvalidRequestError, UnavailableError
-from cb_backend.contracts.request import Request, RequestStatus
-from cb_backend.contracts.step import NOTHING_WANTED, EngineOutput, MaskSource, Pending, StepPlan, StepResult
+from cb_backend.contracts.request import Request
+from cb_backend.contracts.step import EngineOutput, MaskSource, Pending, StepPlan, StepResult
 from cb_backend.engine.llm_engine import LLMEngine
-from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
-from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.fakes.plan_follower import FakePending
 from tests.fakes.runners import HashRunner
-from tests.simulation.adapters import AdapterChecks, key_of
+from tests.simulation.adapters import AdapterChecks
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue
+from tests.simulation.plan_checks import check_plan
 from tests.simulation.ranks import TwoRanks
 from tests.simulation.scenario import STEP_TRAITS, Scenario
 
@@ -175,7 +173,7 @@ class CheckedEngine:
         self.planned = None
         try:
             pending = self.runner.execute(plan, masks)
-            self._check_plan(plan, pending)
+            check_plan(self, plan, pending)
         except AssertionError as error:
             self.violation = self.violation or error
             raise
@@ -188,10 +186,10 @@ class CheckedEngine:
         step_id = next(step_id for step_id, other in self.in_flight.items() if other is pending)
         del self.in_flight[step_id]
         for other in self.in_flight.values():
-            is_held = self._are_held(other.written_blocks) and self._are_held(other.read_blocks)
+            is_held = self.are_held(other.written_blocks) and self.are_held(other.read_blocks)
             self._expect(is_held, "I2: freed while a launched step writes or reads it")
 
-    def _are_held(self, block_ids: Iterable[int]) -> bool:
+    def are_held(self, block_ids: Iterable[int]) -> bool:
         return all(map(self.kv.pool._ref_cnt.__getitem__, block_ids))  # none is negative: the pool's own check
 
     def check_reads(self, step_id: int) -> None:
@@ -216,97 +214,6 @@ class CheckedEngine:
     def _expect(self, condition: bool, what: str) -> None:
         if not condition:
             self.violation = self.violation or AssertionError(what)
-
-    # ---- a plan ---------------------------------------------------------------------------------------------------
-
-    def _check_plan(self, plan: StepPlan, pending: FakePending) -> None:
-        config, counters = self.config, self.counters
-        slots, computed_tokens = plan.slots.tolist(), plan.first.tolist()
-        scheduled_tokens = plan.num_tokens.tolist()
-        num_rows, num_tokens = len(slots), sum(scheduled_tokens)
-        is_lone_prompt = not config.enable_chunked_prefill and num_rows == 1
-        assert num_tokens <= config.max_num_batched_tokens or is_lone_prompt, "I12: over the budget"
-        assert num_rows <= config.max_num_seqs, "I12: more rows than max_num_seqs"
-        assert min(scheduled_tokens) >= 1, "I12: an empty row"
-        waiting = [self.places[request.request_id] for request in self.scheduler._queue]
-        assert waiting == sorted(waiting), "I10: the queue is out of order"
-        for row in plan.joined:
-            is_back = row.request_id in self.computed
-            counters["resumed"] += is_back
-            assert self.requests[row.request_id].num_preemptions <= MAX_PREEMPTIONS, "I10: preempted too often"
-            self.slot_owner[row.slot] = row.request_id
-            self.computed.pop(row.request_id, None)
-            self._check_overtaking(row.request_id, is_back)
-            arrival = self.answers[row.request_id].arrival
-            expected = [*arrival.prompt, *self.answers[row.request_id].expected_ids]
-            known = row.token_ids.tolist()
-            assert len(known) >= len(arrival.prompt), "the prompt of a joining row is cut"
-            assert known == expected[: len(known)], "the tokens of a joining row are wrong"
-        for slot, computed, scheduled in zip(slots, computed_tokens, scheduled_tokens, strict=True):
-            request_id = self.slot_owner[slot]
-            assert self.answers[request_id].is_open, "I13: computes for a request that has ended"
-            assert self.computed.get(request_id, computed) == computed, "I12: a gap in the positions"
-            self.computed[request_id] = computed + scheduled
-            self.last_row[request_id] = plan.step_id
-        wanted = {slot: key_of(self.answers[self.slot_owner[slot]].arrival.adapter) for slot in slots}
-        self.adapters.check(plan, self.in_flight, wanted)
-        for block_id in (*pending.written_blocks, *(device for device, _ in plan.copies.back)):
-            assert self.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
-            assert self.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
-        assert self._are_held(pending.read_blocks), "I2: what nobody holds is read"
-        self._check_decode_share(plan)
-        counters["guided steps"] += self.scheduler.num_guided > 0
-        counters["swapped out blocks"] += len(plan.copies.out)
-        counters["swapped in blocks"] += len(plan.copies.back)
-        counters["tokens"] += num_tokens
-        counters["steps"] += 1
-        counters["whole prompts beyond the budget"] += num_tokens > config.max_num_batched_tokens
-        counters["chunks"] += plan.wants.tolist().count(NOTHING_WANTED)
-
-    def _check_overtaking(self, request_id: int, is_back: bool) -> None:
-        """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
-        own, place = self.requests[request_id].scheduling, self.places[request_id]
-        for passed in self.scheduler._queue:
-            if self.places[passed.request_id] > place:
-                continue
-            other, config = passed.scheduling, self.config
-            has_share = config.reserved_share and own.priority <= config.reserved_priority < other.priority
-            assert other.priority >= own.priority, "I10: overtaken by a less urgent request"
-            if (
-                is_back
-                or has_share
-                or (self.has_tenants and (other.tenant, other.priority) != (own.tenant, own.priority))
-            ):
-                continue
-            self.overtaken[passed.request_id] += 1
-            self.counters["overtaken"] += 1
-            assert passed.num_preemptions == 0, "O10: overtaken after a preemption"
-            assert self.overtaken[passed.request_id] <= MAX_OVERTAKEN, "I10: overtaken too often"
-
-    def _check_decode_share(self, plan: StepPlan) -> None:
-        """I11: who is past his prefill has a row in every plan (every other without chunks), or waits for a block.
-
-        How long at most: blocks on their way when he begins to wait suffice for him and those before him, they are
-        held by steps launched until then, and the last of these is back when `run_ahead` more plans have been made.
-        Whoever begins to wait later is served later. Plans of prompts alone (without chunks, or hybrid) are never two
-        running, and one may come when he needs the block and one when it is there: two plans more.
-        """
-        is_mixed = self.config.enable_chunked_prefill and self.config.prefill_policy == "mixed"
-        most_gap = 0 if is_mixed else 1
-        most_wait = self.scenario.run_ahead + (0 if is_mixed else 2)
-        for request_id, request in self.scheduler._table.by_id.items():
-            gap = plan.step_id - self.last_row[request_id]
-            if gap <= most_gap:
-                continue
-            assert request.status is RequestStatus.RUNNING
-            table, slot, computed = self.scheduler._table, request.slot, self.computed[request_id]
-            if table.num_prefill_tokens[slot] <= computed < table.max_computed_tokens[slot]:
-                assert computed == len(request.block_table) // self.kv.num_groups * self.config.block_size, (
-                    "I11: left out"
-                )
-                assert gap <= most_wait, f"I11: a long wait, {gap} plans"
-                self.counters["waits for a block"] += 1
-                self.was_short = True
 
 
 class _Checked:

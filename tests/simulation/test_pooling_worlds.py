@@ -28,7 +28,7 @@ def test_vectors_are_those_of_the_lone_run_whatever_happens_beside() -> None:
         for request_id, answer in world.answers.items():
             if answer.arrival.pooling is None:
                 continue
-            request = world.engine.requests.get(request_id)
+            request = world.life.engine.requests.get(request_id)
             seen[f"pooled: {answer.end}"] += 1
             if request is None or answer.end != STOP:
                 continue
