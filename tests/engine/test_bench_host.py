@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.engine.bench_host import Loop
+from tests.engine.host_loop import Loop
 
 
 def test_the_measured_loop_serves_requests(tmp_path: Path) -> None:
