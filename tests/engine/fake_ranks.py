@@ -14,7 +14,8 @@ import torch
 from cb_backend.engine import worker_process, workers
 from cb_backend.engine.runner import ranks
 from cb_backend.parallel.torch_group import TorchGroup, join_group
-from tests.engine.fake_cuda import CPU, fake_device
+from tests.engine.fake_cuda import CPU
+from tests.engine.fake_device import fake_device
 
 
 def use_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

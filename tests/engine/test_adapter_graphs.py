@@ -19,7 +19,8 @@ from cb_backend.engine.runner.step_graphs import StepGraphs
 from cb_backend.engine.step_shapes import FullSteps, StepShape, adapter_shapes, step_shapes
 from tests.engine.adapted import adapted_engine, source_of
 from tests.engine.drive import Run, run
-from tests.engine.fake_cuda import FakeCuda, fake_device
+from tests.engine.fake_cuda import FakeCuda
+from tests.engine.fake_device import fake_device
 from tests.engine.fake_ranks import use_ranks
 from tests.fakes.graphs import graphs_of
 from tests.models.adapters import ALL_MODULES, write_adapter

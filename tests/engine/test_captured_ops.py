@@ -20,7 +20,8 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape
 from cb_backend.layers.ops import Ops, resolve_ops
 from tests.engine.drive import config
-from tests.engine.fake_cuda import FakeCuda, fake_device
+from tests.engine.fake_cuda import FakeCuda
+from tests.engine.fake_device import fake_device
 
 
 def layers(num_tokens: int, *attention: str) -> list[str]:

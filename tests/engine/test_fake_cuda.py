@@ -21,7 +21,8 @@ from cb_backend.engine.runner.host_memory import HostMemory
 from cb_backend.engine.runner.logits_rules import NO_TOKEN_LEFT
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from tests.engine.drive import Run, config, with_reference_runner
-from tests.engine.fake_cuda import FakeCuda, fake_device
+from tests.engine.fake_cuda import FakeCuda
+from tests.engine.fake_device import fake_device
 from tests.engine.structured import params, prompts, run_to_end
 from tests.engine.test_no_token_left import DEAD_ENDS, PLAIN
 from tests.engine.test_slot_runner import APART

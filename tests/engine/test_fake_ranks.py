@@ -15,7 +15,8 @@ from cb_backend.engine.llm_engine import create_engine
 from cb_backend.engine.runner.ranks import RankedRunner
 from cb_backend.engine.runner.step_graphs import StepGraphs
 from tests.engine.drive import Run, config, engine_for, run, with_reference_runner
-from tests.engine.fake_cuda import FakeCuda, FakeGraph, fake_device
+from tests.engine.fake_cuda import FakeCuda, FakeGraph
+from tests.engine.fake_device import fake_device
 from tests.engine.fake_ranks import use_ranks
 from tests.engine.structured import run_to_end
 from tests.engine.test_fake_cuda import ARRIVALS, PROMPTS, REQUESTS, SMALL

@@ -21,7 +21,8 @@ from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import StepShape, step_shapes
 from cb_backend.parallel.group import Agreed, Group, NoGroup
 from tests.engine.drive import config, run
-from tests.engine.fake_cuda import FakeCuda, FakeGraph, fake_device
+from tests.engine.fake_cuda import FakeCuda, FakeGraph
+from tests.engine.fake_device import fake_device
 
 BUDGET = 2176
 SETTINGS = {

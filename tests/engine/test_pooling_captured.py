@@ -15,7 +15,8 @@ from cb_backend.contracts.pooling import PoolingRules
 from cb_backend.contracts.request import FinishReason
 from cb_backend.contracts.token_rules import TokenRules
 from tests.engine.drive import Run, engine_for, run
-from tests.engine.fake_cuda import FakeCuda, fake_device
+from tests.engine.fake_cuda import FakeCuda
+from tests.engine.fake_device import fake_device
 from tests.engine.test_fake_cuda import gpu_engine
 from tests.models.tiny_checkpoints import random_tokens
 

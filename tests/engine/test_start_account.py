@@ -13,7 +13,8 @@ from cb_backend.engine.llm_engine import create_engine
 from cb_backend.engine.runner import start_account
 from cb_backend.engine.runner.start_account import StartAccount
 from tests.engine.drive import config
-from tests.engine.fake_cuda import CUDA, FakeCuda, fake_device
+from tests.engine.fake_cuda import CUDA, FakeCuda
+from tests.engine.fake_device import fake_device
 from tests.engine.test_start_on_gpu import SETTINGS
 
 GIB = 1 << 30

@@ -17,7 +17,8 @@ from cb_backend.engine.runner import cuda_warm_up
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.step_shapes import step_shapes
 from tests.engine.drive import config
-from tests.engine.fake_cuda import FakeCuda, fake_device
+from tests.engine.fake_cuda import FakeCuda
+from tests.engine.fake_device import fake_device
 from tests.engine.test_runner_factory import full_gpu
 
 SETTINGS = {

@@ -17,7 +17,8 @@ from cb_backend.models import read_lane, weight_reader
 from cb_backend.models.read_lane import ReadLane
 from cb_backend.models.safetensors_files import read_header
 from cb_backend.models.weight_reader import Read, read_tensors
-from tests.engine.fake_cuda import CPU, CUDA, FakeCuda, fake_device
+from tests.engine.fake_cuda import CPU, CUDA, FakeCuda
+from tests.engine.fake_device import fake_device
 
 NUM_BYTES = 512  # of a piece
 
