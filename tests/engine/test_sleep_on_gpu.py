@@ -13,7 +13,7 @@ from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.cuda_range import CudaRange
 from tests.engine.drive import run
-from tests.engine.test_sleeper import sleep_and_wake, sleeper_of
+from tests.engine.sleeping_engine import sleep_and_wake, sleeper_of
 from tests.models.noisy_copy import noisy_copy
 from tests.models.quantised_models import FORMATS, pair
 from tests.models.tiny_checkpoints import write_checkpoint
