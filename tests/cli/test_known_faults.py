@@ -8,7 +8,7 @@ import pytest
 
 from cb_backend.cli.server.known_faults import Configuration, known_faults, own_python_models
 from cb_backend.cli.server.local_server import Version, read_version
-from tests.cli.test_server_process import make_repository
+from tests.cli.test_repositories import make_repository
 
 HEADER, METRICS, DEAD_FRONT_END = "triton_grpc_error", "makes metrics", "stays ready"
 CANCELLED, FAILED_LOAD = "cancelled just as it ends", "a load that fails over a loaded model"

@@ -21,8 +21,8 @@ from cb_backend.cli.server.start_up import wait_ready_aloud
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from cb_backend.support.version_folder import load_engine_config
+from tests.cli.test_repositories import make_repository
 from tests.cli.test_serve_addresses import not_started
-from tests.cli.test_server_process import make_repository
 
 
 def parsed(*words: str) -> argparse.Namespace:
