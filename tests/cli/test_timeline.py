@@ -15,34 +15,9 @@ from cb_backend.cli.paths import CliError
 from cb_backend.cli.timelines.axis import LABEL_PX, LEFT, RIGHT, WIDTH
 from cb_backend.cli.timelines.lanes import Leave, find_stays, summarise
 from cb_backend.cli.timelines.panels import PANEL_HEIGHT, peaks_of
-from cb_backend.cli.timelines.steps import Ended, Header, Joined, Row, Step, StepLogFile
+from cb_backend.cli.timelines.steps import Row, StepLogFile
 from cb_backend.cli.timelines.svg import draw, page
-from cb_backend.contracts.request import FinishReason
-
-STOP, LENGTH, ABORT = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ABORT)
-
-
-def step(i: int, rows: list[Row], joined: list[Joined] = (), ended: list[Ended] = (), **figures: int) -> Step:  # type: ignore[assignment]
-    figures = {"num_waiting": 0, "num_used_blocks": 2, "num_preemptions": 0, **figures}
-    return Step(step_id=i, begin=i * 1.0, end=i + 1.0, rows=rows, joined=list(joined), ended=list(ended), **figures)
-
-
-def known_log(num_slots: int = 3) -> StepLogFile:
-    """7 was there before. 8 comes with two chunks and is preempted for 9, which ends; 8 returns; 7 is cancelled.
-
-    Step 5 has a row of 9 that was launched ahead of its end and counts for nothing.
-    """
-    steps = [
-        step(0, [Row(0, 7, 1, False), Row(1, 8, 6, True)], [Joined(1, 8, 10, 0)], num_waiting=1),
-        step(1, [Row(0, 7, 1, False), Row(1, 8, 4, True)], num_waiting=1),
-        step(2, [Row(0, 7, 1, False), Row(1, 8, 1, False)], num_used_blocks=8),
-        step(3, [Row(0, 7, 1, False), Row(1, 9, 3, True)], [Joined(1, 9, 5, 2)], num_waiting=1, num_preemptions=1),
-        step(4, [Row(0, 7, 1, False), Row(1, 9, 1, False)], ended=[Ended(9, STOP)], num_preemptions=1),
-        step(5, [Row(0, 7, 1, False), Row(1, 9, 1, False)], ended=[Ended(7, ABORT)], num_preemptions=1),
-        step(6, [Row(2, 8, 11, True)], [Joined(2, 8, 11, 0)], num_preemptions=1),
-        step(7, [Row(2, 8, 1, False)], num_preemptions=1),
-    ]
-    return StepLogFile(Header(title="known <log>", num_slots=num_slots, num_blocks=10, block_size=4), steps)
+from tests.cli.known_steps import elements, known_log, paused_log, step
 
 
 def test_stays() -> None:
@@ -70,10 +45,6 @@ def test_summary() -> None:
     assert (summary.num_prefill_tokens, summary.num_decode_tokens) == (6 + 4 + 3 + 11, 6 + 1 + 2 + 1)
     assert summary.seconds == 8.0
     assert summary.utilisation == pytest.approx(14 / 24)
-
-
-def elements(svg: str, kind: str) -> list[ElementTree.Element]:
-    return [e for e in ElementTree.fromstring(svg).iter() if e.get("class", "").split(" ")[0] == kind]
 
 
 @pytest.mark.parametrize("is_by_time", [True, False])
@@ -199,13 +170,6 @@ def test_slots_that_nobody_held_get_no_lane() -> None:
     assert ys[-1] == pytest.approx(ys[0] + 7 * (ys[1] - ys[0])), "it is drawn in the eighth lane"
 
 
-def paused_log(pause_s: float) -> StepLogFile:
-    """Eight steps of a second, with a pause before the fifth."""
-    log = known_log()
-    late = [msgspec.structs.replace(s, begin=s.begin + pause_s, end=s.end + pause_s) for s in log.steps[4:]]
-    return StepLogFile(log.header, log.steps[:4] + late)
-
-
 @pytest.mark.parametrize(("pause_s", "words"), [(60.0, "60 s"), (90_000.0, "90,000 s")])
 def test_a_pause_is_cut_short_and_its_length_said(pause_s: float, words: str) -> None:
     """An engine that was idle for a minute, or a day: its steps must not be squeezed into a hair."""
@@ -301,12 +265,12 @@ def test_demo_shows_static_batches_waiting(tmp_path: Path) -> None:
     # Static: when a batch has begun to end, nobody joins until it is empty.
     present: set[int] = set()
     is_ending = False
-    for step in static.steps:
-        if step.joined:
+    for taken in static.steps:
+        if taken.joined:
             assert not is_ending or not present
             is_ending = False
-        present |= {row.request_id for row in step.rows}
-        if step.ended:
+        present |= {row.request_id for row in taken.rows}
+        if taken.ended:
             is_ending = True
-            present -= {end.request_id for end in step.ended}
+            present -= {end.request_id for end in taken.ended}
     assert out.read_text().count('<svg class="picture"') == 2

@@ -14,7 +14,7 @@ from cb_backend.cli.timelines.axis import LEFT, RIGHT, WIDTH
 from cb_backend.cli.timelines.lanes import find_stays, summarise
 from cb_backend.cli.timelines.steps import Row, StepLogFile
 from cb_backend.cli.timelines.svg import draw, page
-from tests.cli.test_timeline import elements, known_log
+from tests.cli.known_steps import elements, known_log
 
 
 def adapted_log(name: str = "sql<1>", num_slots: int = 3) -> StepLogFile:
