@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.contracts.request_params import RequestParams
-from tests.front_end.test_protocol import params, refusal
+from tests.front_end.parsing import params, refusal
 
 
 @pytest.mark.parametrize(
