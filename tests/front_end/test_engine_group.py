@@ -13,7 +13,7 @@ from cb_backend.contracts.errors import ConfigError, ErrorCode
 from cb_backend.front_end.engines.engine_launch import share_environment, visible_gpus
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.front_end.engines import answer, counting_config, is_running, submit
-from tests.front_end.test_supervisor import LONG, Fleet, fleet
+from tests.front_end.fleet import LONG, Fleet, fleet
 from tests.waiting import eventually
 
 __all__ = ["fleet"]  # a fixture

@@ -15,7 +15,7 @@ from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.front_end.engines import Sink, counting_config, submit
-from tests.front_end.test_supervisor import Fleet, engine_pid, fleet
+from tests.front_end.fleet import Fleet, engine_pid, fleet
 from tests.simulation.network import SimulatedClient
 from tests.waiting import eventually
 

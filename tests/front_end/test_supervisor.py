@@ -3,80 +3,29 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
-from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError, ErrorCode, UnavailableError
-from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.front_end.engines import engine_client, engine_keeper
-from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from cb_backend.support.child_environment import child_environment
-from tests.fakes.counting_runner import FAILING_ROW_TOKEN, FAILING_STEP_TOKEN, KILLING_TOKEN, VOCAB_SIZE
 from tests.front_end.engines import (
     Sink,
     answer,
     counting_config,
     is_running,
-    make_supervisor,
     submit,
 )
+from tests.front_end.fleet import LONG, Fleet, engine_pid, fleet, running
 from tests.waiting import WAIT_S, eventually
 
-STEP_S = "0.02"
-LONG = 3000  # tokens; a minute, so that it is still running when a test interferes
-
-
-class Fleet:
-    """Front ends of one model in one server, closed at the end of the test.
-
-    `gate`: while this file exists, an engine that starts does not come to serve. `hurry`: while this one exists, steps
-    take no time.
-    """
-
-    def __init__(self, base: Path, gate: Path, hurry: Path) -> None:
-        self.base, self.gate, self.hurry = base, gate, hurry
-        self.members: list[EngineSupervisor] = []
-
-    def add(self, config: EngineConfig | None = None, server_pid: int | None = None) -> EngineSupervisor:
-        supervisor = make_supervisor(config or counting_config(), self.base, server_pid)
-        self.members.append(supervisor)
-        supervisor.start()
-        return supervisor
-
-    def close(self) -> None:
-        for supervisor in self.members:
-            supervisor.close()
-
-
-@pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fleet]:
-    gate, hurry = tmp_path / "gate", tmp_path / "hurry"
-    for name, value in (("STEP_S", STEP_S), ("GATE", str(gate)), ("HURRY", str(hurry))):
-        monkeypatch.setenv(f"CB_TEST_{name}", value)
-    base = Path(tempfile.mkdtemp(prefix="cb-", dir="/tmp"))  # short: a socket's path has at most 107 bytes
-    fleet = Fleet(base, gate, hurry)
-    yield fleet
-    gate.unlink(missing_ok=True)
-    fleet.close()
-    assert list(base.iterdir()) == [], "the last front end removes the runtime folder"
-    shutil.rmtree(base)
-
-
-def engine_pid(supervisor: EngineSupervisor) -> int:
-    life = supervisor.client.members[0].life
-    assert life is not None
-    return life.pid
+__all__ = ["fleet"]  # a fixture
 
 
 def test_one_engine_serves_four_front_ends(fleet: Fleet) -> None:
@@ -161,112 +110,6 @@ def test_requests_of_a_dead_front_end_are_aborted(fleet: Fleet) -> None:
     finally:
         other.kill()
         other.wait()
-
-
-def running(supervisor: EngineSupervisor) -> int:
-    stats = supervisor.client.members[0].stats
-    return -1 if stats is None else stats.num_running + stats.num_waiting
-
-
-def test_cancelled_request_leaves_the_engine(fleet: Fleet) -> None:
-    member = fleet.add()
-    request_id, sink = submit(member, [1], LONG)
-    _, neighbour = submit(member, [20], 60)
-    sink.wait_for_token()
-    member.client.cancel([request_id, request_id, 12345])
-    assert neighbour.wait().token_ids == [(21 + i) % 256 for i in range(60)]
-    eventually(lambda: running(member) == 0, "nothing is left in the engine")
-    member.client.cancel([request_id])  # after its end: ignored
-    assert answer(member, [1], 1) == [2]
-    assert sink.num_ends == 0
-
-
-def test_bad_requests_are_refused_one_by_one(fleet: Fleet) -> None:
-    member = fleet.add(counting_config(max_model_len=64))
-    for prompt, reason in (([VOCAB_SIZE], "outside the vocabulary"), ([], "no tokens"), ([1] * 64, "max_model_len")):
-        _, sink = submit(member, prompt, 1)
-        code, message = sink.wait().error or (None, "")
-        assert code == ErrorCode.INVALID_ARG
-        assert reason in message
-    assert answer(member, [1], 1) == [2]
-
-
-def test_full_queue_refuses_as_unavailable(fleet: Fleet) -> None:
-    member = fleet.add(counting_config(max_num_seqs=1, max_queue_size=1))
-    _, sink = submit(member, [1], LONG)
-    sink.wait_for_token()
-    submit(member, [2], 1)
-    _, refused = submit(member, [3], 1)
-    code, message = refused.wait().error or (None, "")
-    assert code == ErrorCode.UNAVAILABLE
-    assert "queue is full" in message
-
-
-def test_wish_36_timeouts_end_waiting_and_running_requests(fleet: Fleet) -> None:
-    member = fleet.add(counting_config(max_num_seqs=1))
-    running_id, running = submit(member, [1], LONG)
-    running.wait_for_token()
-    _, waiting = submit(member, [2], 1, scheduling=SchedulingParams(queue_timeout_ms=100))
-    code, message = waiting.wait().error or (None, "")
-    assert (code, "timed out after 100 ms in the queue" in message) == (ErrorCode.UNAVAILABLE, True)
-    _, urgent = submit(member, [3], 2, scheduling=SchedulingParams(priority=-1))
-    assert urgent.wait().token_ids == [4, 5], "the more urgent one takes the slot"
-    _, limited = submit(member, [4], LONG, scheduling=SchedulingParams(priority=-1, timeout_ms=600))
-    code, message = limited.wait().error or (None, "")
-    assert (code, "timed out after 600 ms (timeout_ms)" in message) == (ErrorCode.UNAVAILABLE, True)
-    assert (running.num_ends, running.error) == (0, None), "the one that gave way twice goes on"
-    member.client.cancel([running_id])
-    assert answer(member, [5], 1) == [6]
-
-
-def test_failed_row_ends_only_its_request(fleet: Fleet) -> None:
-    member = fleet.add()
-    good = submit(member, [30], 40)[1]
-    bad = submit(member, [FAILING_ROW_TOKEN, 1], 5)[1]
-    assert bad.wait().finish_reason == 4  # FinishReason.ERROR
-    assert good.wait().token_ids == [31 + i for i in range(40)]
-
-
-def test_failed_step_ends_its_requests_and_three_in_a_row_the_engine(fleet: Fleet) -> None:
-    member = fleet.add()
-    old_pid = engine_pid(member)
-    assert submit(member, [FAILING_STEP_TOKEN], 5)[1].wait().finish_reason == 4
-    assert answer(member, [40], 2) == [41, 42]
-    assert engine_pid(member) == old_pid
-    for _ in range(3):
-        sink = Sink()
-        try:
-            submit(member, [FAILING_STEP_TOKEN], 5, sink)
-        except UnavailableError:
-            break
-        sink.wait()
-    eventually(lambda: not is_running(old_pid), "the engine gave up")
-    eventually(lambda: member.client.is_ready and engine_pid(member) != old_pid, "the engine is back")
-    assert answer(member, [40], 2) == [41, 42]
-
-
-def test_engine_that_dies_in_a_step_is_replaced(fleet: Fleet) -> None:
-    member = fleet.add()
-    code, _ = submit(member, [KILLING_TOKEN], 5)[1].wait().error or (None, "")
-    assert code == ErrorCode.UNAVAILABLE
-    eventually(lambda: member.client.is_ready, "the engine is back")
-    assert answer(member, [40], 2) == [41, 42]
-
-
-def test_malformed_and_foreign_messages_are_ignored(fleet: Fleet) -> None:
-    member = fleet.add()
-    life = member.client.members[0].life
-    assert life is not None
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.DEALER) as stranger:
-            stranger.connect(f"ipc://{life.socket_path}")
-            for frame in (b"", b"\x00" * 100, b"\x81\xa4type\xa5Hello", os.urandom(2000)):
-                stranger.send(frame)
-            stranger.send_multipart([b"two", b"frames"])
-            assert answer(member, [40], 30) == list(range(41, 71))
-    finally:
-        context.destroy(linger=0)
 
 
 def test_config_error_is_the_reason_of_the_failed_start(fleet: Fleet) -> None:

@@ -19,7 +19,7 @@ from cb_backend.front_end.engines.engine_client import EngineClient
 from cb_backend.front_end.engines.supervisor import EngineSupervisor
 from tests.fakes.counting_runner import HANGING_TOKEN
 from tests.front_end.engines import Sink, answer, counting_config, submit
-from tests.front_end.test_supervisor import LONG, Fleet, engine_pid, fleet, running
+from tests.front_end.fleet import LONG, Fleet, engine_pid, fleet, running
 from tests.waiting import eventually
 
 __all__ = ["fleet"]  # a fixture
