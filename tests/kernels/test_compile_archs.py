@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels import test_compile
-from tests.kernels.test_compile import ELSEWHERE, decode, kernel_names, prefill
+from tests.kernels import compile_cases
+from tests.kernels.compile_cases import ELSEWHERE, decode, kernel_names, prefill
 
 ARCHS = (80, 90, 100)
 HEAD_DIMS = (64, 80, 128, 256)
@@ -23,10 +23,10 @@ def is_possible(given: dict[str, Any], arch: int) -> bool:
 
 
 def one_of_each_kernel(arch: int) -> dict[str, dict[str, Any]]:
-    """The first of a kernel's cases in `test_compile`, which has the others for Hopper; of products every one."""
+    """The first of a kernel's cases in `compile_cases`, which has the others for Hopper; of products every one."""
     found: dict[str, dict[str, Any]] = {}
     kernels: set[str] = set()
-    for name, given in test_compile.CASES.items():
+    for name, given in compile_cases.CASES.items():
         is_new = given["kernel"] not in kernels or name.startswith(("linear", "grouped"))
         if "sm_" not in name and is_new and is_possible(given, arch):
             kernels.add(given["kernel"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.test_compile import ELSEWHERE, case
+from tests.kernels.compile_cases import ELSEWHERE, case
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.test_compile import case
+from tests.kernels.compile_cases import case
 
 pytest.importorskip("triton")
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from cb_backend.kernels import launch
+from tests.kernels.compile_cases import case, decode, prefill
 from tests.kernels.expert_cases import grouped, packed
-from tests.kernels.test_compile import case, decode, prefill
 
 pytest.importorskip("triton")
 ARCHS = {"nvidia-h100-80gb-hbm3": 90, "nvidia-h200": 90}  # of each file's GPU

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import cb_backend
+from tests.kernels.compile_cases import product
 from tests.kernels.compiled import compile_all
 from tests.kernels.expert_cases import grouped, packed, packed_tiles, tiles
-from tests.kernels.test_compile import product
 from tests.kernels.test_compile_packed import packed_product
 
 pytest.importorskip("triton")
