@@ -1,11 +1,7 @@
-"""A model over two processes gives what one gives. pytest tests/llm/test_ranks.py"""
+"""A model over two processes gives what one gives. How they end: `test_ranks_end`. pytest tests/llm/test_ranks.py"""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,23 +11,19 @@ import pytest
 import torch
 
 from cb_backend import LLM, SamplingParams
-from cb_backend.cli.server.processes import descendants
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.pooling import PoolingRules
-from cb_backend.contracts.step import MaskSource, StepPlan
 from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import create_engine
-from cb_backend.engine.workers import WORKER_MODULE, Workers
+from cb_backend.engine.workers import Workers
 from cb_backend.support.process_watch import process_start_time
 from tests.engine.drive import run
 from tests.engine.test_pooling import classifier_folder
 from tests.llm.conftest import ARGUMENTS
 from tests.llm.test_llm import GREEDY, PROMPTS, is_idle
 from tests.models.tiny_checkpoints import random_tokens, write_checkpoint
-from tests.server.conftest import _command_line
 from tests.server.tiny_adapters import write_adapter
-from tests.waiting import eventually
 
 RULES = {
     "greedy": {"temperature": 0},
@@ -212,90 +204,6 @@ def test_with_adapters_two_ranks_answer_as_one(checkpoint: Path, adapters: dict[
     assert len(answers[0]) == len(names) - 1
     assert len({tuple(tokens) for tokens in answers[0]}) > len(PROMPTS) - 1, "adapters change answers"
     assert all(len(each) == 1 and "'gone'" in each[0] for each in errors)
-
-
-def test_a_stopped_rank_goes_on_where_it_was(ranked: LLM) -> None:
-    before = tokens(ranked)
-    (pid,) = pids(ranked).values()
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        stream = ranked.stream(PROMPTS[0], GREEDY)
-        waker = os.fork()
-        if not waker:
-            time.sleep(1)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
-        got = [token for chunk in stream for token in chunk.output.token_ids]
-        os.waitpid(waker, 0)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert got == before[0]
-
-
-@pytest.mark.parametrize("when", ["idle", "prefill", "decoding"])
-def test_a_killed_rank_ends_its_prompts_with_a_reason(
-    when: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLM(str(checkpoint), tensor_parallel_size=2, max_num_batched_tokens=8, **ARGUMENTS) as killed:
-        (pid,) = pids(killed).values()
-        runner, execute = killed._engine.runner, killed._engine.runner.execute
-
-        def kill_in_prompt(plan: StepPlan, masks: MaskSource) -> Any:
-            if plan.first[0] > 0:  # the second step of the prompt
-                os.kill(pid, signal.SIGKILL)
-            return execute(plan, masks)
-
-        if when == "prefill":
-            monkeypatch.setattr(runner, "execute", kill_in_prompt)
-        prompt = PROMPTS[0] * 5
-        stream = killed.stream(prompt, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
-        if when == "decoding":
-            next(stream)
-        if when != "prefill":
-            os.kill(pid, signal.SIGKILL)
-        with pytest.raises(Exception, match=rf"rank 1 \(process {pid}\) has ended by signal 9 \(SIGKILL\)"):
-            list(stream)
-        (again,) = killed.generate(PROMPTS[0], GREEDY)
-        assert "SIGKILL" in str(again.error)
-
-
-def workers_here() -> set[int]:
-    return {process.pid for process in descendants(os.getpid()) if WORKER_MODULE in _command_line(process.pid)}
-
-
-def kill_worker(folder: Path, is_there: bool, others: set[int]) -> None:
-    """The next process of a rank that is started: at once, or when it is about to meet the others."""
-    for _ in range(3000):
-        has_come = bool(list(folder.glob("cb_backend_ranks_*/rank1.here")))
-        started = workers_here() - others
-        if started and (has_come or not is_there):
-            os.kill(started.pop(), signal.SIGKILL)
-            return
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("is_there", [False, True], ids=["starting", "loading"])
-def test_a_rank_that_is_killed_before_it_serves_is_said(
-    is_there: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    killer = threading.Thread(target=kill_worker, args=(tmp_path, is_there, workers_here()))
-    killer.start()
-    try:
-        with pytest.raises(Exception, match=r"rank 1 \(process \d+\) has ended by signal 9 \(SIGKILL\)"):
-            LLM(str(checkpoint), tensor_parallel_size=2, **ARGUMENTS)
-    finally:
-        killer.join()
-    assert not list(tmp_path.glob("cb_backend_ranks_*")), "nothing of it is left"
-
-
-def test_closing_ends_the_other_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with LLM(str(checkpoint), tensor_parallel_size=2, **ARGUMENTS) as closed:
-        (pid,) = pids(closed).values()
-        assert not is_gone(pid)
-        assert not list(tmp_path.glob("cb_backend_ranks_*")), "a killed program leaves nothing either"
-    eventually(lambda: is_gone(pid), "the other rank has ended")
 
 
 @pytest.mark.parametrize(
