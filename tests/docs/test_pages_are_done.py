@@ -72,7 +72,7 @@ def test_the_change_of_the_page_works(page: str, tree: Path) -> None:
 
 def test_a_family_is_a_file_and_an_entry_of_the_tests() -> None:
     assert sorted(files_of(diff_of("add-a-model"))) == [
-        "cb_backend/models/families/seed_oss.py", "tests/models/tiny_checkpoints.py",
+        "cb_backend/models/families/seed_oss.py", "tests/models/tiny_dense_models.py",
     ]  # fmt: skip
 
 

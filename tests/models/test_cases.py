@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from cb_backend.contracts.errors import ConfigError
 from tests.models.paged_model import PagedModel
-from tests.models.tiny_checkpoints import ORIGINAL_LEN, ROPES, random_tokens, reference_logits, write_checkpoint
+from tests.models.tiny_checkpoints import random_tokens, reference_logits, write_checkpoint
+from tests.models.tiny_options import ORIGINAL_LEN, ROPES
 
 TOLERANCE = 1e-4
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.models.paged_model import PagedModel
-from tests.models.tiny_checkpoints import CONFIGS, ORIGINAL_LEN, random_tokens, reference_logits, write_checkpoint
+from tests.models.tiny_checkpoints import CONFIGS, random_tokens, reference_logits, write_checkpoint
+from tests.models.tiny_options import ORIGINAL_LEN
 
 TOLERANCE = 1e-4
 # Within the pretraining context and across a block border; across its end while decoding; 8 times its length.
