@@ -17,9 +17,10 @@ def _of(room: str, *names: str) -> tuple[str, ...]:
 # Of each target those tests come first that know it best: most changes are noticed by the first few. Tests of many
 # seconds are left out where others notice as much.
 _SCHEDULING = _of(
-    "scheduler", "admission", "admission_reserve", "victims", "swap", "adapters", "reserved_share", "priorities"
+    "scheduler", "admission", "admission_reserve", "victims", "swap", "lost_copies", "adapters", "reserved_share",
+    "priorities",
 )  # fmt: skip
-_SCHEDULER_AND_POINTS = _of("scheduler", "scheduler", "fault_points")
+_SCHEDULER_AND_POINTS = _of("scheduler", "scheduler", "ends", "fault_points")
 _REUSE = _of("scheduler", "prefix_cache_use")
 _GROUPS = _of("kv_cache", "grouped_manager", "grouped_needs", "promises", "block_needs")
 _POOL = _of("kv_cache", "block_pool", "kv_manager", "coming_prefixes")
@@ -32,7 +33,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, *_SCHEDULER_AND_POINTS, *_REUSE)),
     "adapter_slots": (f"{_SCHEDULER}.adapter_slots", (*_of("scheduler", "adapter_slots", "adapters"), *_WORLDS)),
-    "adapters": ("cb_backend.engine.adapters", _of("engine", "adapter_store")),
+    "adapters": ("cb_backend.engine.adapters", _of("engine", "adapter_store", "adapter_queue", "adapted_requests")),
     "order": (
         f"{_SCHEDULER}.order",
         _of(
@@ -43,7 +44,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fair_share": (f"{_SCHEDULER}.fair_share", _of("scheduler", "fair_share", "request_queue")),
     "prefill": (
         f"{_SCHEDULER}.prefill",
-        _of("scheduler", "prefill", "scheduler", "prompt_share", "hybrid_prefill", "full_steps"),
+        _of("scheduler", "prefill", "scheduler", "ends", "prompt_share", "hybrid_prefill", "full_steps"),
     ),
     "preemption": (
         f"{_SCHEDULER}.preemption",
@@ -57,12 +58,17 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             *_of("scheduler", "bounds"),
             *_SCHEDULER_AND_POINTS,
-            *_of("scheduler", "results", "swap", "adapters", "victims", "admission", "windows"),
+            *_of("scheduler", "results", "swap", "lost_copies", "adapters", "victims", "admission", "windows"),
         ),
     ),
     "results": (
         f"{_SCHEDULER}.results",
-        (*_of("scheduler", "results"), *_SCHEDULER_AND_POINTS, *_REUSE, *_of("scheduler", "swap", "adapters")),
+        (
+            *_of("scheduler", "results"),
+            *_SCHEDULER_AND_POINTS,
+            *_REUSE,
+            *_of("scheduler", "swap", "lost_copies", "adapters"),
+        ),
     ),
     "slots": (
         f"{_SCHEDULER}.slots",
@@ -74,7 +80,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stats": (f"{_SCHEDULER}.stats", _of("scheduler", "results", "pressure", "counters")),
     "swap_space": (
         "cb_backend.kv_cache.swap_space",
-        (*_of("scheduler", "swap", "fault_points"), *_REUSE, *_WORLDS),
+        (*_of("scheduler", "swap", "lost_copies", "fault_points"), *_REUSE, *_WORLDS),
     ),
     "block_pool": ("cb_backend.kv_cache.block_pool", (*_POOL, *_WORLDS)),
     "layout": ("cb_backend.kv_cache.layout", _of("kv_cache", "layout")),
