@@ -17,8 +17,8 @@ from typing import Any
 from cb_backend.support.adapter_files import LIST_NAME, WEIGHTS_NAME
 from tests.faults.injections import Fault, window
 from tests.faults.world import World
+from tests.server.adapted_server import delete, poison, truncate
 from tests.server.raw_stream import RawStream
-from tests.server.test_adapters import delete, poison, truncate
 from tests.server.tiny_adapters import MergedReference, write_adapter
 
 PROMPT, NUM_TOKENS = "seven wizards", 12
