@@ -26,7 +26,7 @@ from genai_perf.inputs.retrievers.generic_dataset import DataRow, FileData, Gene
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.server.conftest import RunningServer, running_server
-from tests.server.test_examples import Call, add_examples, joined
+from tests.server.example_calls import Call, add_examples, joined
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
 
 NUM_TOKENS = 16

@@ -33,7 +33,7 @@ from openai_lora import add_adapters, lora_results
 from cb_backend.cli.server.backend_folder import install_backend
 from cb_backend.cli.server.local_server import find_server
 from tests.server.conftest import RunningServer, running_server
-from tests.server.test_examples import add_examples
+from tests.server.example_calls import add_examples
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
 
 FRONTEND = "python/openai/openai_frontend"

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.server.conftest import running_server
-from tests.server.test_examples import add_examples
+from tests.server.example_calls import add_examples
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
 
 NUM_REQUESTS = 20
