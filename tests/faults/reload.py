@@ -32,7 +32,7 @@ from tests.faults.injections import RESTART, window
 from tests.faults.run import Setting
 from tests.faults.world import World, make_plan, world
 from tests.server.conftest import RunningServer
-from tests.server.test_metrics import Snapshot
+from tests.server.metrics_text import Snapshot
 from tests.server.tiny_checkpoint import Reference, write_tiny_checkpoint
 
 CODES = RESTART | {"NOT_READY"}

@@ -21,7 +21,7 @@ import pytest
 
 from cb_backend.cli.paths import load_client
 from tests.server.conftest import RunningServer, running_server
-from tests.server.test_metrics import Measured, Snapshot, about, ended, measure, settled
+from tests.server.metrics_text import Measured, Snapshot, about, ended, measure, settled
 from tests.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.server

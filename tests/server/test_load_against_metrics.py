@@ -17,7 +17,7 @@ import pytest
 
 from cb_backend.cli.paths import checkout_path
 from tests.server.conftest import RunningServer
-from tests.server.test_metrics import Snapshot, ended, settled
+from tests.server.metrics_text import Snapshot, ended, settled
 
 pytestmark = pytest.mark.server
 

@@ -17,8 +17,8 @@ import pytest
 
 from cb_backend.cli.paths import checkout_path
 from tests.server.conftest import RunningServer, running_server
+from tests.server.metrics_text import Snapshot
 from tests.server.raw_stream import RawStream
-from tests.server.test_metrics import Snapshot
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
