@@ -17,8 +17,8 @@ from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.messages import AddRequest
 from cb_backend.support.adapter_files import CONFIG_NAME, LIST_NAME, WEIGHTS_NAME
+from tests.serving.driven_model import ask, make_repository, server_args
 from tests.serving.fake_server import InferenceRequest, TritonError
-from tests.serving.test_backend import ask, make_repository, server_args
 
 DOLL_AND_SHEEP = {"doll": "adapters/doll", "sheep": "adapters/sheep"}
 

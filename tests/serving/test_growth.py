@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.serving.driven_model import ask, folder, make_repository, num_in_engine, server_args
 from tests.serving.fake_server import Metric
-from tests.serving.test_backend import ask, folder, make_repository, num_in_engine, server_args
 from tests.waiting import eventually
 
 __all__ = ["folder"]  # a fixture

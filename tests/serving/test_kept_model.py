@@ -10,8 +10,8 @@ import pytest
 
 from cb_backend.serving import housekeeping
 from cb_backend.support.process_watch import process_start_time
+from tests.serving.driven_model import ask, folder, make_repository, server_args
 from tests.serving.fake_server import TritonError
-from tests.serving.test_backend import ask, folder, make_repository, server_args
 from tests.waiting import eventually
 
 __all__ = ["folder"]  # a fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cb_backend.serving import housekeeping
-from tests.serving.test_backend import ask, folder, make_repository, server_args
+from tests.serving.driven_model import ask, folder, make_repository, server_args
 from tests.waiting import eventually
 
 __all__ = ["folder"]  # a fixture
