@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.adapters import DEFAULT_MAX_LORAS
+from cb_backend.contracts.config import MAX_COUNT, EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.runner.cuda_warm_up import GRAPH_MEMORY
 from cb_backend.engine.runner.load_progress import lack_of_memory
@@ -76,7 +79,7 @@ def memory_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
     unit = match[2] if match else ""
     unit = unit if unit in _UNITS or unit.endswith("B") else f"{unit}B"
-    if match is None or unit not in _UNITS or not float(match[1]):
+    if match is None or unit not in _UNITS or not 0 < float(match[1]) * _UNITS[unit] <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory, like 80GB or 79.1GiB")
     return int(float(match[1]) * _UNITS[unit])
 
@@ -125,14 +128,11 @@ def cache_room(
     if lack := lack_of_memory(config.model, weight_bytes, "cuda", free_bytes, card.num_bytes):
         raise ConfigError(lack)
     free_bytes -= weight_bytes
-    if adapter_bytes > free_bytes:
-        raise ConfigError(
-            f"not enough memory for adapters: they take {show_bytes(adapter_bytes)}, and {show_bytes(free_bytes)} are"
-            " left beside the weights; lower max_loras or max_lora_rank"
-        )
-    free_bytes -= adapter_bytes + _state_bytes(config, spec, dtype)
-    # Graphs have a pool of their own for the largest step, beside the step itself.
-    steps = 2 * _largest_step_bytes(config, spec, dtype) + GRAPH_MEMORY
+    steps = _step_bytes(config, spec, dtype)
+    spare = _without_cache(config, layout, card, free_bytes)
+    _refuse_large_adapters(config, adapter_bytes, free_bytes, spare - steps)
+    _refuse_large_steps(config, spec, dtype, spare - adapter_bytes)
+    free_bytes -= adapter_bytes
     num_blocks = size_kv_cache(config, layout, torch.device("cuda"), steps, (free_bytes, card.num_bytes))
     num_blocks -= 1  # block 0 is the null block
     run_ahead = config.steps_ahead("cuda")
@@ -142,6 +142,55 @@ def cache_room(
     length = min(length, longest)
     decoding = BlockNeeds(layout.windows, config.block_size, most_in_flight=1 + run_ahead)
     return CacheRoom(num_blocks * length // decoding.num_blocks_for(length), longest)
+
+
+def _without_cache(config: EngineConfig, layout: KVLayout, card: Card, free_bytes: int) -> int:
+    """What the smallest cache, and the part of the card that is kept free, leave of what is free."""
+    least_cache = (1 + len(layout.groups)) * layout.bytes_per_block
+    is_by_share = config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None
+    kept_free = int(card.num_bytes * (1 - config.gpu_memory_utilization)) if is_by_share else 0
+    return free_bytes - least_cache - kept_free
+
+
+def _refuse_large_adapters(config: EngineConfig, adapter_bytes: int, free_bytes: int, spare: int) -> None:
+    """`spare`: of the free bytes, what all else leaves. As `_refuse_large_steps`, save that adapters which do not fit
+    beside the weights alone are always to blame."""
+    max_loras = config.max_loras or DEFAULT_MAX_LORAS
+    most = max(spare, 0) * max_loras // adapter_bytes if adapter_bytes else max_loras
+    if adapter_bytes <= free_bytes and (most == 0 or most >= max_loras):
+        return
+    raise ConfigError(
+        f"not enough memory for adapters: max_loras is {max_loras} and max_lora_rank {config.max_lora_rank}, for which"
+        f" they take {show_bytes(adapter_bytes)}, and {show_bytes(free_bytes)} are left beside the weights; lower one"
+        f" of them{f', max_loras to {most} at most' if most else ''}"
+    )
+
+
+def _refuse_large_steps(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, spare: int) -> None:
+    """Where steps take more than all else spares: names the argument that takes most of it, and what would fit. Where
+    no value of it would, something else is to blame, and nothing is said."""
+    needed = _step_bytes(config, spec, dtype)
+    if needed <= spare:
+        return
+
+    def bytes_at(name: str, number: int) -> int:
+        change: dict[str, Any] = {name: number}
+        return _step_bytes(replace(config, **change), spec, dtype)
+
+    name = min(("max_num_seqs", "max_num_batched_tokens"), key=lambda name: bytes_at(name, 1))
+    value = getattr(config, name)
+    if most := bisect_right(range(1, value), spare, key=lambda number: bytes_at(name, number)):
+        raise ConfigError(
+            f"not enough memory for steps: {name} is {value}, for which they and what they keep take"
+            f" {show_bytes(needed)}, and {show_bytes(spare)} are left for them (gpu_memory_utilization is"
+            f" {config.gpu_memory_utilization:g}). Lower {name}; at most {most} would fit"
+        )
+
+
+def _step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """All that steps take beside weights and cache. Graphs have a pool of their own for the largest step, beside the
+    step itself."""
+    return _state_bytes(config, spec, dtype) + 2 * _largest_step_bytes(config, spec, dtype) + GRAPH_MEMORY
 
 
 def _state_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -57,7 +57,8 @@ def _advice(planned: Planned, options: dict[str, Any]) -> Iterator[str]:
     """options: the engine's arguments that the plan was made with, and would not hold without."""
     ways, best, traffic = planned.ways, planned.best, planned.traffic
     if best is None:
-        yield "None of them has room for the model and a request. Take larger or more GPUs, or a quantised checkpoint."
+        yield "None of them has room for the model and a request. Change what is named above, or take larger or more"
+        yield "GPUs, or a quantised checkpoint."
         return
     is_late = traffic.target_itl is not None and best.itl > traffic.target_itl
     if is_late:

@@ -28,6 +28,7 @@ MAX_RUN_AHEAD = 4
 MAX_LORA_RANK = 512
 MAX_RANKS = 8
 MAX_ENGINES = 64
+MAX_COUNT = 1 << 53  # whole numbers beyond it are not the same in every reader of JSON, and are no amount of anything
 
 QUANTIZATIONS = ("fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -53,6 +54,7 @@ _BETWEEN = {
     "admission_reserve": (-10, 10),
     "reserved_priority": (-MAX_PRIORITY, MAX_PRIORITY - 1),  # the last class has nobody to be kept from
     "run_ahead": (0, MAX_RUN_AHEAD),
+    "seed": (-MAX_COUNT, MAX_COUNT),
     "max_lora_rank": (1, MAX_LORA_RANK),
     "idle_sleep_s": (0, 1e9),
     "turn_s": (0, 1e9),
@@ -153,6 +155,7 @@ class EngineConfig:
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+            _require(value is None or value <= MAX_COUNT, f"{name} is {value}; it must be at most {MAX_COUNT}")
         for name, (lowest, highest) in _BETWEEN.items():
             value = getattr(self, name)
             is_inside = value is None or lowest <= value <= highest
@@ -194,7 +197,8 @@ class EngineConfig:
             f"sleep_weights is {self.sleep_weights!r}, which changes nothing without idle_sleep_s; set that too",
         )
         _require(
-            0 <= self.swap_space < 1 << 20, f"swap_space is {self.swap_space}; it must be GiB of memory, 0 or more"
+            0 <= self.swap_space < 1 << 20,
+            f"swap_space is {self.swap_space:g}; it must be GiB of memory, 0 or more and below {1 << 20}",
         )
         _require(
             0 <= self.reserved_share < 1,

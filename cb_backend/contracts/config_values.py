@@ -28,8 +28,10 @@ def coerced(key: str, value: Any, annotation: str) -> Any:
     try:
         if kind == "bool":
             return value if isinstance(value, bool) else BOOLS[value.strip().lower()]
-        if kind == "int" and not isinstance(value, bool) and int(value) == float(value):
-            return int(value)
+        if kind == "int" and not isinstance(value, bool):
+            number = int(value)
+            if isinstance(value, int | str) or number == value:  # NOTE: as a float, a large one would be another number
+                return number
         if kind == "float" and not isinstance(value, bool):
             return float(value)
         if kind == "str" and isinstance(value, str):

@@ -21,6 +21,7 @@ from cb_backend.layers.step_metadata import LayerCache
 
 _DEFAULT_CPU_BYTES = 1 << 30
 _GIB = 1 << 30
+USUAL_BLOCK_SIZE = 16
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -82,15 +83,17 @@ def size_kv_cache(
     block_bytes = layout.bytes_per_block
     free_bytes, total_bytes = free_memory(device) if of_device is None else of_device
     available = free_bytes - step_bytes
-    if config.num_gpu_blocks_override is not None:
-        num_blocks, setting = config.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
-    elif config.kv_cache_memory_bytes is not None:
-        num_blocks, setting = layout.num_blocks_in(config.kv_cache_memory_bytes), "kv_cache_memory_bytes"
+    room = available
+    if config.kv_cache_memory_bytes is not None:
+        room, setting = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif device.type == "cuda":
-        kept_free = int(total_bytes * (1 - config.gpu_memory_utilization))
-        num_blocks, setting = layout.num_blocks_in(available - kept_free), "gpu_memory_utilization"
+        room -= int(total_bytes * (1 - config.gpu_memory_utilization))
+        setting = "gpu_memory_utilization"
     else:
-        num_blocks, setting = layout.num_blocks_in(_DEFAULT_CPU_BYTES), "kv_cache_memory_bytes"
+        room, setting = _DEFAULT_CPU_BYTES, "kv_cache_memory_bytes"
+    num_blocks = layout.num_blocks_in(room)
+    if config.num_gpu_blocks_override is not None:
+        room, num_blocks, setting = available, config.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
     least = 1 + len(layout.groups)  # the null block, and one for each group of layers
     if num_blocks >= least and num_blocks * block_bytes <= available:
         return num_blocks
@@ -99,6 +102,13 @@ def size_kv_cache(
     if step_bytes > 0:
         memory += f" and steps need {show_bytes(step_bytes)} of them"
         steps = ", lower max_num_batched_tokens or max_num_seqs"
+    most = room * config.block_size // (least * block_bytes)
+    if num_blocks < least and config.block_size > most >= USUAL_BLOCK_SIZE:
+        raise ConfigError(
+            f"no room for a KV cache: block_size is {config.block_size}, so that a block takes"
+            f" {show_bytes(block_bytes)}, {least} are needed, and {setting} leaves {show_bytes(room)} for them;"
+            f" {memory}. Lower block_size; at most {most} would fit, and {USUAL_BLOCK_SIZE} is usual"
+        )
     if num_blocks < least:
         raise ConfigError(
             f"no room for a KV cache: a block of {config.block_size} tokens takes {show_bytes(block_bytes)} and "
@@ -107,8 +117,18 @@ def size_kv_cache(
         )
     raise ConfigError(
         f"not enough memory for the KV cache: {setting} asks for {num_blocks} blocks of {show_bytes(block_bytes)} = "
-        f"{show_bytes(num_blocks * block_bytes)}, {memory}. Lower {setting}{steps.replace(', lower', ' or')}"
+        f"{show_bytes(num_blocks * block_bytes)}, {memory}. Lower {setting}"
+        + _most_of(setting, available, block_bytes)
+        + steps.replace(", lower", " or")
     )
+
+
+def _most_of(setting: str, num_bytes: int, block_bytes: int) -> str:
+    """How much of a setting that asks for too much would fit."""
+    most = num_bytes // block_bytes - 1  # beside the null block
+    if most < 1:
+        return ""
+    return f" (at most {most if setting == 'num_gpu_blocks_override' else num_bytes} would fit)"
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:

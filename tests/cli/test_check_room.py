@@ -141,7 +141,7 @@ def test_sizes_of_memory(text: str, size: int) -> None:
     assert memory_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "80 apples", "-3GB", "0GB", "1e3GB", "80GBB"])
+@pytest.mark.parametrize("text", ["", "GB", "80 apples", "-3GB", "0GB", "1e3GB", "80GBB", "9" * 12 + "TB", "9" * 400])
 def test_what_is_no_size_is_told(text: str, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["check", str(plain), f"--memory={text}"])

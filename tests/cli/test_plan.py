@@ -140,6 +140,13 @@ def test_a_model_that_fits_nowhere_is_an_error(large: Path, capsys: pytest.Captu
     assert "None of them has room for the model" in capsys.readouterr().out
 
 
+def test_an_argument_that_leaves_no_room_is_named(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(large), "--gpus", "2", "--max-num-seqs", "99999999999"]) == 1
+    text = capsys.readouterr().out
+    assert "max_num_seqs is 99999999999" in text
+    assert "Change what is named above, or take larger or more" in text
+
+
 def test_engine_arguments_change_the_plan(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, plain = plan(capsys, "--model", str(large), "--gpus", "2")
     _, narrow = plan(capsys, "--model", str(large), "--gpus", "2", "--kv-cache-dtype", "fp8", "--max-num-seqs", "8")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.contracts.config import MAX_RUN_AHEAD, EngineConfig, engine_config_from_dict
+from cb_backend.contracts.config import MAX_COUNT, MAX_RUN_AHEAD, EngineConfig, engine_config_from_dict
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.support.version_folder import load_engine_config
 
@@ -26,6 +26,9 @@ def test_a_model_alone_gets_every_default() -> None:
         ("enforce_eager", "0", False),
         ("max_num_seqs", "8", 8),
         ("max_num_seqs", 8.0, 8),
+        ("max_num_seqs", MAX_COUNT, MAX_COUNT),
+        ("max_num_seqs", str(MAX_COUNT - 1), MAX_COUNT - 1),
+        ("seed", -MAX_COUNT, -MAX_COUNT),
         ("gpu_memory_utilization", "0.5", 0.5),
         ("dtype", "half", "float16"),
         ("kv_cache_dtype", "fp8_e4m3", "fp8"),
@@ -51,6 +54,14 @@ def test_values_as_people_write_them_and_at_their_borders(name: str, given: obje
         ({"model": ""}, "model is empty"),
         ({"max_num_seq": 8}, "unknown engine argument 'max_num_seq' in model.json; did you mean 'max_num_seqs'?"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        *[
+            ({name: value}, f"{name} is {int(value)}; it must be at most {MAX_COUNT}")
+            for name in ("max_num_seqs", "max_model_len", "timeout_ms", "max_queue_tokens", "max_loras")
+            for value in (MAX_COUNT + 1, 10**30, str(10**30), 1e30)
+        ],
+        ({"seed": 10**30}, f"seed is {10**30}; it must be between {-MAX_COUNT} and {MAX_COUNT}"),
+        ({"data_parallel_size": 10**30}, f"data_parallel_size is {10**30}; it must be between 1 and 64"),
+        ({"swap_space": 99999999999}, "swap_space is 1e.11; it must be GiB of memory, 0 or more and below 1048576"),
         ({"max_num_seqs": None}, "'max_num_seqs' is null; remove it to get the default"),
         ({"max_num_seqs": 2.5}, "'max_num_seqs' must be of type int, got 2.5"),
         ({"max_num_seqs": True}, "must be of type int, got True"),
