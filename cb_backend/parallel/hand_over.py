@@ -8,6 +8,7 @@ This module does not know what is handed over, and never imports torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 LABEL_BYTES = 8
 TAKE_TIMEOUT_S = 60.0  # a rank that needs longer is not waited for; whether it stands still is others' to watch
+_GONE = (errno.ENOTCONN, errno.ESRCH)  # as a `ConnectionError`: nobody is at the other end; all else is our own trouble
 _MOST_TEXT = 4096  # bytes of a message: a label, and in an answer why it was not taken
 
 Take = Callable[[bytes, mmap.mmap], None]
@@ -57,11 +59,13 @@ class Giver:
     def give(self, label: bytes, descriptor: int) -> None:
         """Returns when every rank has taken the memory. Raises `NotTakenError` where one has not."""
         faults: list[str] = []
+        has_got: dict[int, socket.socket] = {}  # nobody else will answer
         with self._lock:
             for rank, end in self._ends.items():
                 with self._failing(rank, faults):
                     socket.send_fds(end, [label], [descriptor])
-            for rank, end in self._ends.items():
+                    has_got[rank] = end
+            for rank, end in has_got.items():
                 with self._failing(rank, faults):
                     fault = _answer(end, label)
                     if fault:
@@ -75,8 +79,10 @@ class Giver:
             yield
         except TimeoutError:
             faults.append(f"rank {rank} has not taken it within {self._timeout_s:g} s")
-        except OSError:
-            faults.append(f"rank {rank} is gone")
+        except OSError as error:
+            is_gone = isinstance(error, ConnectionError) or error.errno in _GONE
+            what = "is gone" if is_gone else f"could not be reached: {error.strerror or error}"
+            faults.append(f"rank {rank} {what}")
 
     def close(self) -> None:
         """Who waits for an answer waits no longer."""

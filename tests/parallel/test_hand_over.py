@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -134,6 +136,37 @@ def test_a_rank_that_is_gone_is_said(ranks: Ranks) -> None:
             giver.give(label(1), descriptor)
     os.close(descriptor)
     giver.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.EPIPE, "is gone"),
+        (errno.ECONNRESET, "is gone"),
+        (errno.ENOTCONN, "is gone"),
+        (errno.ESRCH, "is gone"),
+        (errno.ETOOMANYREFS, "could not be reached: Too many references: cannot splice"),
+        (errno.ENOBUFS, "could not be reached: No buffer space available"),
+        (errno.EBADF, "could not be reached: Bad file descriptor"),
+    ],
+)
+def test_only_what_means_that_a_rank_is_gone_is_said_to(
+    number: int, told: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a rank waited for that has got nothing to answer to."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(socket, "send_fds", fail)
+        began = time.monotonic()
+        with pytest.raises(NotTakenError) as error:
+            ranks.give(1, b"one")
+    assert str(error.value) == "; ".join(f"rank {rank} {told}" for rank in ranks.taken)
+    assert time.monotonic() - began < 10
+    ranks.give(2, b"two")
+    assert all(taken == {label(2): b"two"} for taken in ranks.taken.values())
 
 
 def test_who_waits_for_an_answer_is_let_go_at_the_end() -> None:
