@@ -35,6 +35,7 @@ MOST_REFUSALS = 5  # of one adapter that are printed; JSON has all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s {list,check} DIR [options]"
     parser.add_argument(
         "action", choices=("list", "check"), help="list: names and files; check: what an engine would refuse, and why"
     )

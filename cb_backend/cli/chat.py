@@ -32,6 +32,7 @@ _DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [options]"
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model of the server, or a checkpoint to serve")
     parser.add_argument(
         "--url", type=server_address, metavar="HOST:PORT", help=f"the server's gRPC address (default: {DEFAULT_URL})"

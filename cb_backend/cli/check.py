@@ -21,7 +21,7 @@ EXIT_SERVED, EXIT_REFUSED = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-
+    parser.usage = "%(prog)s FOLDER [--card NAME | --memory SIZE] [options]"
     parser.add_argument("folder", metavar="FOLDER", help="a checkpoint's folder, or a GGUF file")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--card", choices=sorted(CARDS), help="whether it fits there; default: a line for each card")

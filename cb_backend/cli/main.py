@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import sys
+from typing import NoReturn
 
 from cb_backend import __version__
 from cb_backend.cli.paths import CliError
@@ -102,8 +103,16 @@ def _suggestion(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Commands have a `usage` of their own where options would take more than a line: errors must not scroll away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n({self.prog} --help says more)\n")
+
+
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cb-backend", description="LLM serving inside NVIDIA Triton Inference Server")
+    parser = _Parser(prog="cb-backend", description="LLM serving inside NVIDIA Triton Inference Server")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, text in COMMANDS.items():

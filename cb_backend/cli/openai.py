@@ -23,6 +23,7 @@ KEEP_ALIVE_S = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
     parser.add_argument(
         "--url",
         type=server_address,

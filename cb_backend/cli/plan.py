@@ -24,6 +24,7 @@ EXIT_FOUND, EXIT_NONE = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --model DIR --gpus N [options]"
     parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint's folder, or a GGUF file")
     parser.add_argument("--gpus", required=True, type=int_up_to(MAX_ENGINES), metavar="N", help="GPUs of the host")
     parser.add_argument("--card", choices=sorted(CARDS), default="h200", help="what they are; default: h200")

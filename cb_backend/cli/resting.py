@@ -18,6 +18,7 @@ SEE = "cb-backend status shows what it does"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `sleep` and `wake`."""
+    parser.usage = "%(prog)s MODEL [options]"
     add_model_argument(parser)
     parser.add_argument(
         "--timeout", type=positive_float, default=60.0, metavar="S", help="after which it is called off (%(default)g)"

@@ -22,6 +22,7 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
     parser.add_argument(
         "--url",
         type=server_address,

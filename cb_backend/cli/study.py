@@ -51,6 +51,7 @@ INTERRUPTED = 130  # exit code, as after Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument("--trace", type=Path, help="Azure CSV, Mooncake JSON lines, or a CSV with columns of lengths")
     traffic.add_argument("--num-requests", type=int, default=1000, help="how many of its requests (%(default)s)")

@@ -20,6 +20,7 @@ HELP = "draw who was in the batch, token by token: of a running engine, a saved 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s SOURCE [options]"
     parser.add_argument("source", metavar="SOURCE", help="live, demo, or a file that --save has written")
     parser.add_argument(
         "--out", type=output_file, default=Path("timeline.html"), metavar="FILE",

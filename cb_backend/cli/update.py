@@ -15,6 +15,7 @@ AFTERWARDS = "a server that starts again reads model.json: name the folder there
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s MODEL FOLDER [options]"
     add_model_argument(parser)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint of the same specification")
     parser.add_argument(

@@ -102,6 +102,22 @@ def test_h13_a_wrong_argument_shows_the_commands_own_usage(
     assert told in error
 
 
+@pytest.mark.parametrize("command", [*cli_main.COMMANDS, "bench engine", "bench embed", "bench accuracy"])
+def test_wrong_usage_is_shown_in_few_lines(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        cli_main.main([*command.split(), "--no-such-option"])
+    assert end.value.code == 2
+    usage, error, hint = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: cb-backend {command.split()[0]}")
+    assert f"cb-backend {command.split()[0]}" in error
+    assert ": error: " in error
+    assert hint.startswith(f"(cb-backend {command.split()[0]}")
+    assert hint.endswith("--help says more)")
+
+
 def test_h13_other_commands_show_theirs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli_main.main(["demo", "--plian"])

@@ -57,6 +57,7 @@ class Accuracy:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
     parser.add_argument("--model", help="folder, GGUF file or hub id; default: the demo's SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), metavar="N", help=f"1 to {len(PROMPTS)}")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="length of an answer")

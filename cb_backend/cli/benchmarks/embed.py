@@ -40,6 +40,7 @@ Record = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --model MODEL [options]"
     parser.add_argument("--model", required=True, help="folder or hub id; with dummy weights a config.json do")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of the default's")

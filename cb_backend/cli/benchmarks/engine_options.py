@@ -17,6 +17,7 @@ PROFILED_STEPS = 200  # by default; some 300 kernels each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --model MODEL [options]"
     parser.add_argument(
         "--model", required=True, help="folder, GGUF file or hub id; with dummy weights a config.json do"
     )
