@@ -164,6 +164,8 @@ def _rest_text(engine: EngineState) -> str:
     told = [engine.rest.replace("_", " ")] if engine.rest not in ("", AWAKE) else []
     if engine.weights:
         told.append(f"weights of {engine.weights}")
+    if engine.lost_update:
+        told.append(f"weights of model.json: {engine.lost_update}")
     if engine.update:
         told.append(f"those of {engine.update} come next")
     return "".join(f", {each}" for each in told)

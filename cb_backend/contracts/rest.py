@@ -12,6 +12,7 @@ from cb_backend.contracts.errors import CbError, ErrorCode
 
 AWAKE, FALLING_ASLEEP, ASLEEP, WAKING, UPDATING = "awake", "falling_asleep", "asleep", "waking", "updating"
 WEIGHTS_FILE = "weights"  # of a runtime folder: the folder of the weights that an update has brought; may be empty
+LOST_FILE = "weights_lost"  # beside it: why the weights of the last update are not served; may be empty
 
 
 class NoRoomError(CbError):
@@ -64,6 +65,7 @@ class RestStats(msgspec.Struct, frozen=True, kw_only=True):
     num_updates: int = 0
     held_bytes: int = 0  # of weights and cache on the device now
     weights: str = ""  # folder of the weights that are served, where they are not the configured ones
+    lost_update: str = ""  # why the configured ones are served after all, though an update had brought others
     update: str = ""  # folder of those that are to take their place as soon as that can be
 
 

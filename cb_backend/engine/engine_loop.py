@@ -233,7 +233,7 @@ class EngineProcess:
         return msgspec.structs.replace(stats, engine_pid=os.getpid(), num_refused=num_refused, rest=self._rest_stats())
 
     def _rest_stats(self) -> RestStats | None:
-        return None if self.desk is None else self.desk.rest.stats()
+        return None if self.desk is None else self.desk.stats()
 
     def _watch_processes(self, now: float) -> None:
         self.engine.check_runner()

@@ -23,7 +23,7 @@ from cb_backend.engine.engine_loop import EXIT_CONFIG_ERROR, EXIT_START_FAILED, 
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
 from cb_backend.engine.garbage import no_collection
 from cb_backend.engine.llm_engine import create_engine
-from cb_backend.engine.rest_desk import begin_start
+from cb_backend.engine.rest_desk import Start, begin_start
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -31,6 +31,7 @@ logger = logging.getLogger("cb_backend.engine")
 def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:
     """Load the model, then run the loop until the end. Returns the exit code."""
     link = FrontEndLink(socket_path, server_pid)
+    start: Start | None = None
     try:
         begin = time.monotonic()
         start = begin_start(config, Path(socket_path).parent)
@@ -39,6 +40,8 @@ def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:
         process = EngineProcess(engine, link)
         process.desk = start.desk(engine, link, process.send_stats)
     except Exception as error:
+        if start is not None and start.weights is not None:
+            logger.error("%s", start.kept.how_to_start_without())
         report_failed_start(link, error)
         link.close()
         return EXIT_CONFIG_ERROR if isinstance(error, ConfigError) else EXIT_START_FAILED

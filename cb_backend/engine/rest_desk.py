@@ -12,9 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError, ErrorCode, GaveUpError
-from cb_backend.contracts.rest import AWAKE, WEIGHTS_FILE, CallOffOrders, RestAnswer, SetRest, UpdateWeights
+from cb_backend.contracts.rest import (
+    AWAKE,
+    LOST_FILE,
+    WEIGHTS_FILE,
+    CallOffOrders,
+    RestAnswer,
+    RestStats,
+    SetRest,
+    UpdateWeights,
+)
 from cb_backend.engine.card_turns import CardTurns
 from cb_backend.engine.front_end_link import FrontEndLink
 from cb_backend.engine.llm_engine import LLMEngine
@@ -34,25 +45,37 @@ class KeptWeights:
 
     def __init__(self, runtime_folder: Path) -> None:
         self._file = runtime_folder / WEIGHTS_FILE
+        self._lost_file = runtime_folder / LOST_FILE
         self.folder = read_if_there(self._file)
+        self.lost = read_if_there(self._lost_file)  # why those of the last update are not served; also by later engines
 
-    def keep(self, folder: str) -> None:
-        self.folder = folder
+    def keep(self, folder: str, lost: str = "") -> None:
+        self.folder, self.lost = folder, lost
+        write_whole(self._lost_file, lost)
         write_whole(self._file, folder)
 
-    def weights(self) -> Path | None:
-        """The folder whose weights are to be loaded; None: the model's own. What is not there any more is forgotten."""
+    def weights(self, fault_of: Callable[[Path], str]) -> Path | None:
+        """The folder whose weights are to be loaded; None: the model's own. One with a fault (empty: none) is
+        forgotten, so that nothing changes back unseen, and what has become of it stays to be told."""
         if not self.folder:
             return None
         folder = Path(self.folder)
-        if next(folder.glob("*.safetensors"), None) is not None:
+        if not (fault := fault_of(folder)):
             return folder
-        logger.warning(
-            "the weights of %s, which an update had brought, are gone; those of model.json are served again",
-            self.folder,
+        lost = f"the weights of {folder}, which an update had brought, cannot be loaded any more: {fault}"
+        logger.error(
+            "%s. Those of model.json are served instead; `cb-backend update MODEL FOLDER` brings others, "
+            "`cb-backend status` shows this until then",
+            lost,
         )
-        self.keep("")
+        self.keep("", lost)
         return None
+
+    def how_to_start_without(self) -> str:
+        return (
+            f"the weights to load are those of {self.folder}, which an update had brought; to start with those of"
+            f" model.json, remove {self._file}"
+        )
 
 
 class RestDesk:
@@ -74,6 +97,7 @@ class RestDesk:
             )
         self._engine = engine
         self._link = link
+        self._kept = kept
         self._send_stats = send_stats
         self._next_tell = 0.0
         self.rest = Rest(
@@ -87,6 +111,9 @@ class RestDesk:
             keep=kept.keep,
             tell=self._tell,
         )
+
+    def stats(self) -> RestStats:
+        return msgspec.structs.replace(self.rest.stats(), lost_update=self._kept.lost)
 
     def may_step(self) -> bool:
         """Do what is due; whether the engine is awake. Where it is not, this has waited a moment for messages.
@@ -162,8 +189,9 @@ def begin_start(config: EngineConfig, runtime_folder: Path) -> Start:
     if config.idle_sleep_s is None:
         return Start(None, kept, None)
     from cb_backend.engine.runner.card import card_of  # with torch
+    from cb_backend.engine.runner.runner_factory import fault_of_update
 
-    weights = kept.weights()
+    weights = kept.weights(lambda folder: fault_of_update(config, folder))
     card = card_of(config, weights)
     turns = CardTurns(runtime_folder.parent / FOLDER / card.name, card.free_bytes)
     turns.take_when_free(card.needed_bytes, logger.info)

@@ -53,8 +53,7 @@ class ModelWeights:
         """Raises `ConfigError` for a checkpoint that cannot take the place of this one's, naming what differs."""
         if self._has_no_files(folder):
             return
-        self._check_spec(folder)
-        _check_tokenizer(folder, self.folder)
+        check_checkpoint(self.spec, self.folder, folder)
         self._files(folder)
 
     def check_unchanged(self, folder: Path, since: Stamps) -> None:
@@ -99,16 +98,6 @@ class ModelWeights:
             raise ConfigError(f"only one of the two has a head that is not the embedding; {_REMEDY}")
         return source
 
-    def _check_spec(self, folder: Path) -> None:
-        spec = read_model_config(folder)
-        for field in fields(ModelSpec):
-            mine, other = getattr(self.spec, field.name), getattr(spec, field.name)
-            if field.name not in _NOT_COMPARED and mine != other:
-                raise ConfigError(
-                    f"the new weights are of another specification: {field.name} is {_shown(other)}, the model has "
-                    f"{_shown(mine)}; {_REMEDY}"
-                )
-
 
 def weights_key(folder: Path, stamps: Stamps) -> bytes:
     """Stands for weights in keys of cached prefixes: a folder's files, as they were when they were read."""
@@ -132,6 +121,19 @@ def _has_same_head(spec: ModelSpec, source: weights.CheckpointFiles) -> bool:
     reads = [Read(each.name, each, take=found.append) for each in stored if each is not None]
     read_tensors(reads, torch.device("cpu"), num_lanes=1)
     return torch.equal(*found)
+
+
+def check_checkpoint(own: ModelSpec, own_folder: Path, folder: Path) -> None:
+    """Raises `ConfigError` for a config or tokenizer that is not the model's. own: as its config.json has it."""
+    spec = read_model_config(folder)
+    for field in fields(ModelSpec):
+        mine, other = getattr(own, field.name), getattr(spec, field.name)
+        if field.name not in _NOT_COMPARED and mine != other:
+            raise ConfigError(
+                f"the new weights are of another specification: {field.name} is {_shown(other)}, the model has "
+                f"{_shown(mine)}; {_REMEDY}"
+            )
+    _check_tokenizer(folder, own_folder)
 
 
 def _check_tokenizer(folder: Path, mine: Path) -> None:

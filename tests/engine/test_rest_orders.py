@@ -151,9 +151,12 @@ def test_the_weights_of_an_update_are_found_by_the_next_engine(
     new.mkdir()
     (new / "model.safetensors").touch()
     KeptWeights(tmp_path).keep(str(new))
-    assert KeptWeights(tmp_path).weights() == new
-    (new / "model.safetensors").unlink()
-    assert KeptWeights(tmp_path).weights() is None
-    assert "are gone; those of model.json are served again" in caplog.text
-    (new / "model.safetensors").touch()
-    assert KeptWeights(tmp_path).weights() is None, "and stay so: nothing changes back unseen"
+    assert KeptWeights(tmp_path).weights(lambda folder: "") == new
+    assert f"remove {tmp_path / 'weights'}" in KeptWeights(tmp_path).how_to_start_without()
+    assert KeptWeights(tmp_path).weights(lambda folder: "half of it") is None
+    told = f"the weights of {new}, which an update had brought, cannot be loaded any more: half of it"
+    assert f"{told}. Those of model.json are served instead" in caplog.text
+    assert KeptWeights(tmp_path).weights(lambda folder: "") is None, "and stay so: nothing changes back unseen"
+    assert KeptWeights(tmp_path).lost == told, "later engines tell it too"
+    KeptWeights(tmp_path).keep(str(new))
+    assert KeptWeights(tmp_path).lost == ""

@@ -107,6 +107,31 @@ def test_an_engine_that_dies_after_an_update_comes_back_with_the_new_weights(
     assert answer(server, "fox") == reference.greedy_text("fox", GREEDY["max_tokens"])
 
 
+def test_an_engine_that_dies_after_an_update_whose_folder_is_spoilt_serves_its_own_weights_and_says_so(
+    server: RunningServer,
+    checkpoint: Path,
+    other: Path,
+    reference: Reference,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    new = Path(shutil.copytree(other, tmp_path / "new"))
+    assert command(server, "update", "llm", str(new)) == 0
+    file = new / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    (engine,) = server.engine_pids()
+    os.kill(engine, signal.SIGKILL)
+    assert answer_when_served(server, "fox") == reference.greedy_text("fox", GREEDY["max_tokens"])
+    capsys.readouterr()
+    main(["status", "--interval", "0.1"])
+    assert f"the weights of {new}, which an update had brought, cannot be loaded any more" in capsys.readouterr().out
+    assert server.gauge("cb_engines_with_lost_update", "llm") == 1.0
+    assert command(server, "update", "llm", str(checkpoint)) == 0
+    capsys.readouterr()
+    main(["status", "--interval", "0.1"])
+    assert "cannot be loaded any more" not in capsys.readouterr().out
+
+
 def test_weights_of_another_specification_are_refused_by_what_differs(
     server: RunningServer, tmp_path: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ class EngineState:
     steps_per_s: float = 0.0
     rest: str = ""  # awake, asleep and so on, of an engine that can sleep
     weights: str = ""  # folder of those that an update has brought
+    lost_update: str = ""  # why those of an update are not served any more
     update: str = ""  # folder of those that are to be served next
 
 
@@ -134,7 +135,8 @@ def state_of(dump: StepDump, now: float, pid: int = 0, model: str = "", name: st
     begins, ends = np.frombuffer(dump.begins, "<f8"), np.frombuffer(dump.ends, "<f8")
     idle = EngineState(pid, model, name, num_slots=dump.num_slots)
     if dump.rest is not None:
-        idle = replace(idle, rest=dump.rest.state, weights=dump.rest.weights, update=dump.rest.update)
+        rest = dump.rest
+        idle = replace(idle, rest=rest.state, weights=rest.weights, lost_update=rest.lost_update, update=rest.update)
     if not len(begins):
         return idle
     rows, decodes = np.frombuffer(dump.num_rows, "<i4"), np.frombuffer(dump.num_decode_rows, "<i4")

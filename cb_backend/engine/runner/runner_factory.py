@@ -34,8 +34,8 @@ from cb_backend.layers.ops import resolve_ops
 from cb_backend.models.checkpoint import resolve_checkpoint
 from cb_backend.models.generation_config import read_sampling_defaults
 from cb_backend.models.quantization import FP8, SYNONYMS
-from cb_backend.models.registry import load_model, read_model_config, resolve_dtype
-from cb_backend.models.replacement import ModelWeights, weight_stamps
+from cb_backend.models.registry import load_model, outline_model, read_model_config, resolve_dtype
+from cb_backend.models.replacement import ModelWeights, check_checkpoint, weight_stamps
 from cb_backend.models.sharding import shard_spec
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.tasks import resolve_tasks
@@ -252,6 +252,21 @@ def load_runner(
         runner.swapper = BlockSwapper(runner.storage, num_host_blocks, group)
     num_adapter_slots = 0 if adapters is None else adapters.max_adapters
     return runner, _model_info(config, found, runner.storage, num_host_blocks, num_adapter_slots)
+
+
+def fault_of_update(config: EngineConfig, folder: Path) -> str:
+    """Why the weights of `folder`, which an update had brought to this model, cannot be served any more; empty: they
+    can, as far as config and headers tell, or the model's own fault hides it. Nothing is on a device afterwards."""
+    try:
+        found = _resolve(config, resolve_device(config.device))
+    except ConfigError:  # the start will say it
+        return ""
+    try:
+        check_checkpoint(found.stored_spec, found.folder, folder)
+        outline_model(folder, found.spec, found.dtype, found.quantization)
+    except (ConfigError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _model_info(
