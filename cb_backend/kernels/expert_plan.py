@@ -138,7 +138,8 @@ def new_plan(
 def plan_experts_torch(ids: Tensor, num_experts: int, bits: int = 16, num_here: int | None = None) -> ExpertPlan:
     """Blocks of pairs of one expert each, experts in ascending order, an expert's pairs in theirs.
 
-    ids [num_tokens, top_k] int32; what is not in [0, num_here) goes nowhere. num_here: experts of this device, of
+    ids [num_tokens, top_k] int32, from 0 to num_here, which goes nowhere; `route` gives no others, and none may be
+    given: on a GPU the kernel's histogram would count them as other experts'. num_here: experts of this device, of
     `num_experts` that tokens go to; None: it has all. bits: of the experts' weights, for the kernels' choice of a
     block's rows. What lies past the blocks in use is not to be looked at.
     """

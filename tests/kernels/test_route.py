@@ -100,6 +100,7 @@ def test_of_spread_experts_each_device_has_its_own_pairs(
             (route_torch(logits.cpu(), slots.cpu(), twin_parts, own), twin_parts),
         ):
             assert torch.equal(found.cpu(), torch.where(is_here, ids - first, num_here))
+            assert 0 <= int(found.min()) <= int(found.max()) <= num_here, "a plan of experts may be given no others"
             torch.testing.assert_close(weights.cpu(), wanted, atol=1e-6, rtol=1e-5)
             assert torch.equal(zeroed.cpu(), left)
 
