@@ -211,8 +211,7 @@ class KVCacheManager:
             link = pool.find(digest, token_bytes, end)
             chain.end = end = link or pool.cache(request.block_table[index], digest, token_bytes, end)
             chain.num_blocks = index + 1
-            if self._coming:
-                self._coming.pop(digest, None)
+            self._coming.pop(digest, None)
 
     def announce(self, request: Request) -> None:
         """A request that has just got its blocks is going to compute what it did not find: others may wait for it."""
@@ -232,14 +231,10 @@ class KVCacheManager:
         if not self._coming or not request.may_read_cache:
             return False
         _, num_computed = self.get_computed_blocks(request)
-        first, num_coming = num_computed // self.block_size, 0
-        last = (len(request.token_ids) - 1) // self.block_size
-        num_missing = last - first
+        first, last = num_computed // self.block_size, (len(request.token_ids) - 1) // self.block_size
         self._digest_until(request, last)
-        for digest in request.block_hashes[first:last]:
-            if digest not in self._coming:
-                break
-            num_coming += 1
+        coming = itertools.takewhile(self._coming.__contains__, request.block_hashes[first:last])
+        num_coming, num_missing = sum(1 for _ in coming), last - first
         return num_coming >= MIN_COMING_BLOCKS and num_coming * 4 >= num_missing
 
     def withdraw(self, request: Request) -> None:
@@ -293,9 +288,8 @@ class KVCacheManager:
     def _digest_until(self, request: Request, num_blocks: int) -> None:
         """Have the digests of the request's first blocks, which its tokens fill."""
         num_known = len(request.block_hashes)
-        if num_known < num_blocks:
-            for index, token_bytes in enumerate(self._contents(request.token_ids, num_known, num_blocks), num_known):
-                self._digest(request, index, token_bytes)
+        for index, token_bytes in enumerate(self._contents(request.token_ids, num_known, num_blocks), num_known):
+            self._digest(request, index, token_bytes)
 
     def _digest(self, request: Request, index: int, token_bytes: bytes) -> bytes:
         """Digest of the request's block `index`; digests before it must have been asked for already."""
