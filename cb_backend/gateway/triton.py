@@ -25,10 +25,14 @@ MAX_LISTED = 50  # models that an error names
 END_S = 5.0  # for the server to end a stream after its last response
 _CODED_SINCE = (2, 68)  # server 26.04: earlier ones can crash on the header that asks for codes
 _UNKNOWN_MODEL = "Request for unknown model"
+# Whether a server that says nothing is still there. No more often: Triton's ends a connection, and all requests on it,
+# whose client has asked three times within 300 s each (`--grpc-http2-min-recv-ping-interval-without-data`) while it had
+# nothing to say, as in an answer that comes as a whole after a minute.
+KEEPALIVE_MS = 310_000
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]

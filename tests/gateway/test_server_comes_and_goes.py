@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from cb_backend.cli.server.server_process import free_ports
-from cb_backend.gateway.triton import MODELS_AGE_S
+from cb_backend.gateway.triton import KEEPALIVE_MS, MODELS_AGE_S
 from tests.fakes.triton_server import FakeTriton
 from tests.gateway.conftest import running_gateway
 from tests.server.conftest import running_server
@@ -64,6 +64,21 @@ def test_a_server_that_is_started_again_is_found(tmp_path: Path) -> None:
             server = FakeTriton()
             server.start(port)
             eventually(lambda: ask(address).status_code == 200, "the server answers again")
+        server.stop()
+
+
+def test_no_server_is_asked_for_signs_of_life_more_often_than_it_bears() -> None:
+    """Of `tritonserver --help`; what happens otherwise is the next test's."""
+    assert KEEPALIVE_MS > 300_000
+
+
+@pytest.mark.long
+def test_an_answer_that_takes_minutes_comes() -> None:
+    server = FakeTriton()
+    server.pause_s = 110.0
+    with running_gateway(server.start()) as address:
+        answer = httpx.post(f"{address}/v1/completions", json={**BODY, "max_tokens": 1}, timeout=150)
+        assert answer.status_code == 200, answer.text
         server.stop()
 
 
