@@ -104,11 +104,12 @@ def _suggestion(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Commands have a `usage` of their own where options would take more than a line: errors must not scroll away."""
+    """Commands have a `usage` of their own where options would take more than a line: errors must not scroll away. What
+    was wrong comes last, where tools that show one line of an error look."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}\n({self.prog} --help says more)\n")
+        self.exit(2, f"({self.prog} --help says more)\n{self.prog}: error: {message}\n")
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:

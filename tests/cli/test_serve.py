@@ -110,7 +110,7 @@ def test_wrong_usage_is_shown_in_few_lines(
     with pytest.raises(SystemExit) as end:
         cli_main.main([*command.split(), "--no-such-option"])
     assert end.value.code == 2
-    usage, error, hint = capsys.readouterr().err.splitlines()
+    usage, hint, error = capsys.readouterr().err.splitlines()
     assert usage.startswith(f"usage: cb-backend {command.split()[0]}")
     assert f"cb-backend {command.split()[0]}" in error
     assert ": error: " in error
