@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 LABEL_BYTES = 8
 TAKE_TIMEOUT_S = 60.0  # a rank that needs longer is not waited for; whether it stands still is others' to watch
-_GONE = (errno.ENOTCONN, errno.ESRCH)  # as a `ConnectionError`: nobody is at the other end; all else is our own trouble
+# As a `ConnectionError`: nobody is at the other end, or this one is closed because the ranks end. All else is our own
+# trouble.
+_GONE = (errno.ENOTCONN, errno.ESRCH, errno.EBADF)
 _MOST_TEXT = 4096  # bytes of a message: a label, and in an answer why it was not taken
 
 Take = Callable[[bytes, mmap.mmap], None]

@@ -112,7 +112,8 @@ def test_what_steps_need_is_left_free() -> None:
     with pytest.raises(ConfigError, match=remedy):
         size_kv_cache(config, LAYOUT, cuda, 3 << 30)
     config = EngineConfig(model="m", kv_cache_memory_bytes=2 << 30)  # explicit, and free, but not beside the steps
-    with pytest.raises(ConfigError, match=r"steps need 3\.00 GiB.*Lower kv_cache_memory_bytes or max_num_batched"):
+    remedy = rf"steps need 3\.00 GiB.*Lower kv_cache_memory_bytes \(at most {1 << 30} would fit\) or max_num_batched"
+    with pytest.raises(ConfigError, match=remedy):
         size_kv_cache(config, LAYOUT, cuda, 3 << 30)
 
 
