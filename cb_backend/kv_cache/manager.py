@@ -205,13 +205,13 @@ class KVCacheManager:
         if isinstance(end, CachedBlock) and not end.is_live:
             # The link came from another request's block, which was evicted: our own blocks take its place.
             end, chain.num_blocks = request.cache_salt, 0
-        contents = self._contents(token_ids, chain.num_blocks, num_computed_tokens // self.block_size)
-        for index, token_bytes in enumerate(contents, chain.num_blocks):
-            digest = self._digest(request, index, token_bytes)
+        for token_bytes in self._contents(token_ids, chain.num_blocks, num_computed_tokens // self.block_size):
+            digest = self._digest(request, chain.num_blocks, token_bytes)
             link = pool.find(digest, token_bytes, end)
-            chain.end = end = link or pool.cache(request.block_table[index], digest, token_bytes, end)
-            chain.num_blocks = index + 1
-            self._coming.pop(digest, None)
+            chain.end = end = link or pool.cache(request.block_table[chain.num_blocks], digest, token_bytes, end)
+            chain.num_blocks += 1
+            if self._coming:
+                self._coming.pop(digest, None)
 
     def announce(self, request: Request) -> None:
         """A request that has just got its blocks is going to compute what it did not find: others may wait for it."""
@@ -283,7 +283,7 @@ class KVCacheManager:
         """Of the blocks from `first` to before `last`: one copy of all tokens, then parts of it."""
         content = token_ids[first * self.block_size : last * self.block_size].tobytes()
         size = self.block_size * token_ids.itemsize
-        return [content[start : start + size] for start in range(0, len(content), size)]
+        return [content] if last - first == 1 else [content[at : at + size] for at in range(0, len(content), size)]
 
     def _digest_until(self, request: Request, num_blocks: int) -> None:
         """Have the digests of the request's first blocks, which its tokens fill."""
