@@ -104,7 +104,7 @@ def differences(before: dict[str, int], after: dict[str, int]) -> str:
     return ", ".join(f"{name[:60]} {before.get(name, 0)} -> {after.get(name, 0)}" for name in names)
 
 
-def slower(old: list[dict[str, Any]], new: list[dict[str, Any]], most: int = 4) -> list[str]:
+def most_changed(old: list[dict[str, Any]], new: list[dict[str, Any]], most: int = 4) -> list[str]:
     """Lines of the kernels whose time in a replay changed most, by the medians of the rounds."""
     names = {name: None for entry in (*old, *new) for name in entry["microseconds"]}
     times = {
@@ -147,7 +147,7 @@ def main() -> int:
             flush=True,
         )
         if abs(statistics.median(ratios) - 1) > FELT:
-            print(*slower(old, new), sep="\n", flush=True)
+            print(*most_changed(old, new), sep="\n", flush=True)
     return 0 if is_same else 1
 
 

@@ -141,10 +141,10 @@ def pooling_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepS
     """Every shape to capture where nothing is generated: those of prompts alone, with room for many. None of them is
     sampled for, so that a prompt of padding costs next to nothing.
     """
-    shapes = {shape.num_prefill: shape for shape in step_shapes(max_num_seqs, max_num_batched_tokens) if not shape[0]}
     return [
-        shape._replace(num_prompts=max(shape.num_prompts, min(num_prefill // _TOKENS_OF_TEXT, max_num_seqs)))
-        for num_prefill, shape in shapes.items()
+        shape._replace(num_prompts=max(shape.num_prompts, min(shape.num_prefill // _TOKENS_OF_TEXT, max_num_seqs)))
+        for shape in step_shapes(max_num_seqs, max_num_batched_tokens)
+        if not shape.num_decode
     ]
 
 

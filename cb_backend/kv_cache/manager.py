@@ -219,9 +219,8 @@ class KVCacheManager:
             return
         num_found, num_full = self._chains[request.request_id].num_blocks, len(request.token_ids) // self.block_size
         self._digest_until(request, num_full)
-        coming, own = self._coming, request.request_id
-        digests = request.block_hashes[num_found:num_full]
-        self._announced[own] = [digest for digest in digests if coming.setdefault(digest, own) == own]
+        coming, own, hashes = self._coming, request.request_id, request.block_hashes[num_found:num_full]
+        self._announced[own] = [digest for digest in hashes if coming.setdefault(digest, own) == own]
 
     def is_prefix_coming(self, request: Request) -> bool:
         """Whether another request is computing enough of this one's tokens that waiting for it is better.
@@ -288,8 +287,9 @@ class KVCacheManager:
     def _digest_until(self, request: Request, num_blocks: int) -> None:
         """Have the digests of the request's first blocks, which its tokens fill."""
         num_known = len(request.block_hashes)
-        for index, token_bytes in enumerate(self._contents(request.token_ids, num_known, num_blocks), num_known):
-            self._digest(request, index, token_bytes)
+        if num_known < num_blocks:  # asked for again and again while the request waits
+            for index, token_bytes in enumerate(self._contents(request.token_ids, num_known, num_blocks), num_known):
+                self._digest(request, index, token_bytes)
 
     def _digest(self, request: Request, index: int, token_bytes: bytes) -> bytes:
         """Digest of the request's block `index`; digests before it must have been asked for already."""
