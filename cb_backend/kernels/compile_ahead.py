@@ -8,13 +8,18 @@ version, so an upgrade of any of them compiles anew.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import multiprocessing
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,23 +115,42 @@ def _compile(index: int) -> str:
 def compile_variants(variants: list[Variant], num_processes: int | None = None) -> list[str]:
     """Compile all of them; returns one line for each that failed. Forked processes never touch the GPU.
 
-    Raises `TimeoutError` after `TIMEOUT_SECONDS`.
+    Raises `TimeoutError` after `TIMEOUT_SECONDS`, `ChildProcessError` where such a process dies: what it was to compile
+    may be missing.
     """
     if not variants:
         return []
     _triton_key()  # here, and not in each process
     num_processes = num_processes or max(1, min(len(variants), os.cpu_count() or 1, MAX_PROCESSES))
     _variants[:] = variants
+    others = set(multiprocessing.active_children())
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _nothing_collected():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
-            with multiprocessing.get_context("fork").Pool(num_processes) as pool:
-                errors = pool.map_async(_compile, range(len(variants)), chunksize=1).get(TIMEOUT_SECONDS)
-    except multiprocessing.TimeoutError:
+            pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"))
+            try:
+                errors = list(pool.map(_compile, range(len(variants)), timeout=TIMEOUT_SECONDS))
+            finally:
+                for process in set(multiprocessing.active_children()) - others:  # one that hangs is not waited for
+                    process.kill()
+                pool.shutdown(cancel_futures=True)
+    except FutureTimeoutError:
         raise TimeoutError(f"compiling {len(variants)} kernels took longer than {TIMEOUT_SECONDS:.0f} s") from None
+    except BrokenProcessPool:
+        raise ChildProcessError(f"a process that compiled some of {len(variants)} kernels has died") from None
     finally:
         _variants.clear()
     return [error for error in errors if error]
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Forked processes leave alone what is there: CUDA ends one that collects an older model's graph."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def compile_ahead(launch_all: Callable[[], object], *, is_rehearsal: bool = False) -> int:

@@ -42,18 +42,56 @@ print(json.dumps(compile_ahead.compile_variants(variants, 2)))
 """
 
 
-def test_variants_are_compiled_into_the_cache(tmp_path: Path) -> None:
+# What only the process that made it may end, as CUDA's graphs are; in cycles, so it lies there until it is collected.
+GARBAGE = """
+import os
+
+class OfOneProcess:
+    def __init__(self):
+        self.itself, self.owner = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.owner:
+            os.abort()
+        OfOneProcess()  # so that there is one whenever a process is forked
+
+OfOneProcess()
+"""
+ONE_DIES = "compile_ahead.Variant.compile = lambda variant: os._exit(3)"
+ONE_HANGS = "compile_ahead.TIMEOUT_SECONDS = 1.0; compile_ahead.Variant.compile = lambda variant: time.sleep(3600)"
+
+
+def _run(script: str, cache: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=1200,
+    environment |= {"TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=1200,
         check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("before", ["", GARBAGE], ids=["", "beside garbage of this process"])
+def test_variants_are_compiled_into_the_cache(before: str, tmp_path: Path) -> None:
+    result = _run(SCRIPT.replace("print(", before + "print("), tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     (error,) = json.loads(result.stdout)
     assert error.startswith("_silu_mul_kernel: AssertionError: num_warps must be a power of 2")
     compiled = {path.stem for path in tmp_path.rglob("*.cubin")}
     assert compiled == {"_rms_norm_kernel", "_silu_mul_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (ONE_DIES, "ChildProcessError: a process that compiled some of 3 kernels has died"),
+        (ONE_HANGS, "TimeoutError: compiling 3 kernels took longer than 1 s"),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_process_that_does_not_end_as_it_should_is_told(change: str, told: str, tmp_path: Path) -> None:
+    result = _run("import os, time\n" + SCRIPT.replace("print(", change + "\nprint("), tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == told
 
 
 def test_a_note_is_of_one_set_of_variants_in_any_order(tmp_path: Path) -> None:
