@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.carveout import make_room_for
 from cb_backend.kernels.decode_attention_torch import decode_attention_torch
 from cb_backend.kernels.decode_plan import (
     MAX_SPLITS,
@@ -20,6 +21,7 @@ from cb_backend.kernels.decode_plan import (
     max_items,
     padded_head_dim,
     plan_decode,
+    programs_each,
     tile_alignment,
 )
 from cb_backend.kernels.fp8 import FP8, halves
@@ -269,7 +271,7 @@ def decode_attention(
     unit = 256.0 if is_paired else 1.0  # what `halves` makes of 1/256
     bound = max_items(num_rows, kv_cache, parameters)
     partial = torch.empty(bound * num_heads, head_dim + 1, dtype=torch.float32, device=q.device)
-    _decode_attention_kernel[(num_kv_heads, bound)](
+    compiled = _decode_attention_kernel[(num_kv_heads, bound)](
         q, kv_cache, block_tables, slots, seq_lens, plan,
         partial, partial.view(-1)[bound * num_heads * head_dim :], sinks, out,
         bound, score_scale(scale * unit, softcap), value_scale * unit,
@@ -285,4 +287,5 @@ def decode_attention(
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"],
         **(dependent_options(q.device, num_rows) if is_dependent else {}),
     )  # fmt: skip
+    make_room_for(compiled, programs_each(num_rows, kv_cache, parameters), q.device)
     return out

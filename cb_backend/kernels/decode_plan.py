@@ -160,6 +160,12 @@ def max_items(num_rows: int, kv_cache: Tensor, parameters: dict[str, int]) -> in
     return num_rows + _target_items(kv_cache, parameters)
 
 
+def programs_each(num_rows: int, kv_cache: Tensor, parameters: dict[str, int]) -> int:
+    """Programs a multiprocessor, of a step of `num_rows` rows whose plan fills the card."""
+    programs = max(num_rows, _target_items(kv_cache, parameters)) * kv_cache.shape[2]
+    return -(-programs // num_multiprocessors(kv_cache.device))
+
+
 def tile_alignment(block_n: int, block_size: int) -> int:
     """block_n where a tile of keys lies in one cache block, so that one id serves it; 1 where it gathers."""
     return block_n if block_size % block_n == 0 else 1
