@@ -8,12 +8,29 @@ is never given out, freed or cached.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 
 import msgspec
 
+HashBlock = Callable[[bytes, bytes], bytes]  # (digest of the parent, content) -> digest
+
 NULL_BLOCK = 0
+DIGEST_BYTES = 16
+
+
+def keyed_block_hash() -> HashBlock:
+    """A 128-bit hash under a random key of this process, so that no prompt can be built to collide with another's."""
+    keyed = blake2b(key=os.urandom(32), digest_size=DIGEST_BYTES)
+
+    def hash_block(parent_digest: bytes, content: bytes) -> bytes:
+        state = keyed.copy()  # the key is taken in once
+        state.update(parent_digest + content)
+        return state.digest()
+
+    return hash_block
 
 
 class CachedBlock(msgspec.Struct, eq=False):

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from cb_backend.contracts.request import Request
 from cb_backend.kv_cache.block_needs import BlockNeeds
-from cb_backend.kv_cache.block_pool import NULL_BLOCK, CachedBlock
+from cb_backend.kv_cache.block_pool import NULL_BLOCK, CachedBlock, HashBlock
 from cb_backend.kv_cache.group_prefix import GroupPrefix, group_digest
-from cb_backend.kv_cache.manager import Chain, HashBlock, KVCacheManager
+from cb_backend.kv_cache.manager import Chain, KVCacheManager
 from cb_backend.kv_cache.promises import Promises
 from cb_backend.support.fault_points import reach
 

@@ -7,35 +7,18 @@ does not know steps, devices or tensors. A request's `block_table` and `block_ha
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cb_backend.contracts.request import Request
-from cb_backend.kv_cache.block_pool import BlockPool, CachedBlock
+from cb_backend.kv_cache.block_pool import BlockPool, CachedBlock, HashBlock, keyed_block_hash
 from cb_backend.support.fault_points import reach
 
-HashBlock = Callable[[bytes, bytes], bytes]  # (digest of the parent, content) -> digest
-
-DIGEST_BYTES = 16
 MIN_COMING_BLOCKS = 4  # fewer are computed again sooner than waited for
-
-
-def keyed_block_hash() -> HashBlock:
-    """A 128-bit hash under a random key of this process, so that no prompt can be built to collide with another's."""
-    keyed = blake2b(key=os.urandom(32), digest_size=DIGEST_BYTES)
-
-    def hash_block(parent_digest: bytes, content: bytes) -> bytes:
-        state = keyed.copy()  # the key is taken in once
-        state.update(parent_digest + content)
-        return state.digest()
-
-    return hash_block
 
 
 @dataclass(slots=True)
@@ -205,11 +188,12 @@ class KVCacheManager:
         if isinstance(end, CachedBlock) and not end.is_live:
             # The link came from another request's block, which was evicted: our own blocks take its place.
             end, chain.num_blocks = request.cache_salt, 0
-        for token_bytes in self._contents(token_ids, chain.num_blocks, num_computed_tokens // self.block_size):
-            digest = self._digest(request, chain.num_blocks, token_bytes)
+        index = chain.num_blocks
+        for token_bytes in self._contents(token_ids, index, num_computed_tokens // self.block_size):
+            digest = self._digest(request, index, token_bytes)
             link = pool.find(digest, token_bytes, end)
-            chain.end = end = link or pool.cache(request.block_table[chain.num_blocks], digest, token_bytes, end)
-            chain.num_blocks += 1
+            chain.end = end = link or pool.cache(request.block_table[index], digest, token_bytes, end)
+            chain.num_blocks = index = index + 1
             if self._coming:
                 self._coming.pop(digest, None)
 
@@ -280,9 +264,12 @@ class KVCacheManager:
 
     def _contents(self, token_ids: NDArray[np.int32], first: int, last: int) -> list[bytes]:
         """Of the blocks from `first` to before `last`: one copy of all tokens, then parts of it."""
-        content = token_ids[first * self.block_size : last * self.block_size].tobytes()
-        size = self.block_size * token_ids.itemsize
-        return [content] if last - first == 1 else [content[at : at + size] for at in range(0, len(content), size)]
+        size = self.block_size
+        content = token_ids[first * size : last * size].tobytes()
+        if last - first == 1:
+            return [content]
+        size *= token_ids.itemsize
+        return [content[at : at + size] for at in range(0, len(content), size)]
 
     def _digest_until(self, request: Request, num_blocks: int) -> None:
         """Have the digests of the request's first blocks, which its tokens fill."""

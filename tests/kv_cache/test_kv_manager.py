@@ -7,7 +7,8 @@ import pytest
 
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.kv_cache.manager import KVCacheManager, keyed_block_hash
+from cb_backend.kv_cache.block_pool import keyed_block_hash
+from cb_backend.kv_cache.manager import KVCacheManager
 
 BLOCK = 4
 

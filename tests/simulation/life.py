@@ -16,7 +16,7 @@ from cb_backend.contracts.pooling import ModelTasks
 from cb_backend.engine.engine_loop import EngineProcess
 from cb_backend.engine.llm_engine import LLMEngine, _salt_bytes
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
-from cb_backend.kv_cache.manager import HashBlock
+from cb_backend.kv_cache.block_pool import HashBlock
 from cb_backend.study.static_admission import StaticAdmission
 from tests.fakes.hash_rule import HashModel
 from tests.fakes.runners import HashRunner

@@ -21,7 +21,7 @@ from cb_backend.contracts.messages import (
     token_ids_to_bytes,
 )
 from cb_backend.contracts.request import RequestStatus, split_request_id
-from cb_backend.kv_cache.manager import HashBlock
+from cb_backend.kv_cache.block_pool import HashBlock
 from cb_backend.support import fault_points
 from tests.fakes.hash_rule import HashModel
 from tests.simulation.adapters import salt_of, source_of

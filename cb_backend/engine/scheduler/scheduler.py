@@ -80,8 +80,7 @@ class Scheduler:
         self._admission = Admission(parts, policy, self._results, self._preemption, self._prefill.add)
         self.gate = Gate(parts, self._admission)
         self._decode_batch = DecodeBatch(self._table)
-        self._now = 0.0
-        self._step_id = 0
+        self._now, self._step_id = 0.0, 0
         self._was_exclusive = False  # the last plan was prompts alone, and decode rows had to wait for it
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
@@ -240,13 +239,15 @@ class Scheduler:
             self._parts.adapters.launched(self._step_id, [slot for slot, _ in plan.adapter_loads])
         output, step = launch(self._step_id, plan, self._table)
         self._in_flight.launch(step)
-        self._pace.launched(output, self._now)
+        if self._pace.has_limit:
+            self._pace.launched(output, self._now)
         return output
 
     def update_from_output(self, output: StepResult) -> EngineOutput:
         """Take in the result of the oldest launched step. Raises `ValueError` for any other step."""
         result = self._results.complete(output)
-        self._pace.completed(output.step_id, self._now)
+        if self._pace.has_limit:
+            self._pace.completed(output.step_id, self._now)
         self._swap.came_back(output.step_id)
         self._parts.adapters.came_back(output.step_id)
         return result
