@@ -26,12 +26,12 @@ _chosen: dict[int, int] = {}  # percent, by the address of a loaded kernel
 def make_room_for(compiled: Any, programs: int, device: torch.device) -> None:
     """Let a kernel's later launches take shared memory for so many programs a multiprocessor, and no more.
 
-    compiled: what the last launch returned, a `triton.compiler.CompiledKernel`; None (nothing was launched) is left be.
-    A captured graph keeps what its launches had.
+    compiled: what the last launch returned, a `triton.compiler.CompiledKernel`, or None; of what is not loaded, as in a
+    rehearsal, nothing is said. A captured graph keeps what its launches had.
     """
-    if compiled is None or device.type != "cuda":
+    function: int | None = None if compiled is None or device.type != "cuda" else compiled.function
+    if function is None:
         return
-    function: int = compiled.function
     percent = carveout(compiled.metadata.shared, programs, max_shared_bytes(device) + _RESERVED_BYTES)
     if _chosen.get(function) != percent:
         _chosen[function] = percent

@@ -221,10 +221,8 @@ def _decode_attention_kernel(
 
 
 def _merged(part_size: int, block_d: int) -> int:
-    """Partial results, of so many numbers each, to read together. The bits are the same whatever it is.
-
-    Of small heads many: with few at a time the merging needs few registers, and the compiler then holds the loop over
-    keys to those as well (70 where it had 123) and asks for the next keys late.
+    """Partial results, of so many numbers each, to read together: of small heads many, for which there are registers.
+    The bits are the same whatever it is.
     """
     return 16 if block_d <= 64 and part_size <= 256 else 4
 

@@ -1,11 +1,12 @@
 """Every way of running a request gives what it gives alone: 14 settings x 14 parameter sets x 24 prompts, a tiny model.
 
     python -m tests.engine.equivalence [--checkpoint llama-gqa] [--journal FILE]
+    python -m tests.engine.equivalence --ranks 2        # four of the settings over two processes
 
 "Alone" is a run of the one request on the reference runner: one prompt in one step, no prefix cache, no run-ahead.
 Tokens and finish reasons must be equal, log-probabilities up to 1e-4. A matrix that does nothing proves nothing: every
 setting must have done what it is for (preempted, swapped, found prefixes, ...), and every parameter set must change
-some answer.
+some answer. Over ranks "alone" is still one process.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ SETTINGS = (
     ),
 )  # fmt: skip
 
+OVER_RANKS = ("chunks of 7", "tiny pool, swapped", "prefixes partly warm", "all at once")
+
 _DRAW = {"temperature": 0.9, "seed": 7}
 _LONG = {"ignore_eos": True, "max_tokens": 28}
 PARAMS: dict[str, dict[str, Any]] = {
@@ -113,14 +116,18 @@ def make_prompts(seed: int = 0) -> list[list[int]]:
 class Matrix:
     """Holds the checkpoint and the engines over it; answers are compared one cell at a time."""
 
-    def __init__(self, checkpoint: Path, prompts: list[list[int]] | None = None) -> None:
+    def __init__(self, checkpoint: Path, prompts: list[list[int]] | None = None, num_ranks: int = 1) -> None:
         base: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
         sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "num_gpu_blocks_override": 1000}
         self._base = config(str(checkpoint), **base, **sizes, disable_hybrid_kv_cache_manager=False)
-        self._engine = create_engine(dataclasses.replace(self._base, swap_space=0.01))
+        self._engine = create_engine(dataclasses.replace(self._base, swap_space=0.01, tensor_parallel_size=num_ranks))
         self._reference = with_reference_runner(self._base)
         self.prompts = prompts or make_prompts()
         self._alone: dict[str, Run] = {}
+
+    def close(self) -> None:
+        """The ranks end."""
+        self._engine.close()
 
     def alone(self, name: str) -> Run:
         """What each prompt gives by itself."""
@@ -229,26 +236,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", default="llama-gqa", help="one of tests/models/tiny_checkpoints.py")
     parser.add_argument("--journal", type=Path, help="results so far, so that a run can be stopped and go on")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new cell begins")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the model, over gloo (%(default)s)")
     options = parser.parse_args(arguments)
+    settings = SETTINGS if options.ranks == 1 else [setting for setting in SETTINGS if setting.name in OVER_RANKS]
     begin = told = time.monotonic()
     code = fingerprint([*PACKAGE.rglob("*.py"), *HERE.glob("*.py")]) + options.checkpoint
+    code += f" over {options.ranks}" if options.ranks > 1 else ""
     cells = Cells(options.journal, code)
     # By parameter sets, so that what each request gives alone is computed once.
-    left = [(s, name) for name in PARAMS for s in SETTINGS if (s.name, name) not in cells.wrong]
+    left = [(s, name) for name in PARAMS for s in settings if (s.name, name) not in cells.wrong]
     print(f"{len(cells.wrong)} cells known, {len(left)} to run", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(write_checkpoint(options.checkpoint, Path(folder)))
+        matrix = Matrix(write_checkpoint(options.checkpoint, Path(folder)), num_ranks=options.ranks)
         for setting, name in left:
             if time.monotonic() - begin > options.limit:
                 break
             print("".join(f"{line}\n" for line in run_cell(matrix, cells, setting, name)[:5]), end="", flush=True)
             if time.monotonic() - told > 20:
                 told = time.monotonic()
-                print(f"{told - begin:.0f} s: {len(cells.wrong)} of {len(SETTINGS) * len(PARAMS)} cells", flush=True)
+                print(f"{told - begin:.0f} s: {len(cells.wrong)} of {len(settings) * len(PARAMS)} cells", flush=True)
+        matrix.close()
     empty = list(empty_cells(cells))
-    print(cells.table([setting.name for setting in SETTINGS], list(PARAMS)))
+    print(cells.table([setting.name for setting in settings], list(PARAMS)))
     print("\n".join(empty), end="\n" if empty else "")
-    num_wrong, num_left = sum(map(len, cells.wrong.values())), len(SETTINGS) * len(PARAMS) - len(cells.wrong)
+    num_wrong, num_left = sum(map(len, cells.wrong.values())), len(settings) * len(PARAMS) - len(cells.wrong)
     print(
         f"{len(cells.wrong) * NUM_PROMPTS} comparisons, {num_wrong} differences, {num_left} cells not run, "
         f"{time.monotonic() - begin:.0f} s"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.equivalence import PARAMS, SETTINGS, Matrix, empty_cells, make_prompts, run_cell
+from tests.engine.equivalence import OVER_RANKS, PARAMS, SETTINGS, Matrix, empty_cells, make_prompts, run_cell
 from tests.engine.equivalence_cells import Cells
 from tests.models.tiny_checkpoints import write_checkpoint
 
@@ -23,6 +23,19 @@ def test_a_diagonal_of_settings_and_parameters(matrix: Matrix) -> None:
     cells = Cells(None, "")
     for setting, name in zip(SETTINGS, PARAMS, strict=True):
         assert run_cell(matrix, cells, setting, name) == []
+    assert list(empty_cells(cells)) == []
+
+
+def test_over_two_ranks(tmp_path: Path) -> None:
+    """All of it: python -m tests.engine.equivalence --ranks 2"""
+    ranked = Matrix(write_checkpoint("llama-gqa", tmp_path), make_prompts()[3::4], num_ranks=2)
+    cells = Cells(None, "")
+    settings = [setting for setting in SETTINGS if setting.name in OVER_RANKS]
+    try:
+        for setting, name in zip(settings, ("every filter", "greedy", "logprobs", "repetition"), strict=True):
+            assert run_cell(ranked, cells, setting, name) == []
+    finally:
+        ranked.close()
     assert list(empty_cells(cells)) == []
 
 

@@ -26,7 +26,7 @@ class Driver:
 
 
 class Compiled:
-    def __init__(self, function: int, shared: int) -> None:
+    def __init__(self, function: int | None, shared: int) -> None:
         self.function, self.metadata = function, Metadata(shared)
 
 
@@ -67,8 +67,9 @@ def test_the_driver_is_told_of_changes_alone(driver: Driver) -> None:
     assert driver.calls == [(0x10, 9, 18), (0x20, 9, 18), (0x10, 9, 36), (0x10, 9, 18)]
 
 
-def test_nothing_launched_and_no_gpu_have_no_driver(driver: Driver) -> None:
+def test_nothing_loaded_and_no_gpu_have_no_driver(driver: Driver) -> None:
     carveout.make_room_for(None, 2, CUDA)  # a rehearsal
+    carveout.make_room_for(Compiled(None, 19456), 2, CUDA)  # of what was compiled before, but not loaded
     carveout.make_room_for(Compiled(0x10, 19456), 2, torch.device("cpu"))
     assert driver.calls == []
 
