@@ -29,11 +29,11 @@ STUDY := --model HuggingFaceTB/SmolLM2-135M-Instruct --input-len uniform:16:128 
 bench: $(STAMP) ## what a model does under measured traffic, in process (ARGS="--help" for your own traffic and model)
 	@$(VENV)/bin/cb-backend study $(or $(ARGS),$(STUDY))
 
-BESIDE := $(addprefix tests/,kernels models simulation kv_cache mutation unit)
+BESIDE := $(addprefix tests/,kernels models simulation kv_cache mutation unit cli serving client deploy)
 BESIDE_TOO := $(addprefix tests/,engine llm study parallel docs front_end scheduler)
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -m "not gpu and not race and not long" -o faulthandler_timeout=180
-# Without ARGS the rooms of BESIDE and BESIDE_TOO, which start no server, run beside the others, which wait for theirs
-# half of the time; their reports come last.
+# Without ARGS the rooms of BESIDE and BESIDE_TOO run beside the others, which wait for their servers half of the time;
+# their reports come last.
 test: lint ## lint, then the tests that need no GPU and less than half a minute each
 ifeq ($(strip $(ARGS)),)
 	@folder=$$(mktemp -d); rooms() { code=0; for room in "$$@"; do $(PYTEST) $$room || code=$$?; done; return $$code; }; \
