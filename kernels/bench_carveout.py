@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,8 +37,14 @@ def asking_for(percent: int | None) -> Iterator[None]:
     if percent is None:
         yield
         return
-    with patch.object(carveout, "carveout", lambda *_: percent):
+    with patch.object(carveout, "carveout", lambda *_: percent), patch.object(carveout, "prefer", _prefer):
         yield
+
+
+def _prefer(function: int, percent: int, prefer: Callable[[int, int], bool] = carveout.prefer) -> bool:
+    if not prefer(function, percent):
+        raise RuntimeError(f"the driver does not take a carveout of {percent} %")
+    return True
 
 
 @torch.inference_mode()
@@ -74,7 +80,8 @@ def main() -> int:
         for num_rows in map(int, arguments.rows.split(",")):
             lengths = [arguments.context] * num_rows
             runner = make_runner(model, lengths)
-            _, buffers = capture(runner, num_rows)
+            graph, buffers = capture(runner, num_rows)
+            del graph
             times = [seconds_at(percent, runner, buffers, lengths) for percent in tried]
             print(f"{model_name:14} {num_rows:4}", *(f"{1e3 * seconds:8.4f}" for seconds in times), flush=True)
             runner.close()

@@ -46,7 +46,7 @@ class CapturedSteps:
         torch.cuda.empty_cache()  # of the graphs before
         try:
             compile_ahead(lambda: self._rehearse(many))
-        except TimeoutError as error:
+        except (OSError, TimeoutError) as error:  # a process that died, or is late
             print(f"    {error}; the rest is compiled one by one", flush=True)
 
     def _rehearse(self, many: list[Settings]) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -123,17 +123,10 @@ def compile_variants(variants: list[Variant], num_processes: int | None = None) 
     _triton_key()  # here, and not in each process
     num_processes = num_processes or max(1, min(len(variants), os.cpu_count() or 1, MAX_PROCESSES))
     _variants[:] = variants
-    others = set(multiprocessing.active_children())
     try:
-        with warnings.catch_warnings(), _nothing_collected():
+        with warnings.catch_warnings(), _no_collection():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
-            pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"))
-            try:
-                errors = list(pool.map(_compile, range(len(variants)), timeout=TIMEOUT_SECONDS))
-            finally:
-                for process in set(multiprocessing.active_children()) - others:  # one that hangs is not waited for
-                    process.kill()
-                pool.shutdown(cancel_futures=True)
+            errors = _compile_apart(len(variants), num_processes)
     except FutureTimeoutError:
         raise TimeoutError(f"compiling {len(variants)} kernels took longer than {TIMEOUT_SECONDS:.0f} s") from None
     except BrokenProcessPool:
@@ -143,14 +136,33 @@ def compile_variants(variants: list[Variant], num_processes: int | None = None) 
     return [error for error in errors if error]
 
 
+def _compile_apart(number: int, num_processes: int) -> list[str]:
+    """What went wrong with each of so many variants."""
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"))
+    futures = [pool.submit(_compile, 0)]  # starts all processes
+    processes = set(multiprocessing.active_children()) - others
+    try:
+        futures += [pool.submit(_compile, index) for index in range(1, number)]
+        wait(futures, TIMEOUT_SECONDS, FIRST_EXCEPTION)
+        # Of those that are late, none is cancelled: before Python 3.12 a pool that breaks afterwards trips over them.
+        return [future.result(0) for future in futures]
+    finally:
+        for process in processes:  # one that hangs is not waited for
+            process.kill()
+        pool.shutdown()
+
+
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Forked processes leave alone what is there: CUDA ends one that collects an older model's graph."""
-    gc.freeze()
+def _no_collection() -> Iterator[None]:
+    """Forked processes begin as this one is, and collect nothing either: CUDA ends one that collects an older graph."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def compile_ahead(launch_all: Callable[[], object], *, is_rehearsal: bool = False) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.carveout import Programs
 from cb_backend.kernels.launch import (
     await_previous,
     can_overlap,
@@ -160,10 +161,12 @@ def max_items(num_rows: int, kv_cache: Tensor, parameters: dict[str, int]) -> in
     return num_rows + _target_items(kv_cache, parameters)
 
 
-def programs_each(num_rows: int, kv_cache: Tensor, parameters: dict[str, int]) -> int:
-    """Programs a multiprocessor, of a step of `num_rows` rows whose plan fills the card."""
-    programs = max(num_rows, _target_items(kv_cache, parameters)) * kv_cache.shape[2]
-    return -(-programs // num_multiprocessors(kv_cache.device))
+def programs_each(num_rows: int, kv_cache: Tensor, parameters: dict[str, int]) -> Programs:
+    """Programs a multiprocessor: of rows of equal length, and the most of a plan for any lengths."""
+    target, num_sms = _target_items(kv_cache, parameters), num_multiprocessors(kv_cache.device)
+    most = target if 2 * num_rows <= target else num_rows + target
+    num_kv_heads = kv_cache.shape[2]
+    return Programs(-(-max(num_rows, target) * num_kv_heads // num_sms), -(-most * num_kv_heads // num_sms))
 
 
 def tile_alignment(block_n: int, block_size: int) -> int:

@@ -12,6 +12,7 @@ some answer. Over ranks "alone" is still one process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from cb_backend.contracts.token_rules import TokenRules
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.kv_cache.layout import ALL_TOKENS
 from cb_backend.kv_cache.make_manager import make_manager
+from cb_backend.support.argument_types import positive_int
 from tests.engine.drive import Run, config, run, with_reference_runner
 from tests.engine.equivalence_cells import Cells
 from tests.kept_results import fingerprint
@@ -124,6 +126,11 @@ class Matrix:
         self._reference = with_reference_runner(self._base)
         self.prompts = prompts or make_prompts()
         self._alone: dict[str, Run] = {}
+
+    @property
+    def runner(self) -> object:
+        """Of every setting."""
+        return self._engine.runner
 
     def close(self) -> None:
         """The ranks end."""
@@ -236,7 +243,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", default="llama-gqa", help="one of tests/models/tiny_checkpoints.py")
     parser.add_argument("--journal", type=Path, help="results so far, so that a run can be stopped and go on")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new cell begins")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that share the model, over gloo (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive_int, default=1, help="processes that share the model, over gloo (%(default)s)"
+    )
     options = parser.parse_args(arguments)
     settings = SETTINGS if options.ranks == 1 else [setting for setting in SETTINGS if setting.name in OVER_RANKS]
     begin = told = time.monotonic()
@@ -246,8 +255,12 @@ def main(arguments: list[str] | None = None) -> int:
     # By parameter sets, so that what each request gives alone is computed once.
     left = [(s, name) for name in PARAMS for s in settings if (s.name, name) not in cells.wrong]
     print(f"{len(cells.wrong)} cells known, {len(left)} to run", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(write_checkpoint(options.checkpoint, Path(folder)), num_ranks=options.ranks)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(
+            Matrix(write_checkpoint(options.checkpoint, Path(folder)), num_ranks=options.ranks)
+        ) as matrix,
+    ):
         for setting, name in left:
             if time.monotonic() - begin > options.limit:
                 break
@@ -255,7 +268,6 @@ def main(arguments: list[str] | None = None) -> int:
             if time.monotonic() - told > 20:
                 told = time.monotonic()
                 print(f"{told - begin:.0f} s: {len(cells.wrong)} of {len(settings) * len(PARAMS)} cells", flush=True)
-        matrix.close()
     empty = list(empty_cells(cells))
     print(cells.table([setting.name for setting in settings], list(PARAMS)))
     print("\n".join(empty), end="\n" if empty else "")

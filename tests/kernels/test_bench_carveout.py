@@ -9,6 +9,7 @@ import torch
 
 from cb_backend.cli.paths import checkout_path
 from cb_backend.kernels import carveout
+from cb_backend.kernels.carveout import Programs
 
 CUDA = torch.device("cuda")
 
@@ -33,17 +34,20 @@ def test_attention_asks_for_what_is_tried_and_then_by_the_rule(bench, monkeypatc
 
     class Driver:
         @staticmethod
-        def cuFuncSetAttribute(function: object, attribute: int, percent: int) -> None:  # noqa: N802  # CUDA's name
+        def cuFuncSetAttribute(function: object, attribute: int, percent: int) -> int:  # noqa: N802  # CUDA's name
             asked.append(percent)
+            return int(percent > 100)  # CUDA_ERROR_INVALID_VALUE
 
     monkeypatch.setattr(carveout, "_driver", Driver)
     monkeypatch.setattr(carveout, "_chosen", {})
-    monkeypatch.setattr(carveout, "max_shared_bytes", lambda device: 227 << 10)
+    monkeypatch.setattr(carveout, "_most_bytes", lambda device: 228 << 10)
     for percent in (bench.DRIVERS, None, 57, bench.DRIVERS):
         with bench.asking_for(percent):
-            carveout.make_room_for(Compiled, 2, CUDA)
-    carveout.make_room_for(Compiled, 2, CUDA)
+            carveout.make_room_for(Compiled, Programs(2, 2), CUDA)
+    carveout.make_room_for(Compiled, Programs(2, 2), CUDA)
     assert asked == [-1, 18, 57, -1, 18]
+    with bench.asking_for(101), pytest.raises(RuntimeError, match="does not take a carveout of 101 %"):
+        carveout.make_room_for(Compiled, Programs(2, 2), CUDA)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

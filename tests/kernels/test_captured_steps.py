@@ -86,6 +86,20 @@ def test_compiles_at_all_settings_but_those_that_fail(captured: SimpleNamespace)
     assert captured.first.launched == [("a", "16", 32), ("a", "32", 1), ("b", "16", 32), ("b", "32", 1)]
 
 
+@pytest.mark.parametrize("error", [TimeoutError("it took too long"), ChildProcessError("a process has died")])
+def test_a_search_goes_on_where_compiling_ahead_does_not_end(
+    error: Exception, captured: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import captured_steps
+
+    def compile_ahead(rehearse: object) -> None:
+        raise error
+
+    monkeypatch.setattr(captured_steps, "compile_ahead", compile_ahead)
+    captured.steps.compile([{}])
+    assert f"{error}; the rest is compiled one by one" in capsys.readouterr().out
+
+
 def test_closes_each_runner_once(captured: SimpleNamespace) -> None:
     captured.steps.close()
     assert (captured.first.num_closed, captured.second.num_closed) == (1, 1)

@@ -58,7 +58,11 @@ class OfOneProcess:
 OfOneProcess()
 """
 ONE_DIES = "compile_ahead.Variant.compile = lambda variant: os._exit(3)"
-ONE_HANGS = "compile_ahead.TIMEOUT_SECONDS = 1.0; compile_ahead.Variant.compile = lambda variant: time.sleep(3600)"
+ALL_HANG = """
+variants *= 5  # more than the processes take at once
+compile_ahead.TIMEOUT_SECONDS = 1.0
+compile_ahead.Variant.compile = lambda variant: time.sleep(3600)
+"""
 
 
 def _run(script: str, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -84,7 +88,7 @@ def test_variants_are_compiled_into_the_cache(before: str, tmp_path: Path) -> No
     ("change", "told"),
     [
         (ONE_DIES, "ChildProcessError: a process that compiled some of 3 kernels has died"),
-        (ONE_HANGS, "TimeoutError: compiling 3 kernels took longer than 1 s"),
+        (ALL_HANG, "TimeoutError: compiling 15 kernels took longer than 1 s"),
     ],
     ids=["dies", "hangs"],
 )
@@ -92,6 +96,7 @@ def test_a_process_that_does_not_end_as_it_should_is_told(change: str, told: str
     result = _run("import os, time\n" + SCRIPT.replace("print(", change + "\nprint("), tmp_path)
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1] == told
+    assert result.stderr.count("Traceback") - result.stderr.count("During handling") == 1, result.stderr
 
 
 def test_a_note_is_of_one_set_of_variants_in_any_order(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """How many prompt tokens may ride along with running streams (`max_itl_ms`), by step times learned while serving.
 
-What is known is `StepTimeModel`'s. This module has no clock: times are told to it. While the host launches a step,
-nobody reads the results of those before it. A step that was done meanwhile has a time that is not known, so it is not
-learned from: else the time of launching a large step would count as that of the small one whose result came next, and
-the large one would seem to take next to nothing. Launching has a limit of its own (`large_steps`).
+What is known is `StepTimeModel`'s. This module has no clock: times are told to it, where there is a limit. While the
+host launches a step, nobody reads the results of those before it. A step that was done meanwhile has a time that is not
+known, so it is not learned from: else the time of launching a large step would count as that of the small one whose
+result came next, and the large one would seem to take next to nothing. Launching has a limit of its own
+(`large_steps`).
 """
 
 from __future__ import annotations
