@@ -20,6 +20,7 @@ from tests.waiting import WAIT_S, eventually
 pytestmark = pytest.mark.server
 
 STOPPED_S = 5.0
+BEGUN_S = 1.0  # after which a step with new prompts has begun
 
 
 def worker_pids(server: RunningServer) -> list[int]:
@@ -55,18 +56,24 @@ def test_two_ranks_serve_what_one_would(server: RunningServer, reference: Refere
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("when", ["decoding", "idle"])
+@pytest.mark.parametrize("when", ["prefill", "decoding", "idle"])
 def test_a_killed_rank_ends_all_streams_and_is_replaced(
     rank: int, when: str, server: RunningServer, reference: Reference
 ) -> None:
     engines, workers = server.engine_pids(), worker_pids(server)
-    streams = [RawStream(server.url, f"stream {i}", LONG) for i in range(4)] if when == "decoding" else []
-    for stream in streams:
-        stream.wait(num_texts=2)
+    if when == "prefill":
+        os.kill(workers[0], signal.SIGSTOP)  # so that the prompts' step does not end
+    streams = [RawStream(server.url, f"stream {i}", LONG) for i in range(0 if when == "idle" else 4)]
+    if when == "prefill":
+        time.sleep(BEGUN_S)
+    else:
+        for stream in streams:
+            stream.wait(num_texts=2)
     os.kill((engines, workers)[rank][0], signal.SIGKILL)
     for stream in streams:
         stream.wait().close()
         assert len(stream.errors) == 1, "an end, and one only"
+        assert (stream.text == "") == (when == "prefill")
     eventually(
         lambda: server.engine_pids() not in ([], engines) and worker_pids(server) not in ([], workers),
         "both ranks are new",
