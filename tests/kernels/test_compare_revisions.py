@@ -22,16 +22,20 @@ def entry(seconds: float, attention_us: float, bits: int = 7, norms: int = 2) ->
 
 
 def compare(
-    before: dict[str, Any], after: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    before: dict[str, Any],
+    after: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    models: str = "llama-3.2-1b",
 ) -> tuple[int, str]:
     monkeypatch.syspath_prepend(str(checkout_path("kernels")))
     import compare_revisions
 
-    def run(folder: Path, models: str, rows: str) -> list[dict[str, Any]]:
-        return [before if folder.name == "before" else after]
+    def run(folder: Path, model: str, rows: str) -> list[dict[str, Any]]:
+        return [(before if folder.name == "before" else after) | {"model": model}]
 
     monkeypatch.setattr(compare_revisions, "run", run)
-    monkeypatch.setattr(sys, "argv", ["compare_revisions.py", "before", "--rounds", "2"])
+    monkeypatch.setattr(sys, "argv", ["compare_revisions.py", "before", "--rounds", "2", "--models", models])
     return compare_revisions.main(), capsys.readouterr().out
 
 
@@ -61,3 +65,12 @@ def test_another_bit_or_launch_is_a_difference(
     code, told = compare(entry(765e-6, 100.0), entry(765e-6, 100.0, **changed), monkeypatch, capsys)
     assert code == 1
     assert words in told
+
+
+def test_models_are_compared_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alike = entry(765e-6, 100.0)
+    code, told = compare(alike, alike, monkeypatch, capsys, models="qwen3-0.6b,llama-3.2-1b")
+    assert code == 0
+    assert [line.split()[0] for line in told.splitlines()] == ["qwen3-0.6b", "llama-3.2-1b"]
