@@ -4,10 +4,10 @@
     python kernels/compare_revisions.py ../before [--models llama-3.2-1b] [--rows 1,64,256] [--rounds 3]
 
 Each revision runs its own `kernels/bench_step.py` in turn, so that a drift of the card's speed meets both, and in a
-process a model: behind another model's memory a step of Llama-3.2-1B takes up to a tenth longer. Of a step are compared:
-the kernels of a replay by name and number, and after three replays from one state every bit of the tokens, lengths and
-KV cache. Exit code 1 where a kernel or a bit differs. Where the step's time does, the kernels follow whose own time
-changed most (profiled, so that the parts need not add up to the whole).
+process a model: behind another model's memory a step of Llama-3.2-1B takes up to a tenth longer. Of a step are
+compared: the kernels of a replay by name and number, and after three replays from one state every bit of the tokens,
+lengths and KV cache. Exit code 1 where a kernel or a bit differs. Where the step's time does, the kernels follow whose
+own time changed most (profiled, so that the parts need not add up to the whole).
 """
 
 from __future__ import annotations
