@@ -134,6 +134,13 @@ class KVCacheManager:
                 high = middle
         return low
 
+    def has_findable_blocks(self, request: Request, num_blocks: int) -> bool:
+        """Whether there are about as many (1 or more), in one look-up."""
+        if not request.may_read_cache or num_blocks > (len(request.token_ids) - 1) // self.block_size:
+            return False
+        self._digest_until(request, num_blocks)
+        return self.pool.has_digest(request.block_hashes[num_blocks - 1])
+
     def allocate_slots(
         self,
         request: Request,

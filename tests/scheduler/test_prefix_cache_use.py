@@ -10,6 +10,8 @@ import pytest
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.scheduler.admission import LOOKAHEAD
+from cb_backend.kv_cache.block_pool import BlockPool
 from cb_backend.kv_cache.manager import KVCacheManager
 from tests.fakes.engine import FakeEngine
 
@@ -80,7 +82,9 @@ def test_findable_blocks_are_those_that_are_found(seed: int) -> None:
         if rng.random() < 0.5:
             kv.get_computed_blocks(waiting[-1])  # it was tried while nobody waited beside it
         for request in rng.sample(waiting, rng.randint(0, len(waiting))):
-            assert kv.num_findable_blocks(request) == len(kv.get_computed_blocks(request)[0])
+            num_found = len(kv.get_computed_blocks(request)[0])
+            assert kv.num_findable_blocks(request) == num_found
+            assert [kv.has_findable_blocks(request, n) for n in range(1, 13)] == [n <= num_found for n in range(1, 13)]
         if rng.random() < 0.4:
             continue
         request = waiting.pop(rng.randrange(len(waiting)))  # never empty: one comes a turn, and one leaves at most
@@ -100,6 +104,25 @@ def test_the_last_token_is_not_findable_as_it_is_computed_in_any_case(length: in
     kv.cache_full_blocks(first, first.token_ids, 40)
     request = make_request(2, SHARED[:length])
     assert kv.num_findable_blocks(request) == (length - 1) // 4 == len(kv.get_computed_blocks(request)[0])
+
+
+def test_prompts_that_share_nothing_are_looked_for_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the queue: a start looks at the eight that wait beside, which may be thousands of times a second."""
+    num_looks = 0
+    plain = BlockPool.has_digest
+
+    def has_digest(pool: BlockPool, digest: bytes) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return plain(pool, digest)
+
+    monkeypatch.setattr(BlockPool, "has_digest", has_digest)
+    engine = warm_engine()
+    num_looks = 0
+    for number in range(1, 33):
+        engine.add(number, 40, max_tokens=1)
+    engine.run()
+    assert 0 < num_looks <= 32 * LOOKAHEAD
 
 
 def test_who_finds_nothing_because_it_may_not_passes_nobody() -> None:

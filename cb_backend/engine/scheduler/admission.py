@@ -230,9 +230,10 @@ class Admission:
 
     def _longest_hit(self, first: list[Request]) -> Request | None:
         """The one with the most cached blocks, if it may pass those before it (of its tenant) and it is worth it."""
-        if len(first) < 2 or not self._kv.enable_prefix_caching:
+        kv = self._kv
+        if not kv.enable_prefix_caching or not any(kv.has_findable_blocks(r, MIN_COMING_BLOCKS) for r in first[1:]):
             return None
-        hits = [self._kv.num_findable_blocks(request) for request in first]
+        hits = [kv.num_findable_blocks(request) for request in first]
         best = max(range(len(hits)), key=hits.__getitem__)  # of equals the first
         request, passed = first[best], first[:best]
         is_worth_it = hits[best] >= max(hits[:best], default=0) + MIN_COMING_BLOCKS
