@@ -173,14 +173,16 @@ def test_cached_tokens_are_told_with_the_first_token() -> None:
     assert engine.finish().num_cached_tokens == {}
 
 
-def test_how_long_steps_take_is_learned_by_the_time_that_is_told() -> None:
-    engine = FakeEngine()
+@pytest.mark.parametrize(("limit", "learned"), [(20.0, [0.5]), (None, [])])
+def test_how_long_steps_take_is_learned_by_the_time_that_is_told(limit: float | None, learned: list[float]) -> None:
+    """Where there is a limit: nobody else asks for it."""
+    engine = FakeEngine(max_itl_ms=limit)
     engine.add(1, 5, max_tokens=1)
     engine.scheduler.set_time(1.0)
     engine.launch()
     engine.scheduler.set_time(1.5)
     engine.finish()
-    assert [seconds for _, seconds in engine.scheduler._pace._unlearned] == [0.5]
+    assert [seconds for _, seconds in engine.scheduler._pace._unlearned] == learned
 
 
 def test_stats_count_what_happened() -> None:
