@@ -21,9 +21,9 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.ending import ServerEnding, leave
 from cb_backend.engine.engine_loop import EXIT_CONFIG_ERROR, EXIT_START_FAILED, EngineProcess
 from cb_backend.engine.front_end_link import FrontEndLink, report_failed_start
-from cb_backend.engine.garbage import no_collection
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.engine.rest_desk import Start, begin_start
+from cb_backend.support.collection import no_collection
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -35,6 +35,7 @@ def serve(config: EngineConfig, socket_path: str, server_pid: int) -> int:
     try:
         begin = time.monotonic()
         start = begin_start(config, Path(socket_path).parent)
+        # A million objects come to stay: looking through them again and again takes longer than their garbage is worth.
         with no_collection():
             engine = create_engine(config, Path(socket_path).parent, start.weights)
         process = EngineProcess(engine, link)

@@ -5,25 +5,11 @@ A collection in the middle of a step would hold up every stream; what exists at 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Iterator
 from types import TracebackType
 
 BUSY_COLLECT_INTERVAL_S = 30.0
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """While an engine starts: a million objects come to stay, and looking through them again and again takes longer
-    than the little garbage among them is worth.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class GarbageSchedule:

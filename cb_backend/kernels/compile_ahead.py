@@ -8,15 +8,13 @@ version, so an upgrade of any of them compiles anew.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import multiprocessing
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
@@ -26,6 +24,7 @@ from typing import Any
 
 from cb_backend.kernels.compiled_note import CompiledNote
 from cb_backend.kernels.launch import IS_INTERPRETING, triton
+from cb_backend.support.collection import no_collection
 
 MAX_PROCESSES = 24
 TIMEOUT_SECONDS = 180.0  # then the rest is left to the launches
@@ -124,7 +123,8 @@ def compile_variants(variants: list[Variant], num_processes: int | None = None) 
     num_processes = num_processes or max(1, min(len(variants), os.cpu_count() or 1, MAX_PROCESSES))
     _variants[:] = variants
     try:
-        with warnings.catch_warnings(), _no_collection():
+        with warnings.catch_warnings(), no_collection():
+            # Without collections: CUDA ends a forked process that collects an older model's graph.
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
             errors = _compile_apart(len(variants), num_processes)
     except FutureTimeoutError:
@@ -151,18 +151,6 @@ def _compile_apart(number: int, num_processes: int) -> list[str]:
         for process in processes:  # one that hangs is not waited for
             process.kill()
         pool.shutdown()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Forked processes begin as this one is, and collect nothing either: CUDA ends one that collects an older graph."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def compile_ahead(launch_all: Callable[[], object], *, is_rehearsal: bool = False) -> int:

@@ -27,6 +27,7 @@ from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKin
 from cb_backend.study.answer_lengths import AnswerLengths
 from cb_backend.study.latencies import Latencies, latencies
 from cb_backend.study.traffic import Traffic
+from cb_backend.support.collection import no_collection
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
@@ -135,11 +136,8 @@ def replay(
 def no_collections() -> Iterator[None]:
     """As the engine process does: a collection of the whole heap in the middle of a step is no property of it."""
     gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         yield
-    finally:
-        gc.enable()
 
 
 def _requests(

@@ -10,7 +10,8 @@ import pytest
 
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.engine import engine_process
-from cb_backend.engine.garbage import GarbageSchedule, no_collection
+from cb_backend.engine.garbage import GarbageSchedule
+from cb_backend.support.collection import no_collection
 
 
 class Node:
@@ -30,6 +31,15 @@ def test_nothing_is_collected_meanwhile_and_then_it_is() -> None:
     assert gc.isenabled()
     with GarbageSchedule():
         assert circle() is None
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_within_another_it_ends_with_the_outer_one() -> None:
+    """As where an engine that starts compiles its kernels."""
+    with no_collection():
+        with no_collection():
+            pass
         assert not gc.isenabled()
     assert gc.isenabled()
 

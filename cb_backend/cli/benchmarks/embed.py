@@ -24,10 +24,10 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.pooling import PoolingRules
 from cb_backend.contracts.step import Pooled
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.engine.garbage import no_collection
 from cb_backend.engine.llm_engine import create_engine
 from cb_backend.study import machine
 from cb_backend.support.argument_types import json_object, output_file, positive_float, positive_int
+from cb_backend.support.collection import no_collection
 
 HELP = "documents a second, short texts, a reranking, and running streams beside documents"
 PARTS = ("documents", "short", "rerank", "streams")
