@@ -49,10 +49,11 @@ def _prefer(function: int, percent: int, prefer: Callable[[int, int], bool] = ca
 
 @torch.inference_mode()
 def seconds_at(percent: int | None, runner: SlotRunner, buffers: StepBuffers, lengths: list[int]) -> float:
-    """Of a step that is recorded anew: a graph keeps what its launches had, and launches what was asked for before."""
+    """Of a step that is recorded anew: a graph keeps what its launches had, and `record` takes a step before, in which
+    they are asked for.
+    """
     with asking_for(percent):
         seat(runner, lengths)
-        runner.run_step(buffers)
         graph = record(runner, buffers)
     times = []
     for _ in range(ROUNDS):

@@ -41,7 +41,7 @@ def make_room_for(compiled: Any, programs: Programs, device: torch.device) -> No
     function: int | None = None if compiled is None or device.type != "cuda" else compiled.function
     if function is None:
         return
-    percent = carveout(compiled.metadata.shared, programs, _most_bytes(device))
+    percent = carveout(compiled.metadata.shared, programs, max_shared_bytes(device) + _RESERVED_BYTES)
     if _chosen.get(function) != percent and prefer(function, percent):
         _chosen[function] = percent
 
@@ -63,12 +63,6 @@ def prefer(function: int, percent: int) -> bool:
     """Tell the driver, for the launches to come; -1: let it choose. Returns whether it took it."""
     result: int = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, percent)
     return result == 0
-
-
-@functools.cache
-def _most_bytes(device: torch.device) -> int:
-    """Shared memory that a multiprocessor can have."""
-    return max_shared_bytes(device) + _RESERVED_BYTES
 
 
 @functools.cache

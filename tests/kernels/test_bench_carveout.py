@@ -40,7 +40,7 @@ def test_attention_asks_for_what_is_tried_and_then_by_the_rule(bench, monkeypatc
 
     monkeypatch.setattr(carveout, "_driver", Driver)
     monkeypatch.setattr(carveout, "_chosen", {})
-    monkeypatch.setattr(carveout, "_most_bytes", lambda device: 228 << 10)
+    monkeypatch.setattr(carveout, "max_shared_bytes", lambda device: 227 << 10)
     for percent in (bench.DRIVERS, None, 57, bench.DRIVERS):
         with bench.asking_for(percent):
             carveout.make_room_for(Compiled, Programs(2, 2), CUDA)

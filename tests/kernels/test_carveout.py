@@ -38,7 +38,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(carveout, "_driver", lambda: driver)
     monkeypatch.setattr(carveout, "_chosen", {})
-    monkeypatch.setattr(carveout, "_most_bytes", lambda device: MOST)
+    monkeypatch.setattr(carveout, "max_shared_bytes", lambda device: 227 << 10)
     return driver
 
 

@@ -49,6 +49,7 @@ class Pace:
 
     def __init__(self, max_itl_ms: float | None) -> None:
         self._limit_s = math.inf if max_itl_ms is None else max_itl_ms / 1000
+        self.has_limit = self._limit_s < math.inf
         self._most_seen = _FIRST_TRIAL_TOKENS // _MOST_GROWTH
         self._launched: deque[tuple[StepWork, float]] = deque()  # and when
         self._unlearned: list[tuple[StepWork, float]] = []  # and the seconds that it took
@@ -61,10 +62,6 @@ class Pace:
         # Slots and pairs of the last plan, if it was one of decode rows alone.
         self._decode_slots: NDArray[np.int32] | None = None
         self._decode_pairs = 0.0
-
-    @property
-    def has_limit(self) -> bool:
-        return self._limit_s < math.inf
 
     @property
     def model(self) -> StepTimeModel:
