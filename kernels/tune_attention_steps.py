@@ -11,7 +11,6 @@ kernel are launched with the same parameters. Entries are marked, and `tune.py a
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_step import DEVICE, make_model, make_runner, new_step, seat, time_step
 from captured_steps import CapturedSteps, search_until
 from roofline import MODELS
-from step_search import CONFIRMING_ROUNDS, Parameters, Search
+from step_search import CONFIRMING_ROUNDS, Parameters, Search, gains
 from tuned_table import BY_STEPS, Table
 
 from cb_backend.kernels.decode_plan import padded_head_dim
@@ -114,7 +113,7 @@ def tune(models: list[DecoderForCausalLM], entry: Entry, seconds: float) -> Tabl
     finally:
         steps.close()
     print(f"  first {before:.4f} ms, best {after:.4f} ms ({after / before - 1:+.2%}): {search.best[entry]}", flush=True)
-    if search.best == first or not math.isfinite(after):
+    if search.best == first or not gains(before, after):
         return {}
     return {entry.op: [{"when": entry.when, "use": search.best[entry], **BY_STEPS}]}
 

@@ -26,7 +26,7 @@ from bench_step import BLOCK_SIZE, DEVICE, make_model, make_runner, new_step, se
 from captured_steps import CapturedSteps, search_until
 from linear_shapes import SMALL_TILES, Parameters
 from roofline import MODELS
-from step_search import CONFIRMING_ROUNDS, Search, Settings
+from step_search import CONFIRMING_ROUNDS, Search, Settings, gains
 from tuned_table import BY_STEPS, Table
 
 from cb_backend.engine.runner.slot_runner import SlotRunner
@@ -158,7 +158,7 @@ def prompt_steps(model: DecoderForCausalLM) -> AdapterSteps:
 
 
 def tune(steps: AdapterSteps, changes: dict[Entry, list[Parameters]], seconds: float) -> Table:
-    """The entries that gained; of those that stay as they are nothing."""
+    """The entries that gained; of those that stay as they are nothing, and of none where all together gain nothing."""
     started = time.perf_counter()
     first: Settings = {each: dict(launch_parameters(each.op, DEVICE, **each.when)) for each in changes}
     try:
@@ -170,7 +170,7 @@ def tune(steps: AdapterSteps, changes: dict[Entry, list[Parameters]], seconds: f
     print(f"  first {before:.4f} ms, best {after:.4f} ms ({after / before - 1:+.2%})", flush=True)
     table: Table = {}
     for each, use in search.best.items():
-        if use != first[each]:
+        if use != first[each] and gains(before, after):
             table.setdefault(each.op, []).append({"when": each.when, "use": use, **BY_STEPS})
     return table
 

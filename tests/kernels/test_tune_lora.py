@@ -85,6 +85,26 @@ def test_what_gains_becomes_an_entry_that_launches_find(workshop: SimpleNamespac
     assert [each["use"]["num_warps"] for each in table["lora_shrink"]] == [8]
 
 
+def test_what_gained_in_the_search_and_no_more_at_its_end_has_no_entry(
+    workshop: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that grows warm, or slower beside others, makes what is tried early look better than what came after."""
+    changes = workshop.lora.changes_of("llama-3.1-8b", [8])
+    shrink = list(changes)[1]
+    search, seen = workshop.lora.run_search, []
+
+    def search_and_cool(of: Any, tried: Any) -> None:
+        search(of, tried)
+        seen.append(dict(of.best[shrink]))
+
+    monkeypatch.setattr(workshop.lora, "run_search", search_and_cool)
+    steps = MadeUpSteps(
+        list(changes), lambda step: 10.0 if seen else 10.0 + abs(math.log2(step[shrink]["num_warps"] / 8)) / 10
+    )
+    assert workshop.lora.tune(steps, changes, 3600.0) == {}
+    assert seen[0]["num_warps"] == 8, "the search had found it"
+
+
 def test_the_command_prints_what_it_finds(
     workshop: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
