@@ -79,8 +79,13 @@ def child_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def run_load(args: argparse.Namespace, server: ServerProcess, tokenizer: Path, streams: int) -> dict[str, Any]:
-    """`streams` requests at once, or at any time; the load test's own summary, and busy cores by part."""
+def run_load(
+    args: argparse.Namespace, server: ServerProcess, tokenizer: Path, streams: int, seed: int
+) -> dict[str, Any]:
+    """`streams` requests at once, or at any time; the load test's own summary, and busy cores by part.
+
+    seed: of the prompts. Those of the load before would be found in the prefix cache.
+    """
     report, history = args.out / f"load-{streams}.json", args.out / "history.jsonl"
     command = [
         *(sys.executable, str(ROOT / "client" / "load_test.py"), "--url", server.grpc_address),
@@ -88,7 +93,7 @@ def run_load(args: argparse.Namespace, server: ServerProcess, tokenizer: Path, s
         *("--num-requests", str(args.num_requests or streams), "--warm-up", str(min(streams, 64))),
         *("--input-len", str(args.input_len), "--output-len", str(args.output_len), "--tokenizer", str(tokenizer)),
         *("--processes", str(min(args.processes, streams)), "--temperature", "0.6", "--json", str(report)),
-        *("--history", str(history)),
+        *("--history", str(history), "--seed", str(seed)),
     ]
     if args.adapters:
         command += ["--lora-names", ",".join(adapter_names(args)), "--lora-skew", str(args.zipf)]
@@ -186,9 +191,9 @@ def serve(args: argparse.Namespace, model: Path, front_ends: int) -> list[str]:
         try:
             server.wait_ready(args.timeout_s)
             print(f"{front_ends} front ends: ready after {time.perf_counter() - start:.1f} s", flush=True)
-            for streams in args.streams:
+            for seed, streams in enumerate(args.streams):
                 try:
-                    run = run_load(args, server, model / "tokenizer.json", streams)
+                    run = run_load(args, server, model / "tokenizer.json", streams, seed)
                 except (RuntimeError, subprocess.TimeoutExpired, KeyError, IndexError) as error:
                     rows.append(f"{front_ends:10d} {streams:8d}  failed: {error}")
                 else:
