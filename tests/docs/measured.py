@@ -41,7 +41,8 @@ SECTIONS = {  # title: what stands above its tables
     "`max_num_batched_tokens` 8192, vLLM with its defaults. The experts of gpt-oss-20b are in mxfp4.",
     "Served": "Through `tritonserver`, clients on the same machine, 512 tokens in and 256 out: "
     "`kernels/bench_served.py`. In these runs a load began with the prompts of the one before, which the prefix cache "
-    "still had: 1 of 64 streams, 64 of 256, 256 of 512 (of code e49b39e: none of 64, 64 of 512). Newer runs draw new ones.",
+    "still had: 1 of 64 streams, 64 of 256, 256 of 512 (of code e49b39e: none of 64, 64 of 512). Newer runs draw new "
+    "ones.",
     "The response path alone": "Under an engine that costs nothing: "
     "`python -m tests.server.response_path --seconds 5`.",
     "Running streams beside long prompts": "Gaps beside an unanswered prompt of 8,192 tokens. W8: 32 streams, a long "
