@@ -6,11 +6,13 @@ fed and collected. It draws no pictures but the progress bar's.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +44,13 @@ _HOLDING_S = 0.001  # between looks at requests that wait for their grammars
 class LLM:
     """A model to ask. Not for several threads at once. Close it, or use it as a context manager."""
 
-    def __init__(self, model: str, *, adapters: Mapping[str, str] | None = None, **engine_arguments: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        **engine_arguments: Any,
+    ) -> None:
         """Load the checkpoint: a folder, a GGUF file or a hub id. Arguments are those of `model.json`.
 
         adapters: folders (as PEFT saves them) by the names that `SamplingParams.lora_name` gives; read at first use.
@@ -50,8 +58,8 @@ class LLM:
         """
         if adapters is not None:
             engine_arguments = {"enable_lora": True, **engine_arguments}
+        folders = _folders(adapters or {})
         self.config = _config(model, engine_arguments)
-        folders = {name: native_path(folder).expanduser().absolute() for name, folder in (adapters or {}).items()}
         self._adapters: Adapters = NamedAdapters(folders) if self.config.enable_lora else NoAdapters()
         self._engine = create_engine(self.config)
         try:
@@ -255,7 +263,19 @@ class LLM:
             sink.on_error(code, reason)
 
 
-def _config(model: str, arguments: dict[str, Any]) -> EngineConfig:
+def _folders(adapters: Mapping[str, str | os.PathLike[str]]) -> dict[str, Path]:
+    """Raises `ConfigError` for what names no folders."""
+    if not isinstance(adapters, Mapping):
+        raise ConfigError(f"adapters must be folders by their names ({{'name': 'folder'}}), got {adapters!r:.80}")
+    for name, folder in adapters.items():
+        if not isinstance(name, str) or not isinstance(folder, (str, os.PathLike)):
+            raise ConfigError(f"adapters must be folders by their names, got {name!r:.80}: {folder!r:.80}")
+    return {name: native_path(os.fspath(folder)).expanduser().absolute() for name, folder in adapters.items()}
+
+
+def _config(model: str | os.PathLike[str], arguments: dict[str, Any]) -> EngineConfig:
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(f"model must be a folder, a GGUF file or a hub id, got {model!r:.80}")
     for name in _OF_A_SERVER:
         if name in arguments:
             raise ConfigError(f"engine argument {name!r} is for a served model and has no effect in process; remove it")

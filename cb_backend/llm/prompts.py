@@ -6,7 +6,7 @@ They pass through the readers of served requests, so whatever is refused there i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -39,10 +39,16 @@ class Prepared(NamedTuple):
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt as a list of it. A list of numbers is one prompt, and so is a list of messages."""
+    """One prompt as a list of it. A list of numbers is one prompt, and so is a list of messages.
+
+    Raises `InvalidRequestError` for what is neither a prompt nor several.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    given: list[Any] = prompts.tolist() if isinstance(prompts, np.ndarray) else list(prompts)
+    several: Any = prompts.tolist() if isinstance(prompts, np.ndarray) else prompts  # a number, of an array of none
+    if not isinstance(several, Iterable) or isinstance(several, (bytes, bytearray)):
+        raise InvalidRequestError(_no_prompt(prompts))
+    given = list(several)
     if given and all(_is_id(each) for each in given):
         return [given]
     if given and all(isinstance(each, Mapping) and "role" in each for each in given):
@@ -61,6 +67,8 @@ def prepare(
     """Check everything before anything runs. Raises `InvalidRequestError`; of several prompts it names which."""
     if params is None or isinstance(params, SamplingParams):
         each = [params or SamplingParams()] * len(prompts)
+    elif not isinstance(params, Sequence) or isinstance(params, (str, bytes)):
+        raise InvalidRequestError(f"params must be SamplingParams, or a list of one a prompt, got {params!r:.80}")
     else:
         each = list(params)
         if len(each) != len(prompts):
@@ -98,8 +106,14 @@ def _prompt_input(prompt: Prompt) -> dict[str, np.ndarray[Any, Any]]:
     if isinstance(prompt, str):
         return {"text_input": _bytes(prompt)}
     if isinstance(prompt, Mapping):
+        if "messages" not in prompt:
+            raise InvalidRequestError(
+                f"a prompt that is an object has 'messages' and the chat template's arguments, got {_keys(prompt)}; "
+                f"give a text or token ids as they are"
+            )
         return {"messages": _bytes(_json(dict(prompt)))}
-    values = list(prompt) if isinstance(prompt, (Sequence, np.ndarray)) else None
+    is_list = isinstance(prompt, (Sequence, np.ndarray)) and not isinstance(prompt, (bytes, bytearray))
+    values = list(prompt) if is_list else None
     if values and all(_is_id(value) for value in values):
         ids = [int(value) for value in values if _is_id(value)]
         bad = next((value for value in ids if not 0 <= value < 1 << 31), None)
@@ -108,7 +122,15 @@ def _prompt_input(prompt: Prompt) -> dict[str, np.ndarray[Any, Any]]:
         return {"input_ids": np.array(ids, np.int32)}
     if values and all(isinstance(value, Mapping) for value in values):
         return {"messages": _bytes(_json([dict(value) for value in values if isinstance(value, Mapping)]))}
-    raise InvalidRequestError(f"a prompt must be a text, token ids or chat messages, got {prompt!r:.80}")
+    raise InvalidRequestError(_no_prompt(prompt))
+
+
+def _no_prompt(value: Any) -> str:
+    return f"a prompt must be a text, token ids or chat messages, got {value!r:.80}"
+
+
+def _keys(mapping: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, mapping)) or "nothing"
 
 
 def _is_id(value: Any) -> TypeGuard[int]:

@@ -7,6 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cb_backend import LLM, SamplingParams
@@ -114,9 +115,18 @@ def test_structured_output_is_followed(llm: LLM) -> None:
         ([{"role": "Nobody!", "content": "x"}], GREEDY, "role"),
         ("x", SamplingParams(stop=[object()]), "stop is .* which cannot be written as JSON"),
         ("x", SamplingParams(n=2, temperature=0), "all answers are the same"),
+        (None, GREEDY, "a prompt must be a text, token ids or chat messages, got None"),
+        (5, GREEDY, "a prompt must be a text, token ids or chat messages, got 5"),
+        (np.array(5), GREEDY, "a prompt must be a text, token ids or chat messages, got array"),
+        (b"abc", GREEDY, "a prompt must be a text, token ids or chat messages, got b'abc'"),
+        ([b"abc"], GREEDY, "a prompt must be a text, token ids or chat messages, got b'abc'"),
+        ({"prompt": "x"}, GREEDY, "an object has 'messages' .* got 'prompt'; give a text or token ids as they are"),
+        ("x", 3, "params must be SamplingParams, or a list of one a prompt, got 3"),
+        ("x", {"temperature": 0}, "params must be SamplingParams, or a list of one a prompt, got {'temperature': 0}"),
+        ("x", ["greedy"], "params must be SamplingParams, got str"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(llm: LLM, prompt: object, params: SamplingParams, words: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(llm: LLM, prompt: object, params: object, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         llm.generate(prompt, params)
     assert is_idle(llm)
@@ -184,11 +194,20 @@ def test_a_closed_one_says_so(checkpoint: Path) -> None:
         ({"max_modle_len": 5}, "unknown engine argument 'max_modle_len'; did you mean 'max_model_len'"),
         ({"data_parallel_size": 2}, "'data_parallel_size' is for a served model"),
         ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"adapters": ["x"]}, r"adapters must be folders by their names .* got \['x'\]"),
+        ({"adapters": {"x": 3}}, "adapters must be folders by their names, got 'x': 3"),
+        ({"adapters": {3: "x"}}, "adapters must be folders by their names, got 3: 'x'"),
     ],
 )
 def test_wrong_arguments_are_named(checkpoint: Path, arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(str(checkpoint), **arguments)
+
+
+@pytest.mark.parametrize("model", [None, 3, ["a"]])
+def test_what_is_no_name_of_a_model_is_not_looked_for(model: object) -> None:
+    with pytest.raises(ConfigError, match="model must be a folder, a GGUF file or a hub id, got "):
+        LLM(model)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
