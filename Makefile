@@ -67,10 +67,10 @@ clean: ## remove .venv and what tools leave behind
 # The first suitable interpreter, or the one named by PYTHON=... What is never imported need not be compiled: half a minute
 # of torch alone.
 $(STAMP): pyproject.toml constraints.txt
-	@for python in $(PYTHON) python3 python3.12 python3.11 python3.10 python3.13 none; do \
+	@for python in $(PYTHON) python3 python3.12 python3.11 python3.10 none; do \
 	  if [ $$python = none ]; then \
-	    echo "error: no Python 3.10 to 3.13 found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
-	  if $$python -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then break; fi; \
+	    echo "error: no Python 3.10 to 3.12 found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	  if $$python -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then break; fi; \
 	done; \
 	echo "making $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	$$python -m venv $(VENV)

@@ -1,10 +1,10 @@
 """cb_backend: in-flight batching for large language models inside NVIDIA Triton Inference Server.
 
-The rooms, from the top down: `cli`, `serving` (the server's Python-backend interface), `llm` (the same answers in
-process, without a server), `study` (traffic measured and simulated), `front_end` (text in, text out, no torch),
-`engine` (scheduler and model runner), `models`, `kv_cache`, `layers`, `kernels`, `traffic` (what is sent when),
-`support` (small tools that know no room) and `contracts` (the plain data that passes between rooms). Imports only go
-down this list.
+The rooms, from the top down: `cli`, `serving` (the server's Python-backend interface), `gateway` (OpenAI's API in
+front of a server), `llm` (the same answers in process, without a server), `study` (traffic measured and simulated),
+`front_end` (text in, text out, no torch), `engine` (scheduler and model runner), `models`, `kv_cache`, `layers`,
+`parallel` (devices that share a model), `kernels`, `traffic` (what is sent when), `support` (small tools that know no
+room) and `contracts` (the plain data that passes between rooms). Imports only go down this list.
 
 As a library: `from cb_backend import LLM, SamplingParams`. The public names are imported when they are first asked
 for, so that `import cb_backend` costs nothing.

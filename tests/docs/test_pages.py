@@ -55,6 +55,21 @@ def test_what_users_read_names_no_commit(name: str) -> None:
     assert checks.commit_hashes((ROOT / name).read_text(encoding="utf-8")) == []
 
 
+def test_the_page_of_the_scheduler_names_each_of_its_modules() -> None:
+    text = (ROOT / "docs/design/scheduler.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+\.py)`", "".join(line for line in text.splitlines() if line.startswith("| `")))
+    modules = {path.name for path in (ROOT / "cb_backend/engine/scheduler").glob("*.py")} - {"__init__.py"}
+    assert (sorted(named), len(named)) == (sorted(modules), len(modules))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/design/overview.md", "cb_backend/__init__.py"])
+def test_every_room_of_the_package_is_named_where_the_house_is_shown(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    rooms = [path.parent.name for path in (ROOT / "cb_backend").glob("*/__init__.py")]
+    assert len(rooms) > 10
+    assert [room for room in rooms if not re.search(rf"\b{room}[`/]", text)] == []
+
+
 def test_every_decision_has_its_parts_and_is_listed() -> None:
     overview = (ROOT / "docs/design/overview.md").read_text(encoding="utf-8")
     decisions = sorted((ROOT / "docs/design/decisions").glob("*.md"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from cb_backend.cli.main import COMMANDS
 from tests.unit import house
 from tests.unit.house import arrows_of, circle_of, files_that_name, floors_of, room_of, size_of, storeys_of
 
@@ -19,6 +21,14 @@ def test_the_house_has_no_circle() -> None:
     assert "cb_backend.contracts" in arrows["cb_backend.engine.scheduler"]
     floors = floors_of(arrows)
     assert all(floors[room] > floors[below] for room, all_below in arrows.items() for below in all_below)
+
+
+def test_no_room_of_the_commands_may_import_any_command() -> None:
+    """Of what `make lint` forbids: a command that its list lacks would pass."""
+    text = (house.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    contract = text.partition("the commands' rooms know no command")[2].partition("[[tool")[0]
+    forbidden = re.findall(r'"cb_backend\.cli\.(\w+)"', contract.partition("forbidden_modules")[2])
+    assert sorted(forbidden) == sorted([*COMMANDS, "main"])
 
 
 def test_a_circle_is_found() -> None:

@@ -58,7 +58,7 @@ def find_server() -> ServerInstallation:
     if spec is None or not spec.submodule_search_locations:
         raise CliError(
             "no Triton server found: not on PATH, not in /opt/tritonserver, and nvidia-pytriton is not installed; "
-            "run in NVIDIA's container or `pip install -e '.[local-server]'` (x86-64 Linux, Python 3.10 to 3.13)"
+            "run in NVIDIA's container or `pip install -e '.[local-server]'` (x86-64 Linux, Python 3.10 to 3.12)"
         )
     return _from_wheel(Path(next(iter(spec.submodule_search_locations))))
 
