@@ -19,9 +19,13 @@ def chat_logprobs(text: str, number: int) -> dict[str, Any] | None:
     """OpenAI's `choices[].logprobs` of chat completions."""
     content = []
     for chosen, *others in token_entries(text):
-        likeliest = sorted([chosen, *others], key=lambda entry: entry["rank"])[:number]
+        likeliest = _likeliest([chosen, *others], number)
         content.append({**_shown(chosen), "top_logprobs": [_shown(entry) for entry in likeliest]})
     return {"content": content, "refusal": None} if content else None
+
+
+def _likeliest(entries: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    return sorted(entries, key=lambda entry: entry["rank"])[:number]
 
 
 def _shown(entry: dict[str, Any]) -> dict[str, Any]:
@@ -30,14 +34,20 @@ def _shown(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def completion_logprobs(text: str, number: int, offset: int) -> dict[str, Any] | None:
-    """The older form, of completions. `offset`: characters of the answer before these tokens."""
+    """The older form, of completions. `offset`: characters of the answer before these tokens.
+
+    `top_logprobs` has the sampled token as well, as OpenAI says: where it is none of the likeliest, after them.
+    """
     result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for chosen, *others in token_entries(text):
         token = chosen["decoded_token"]
-        likeliest = sorted([chosen, *others], key=lambda entry: entry["rank"])[:number]
+        top: dict[str, float] = {}
+        for entry in _likeliest([chosen, *others], number):
+            top.setdefault(entry["decoded_token"], entry["logprob"])  # of equal texts the likeliest
+        top[token] = chosen["logprob"]
         result["tokens"].append(token)
         result["token_logprobs"].append(chosen["logprob"])
-        result["top_logprobs"].append({entry["decoded_token"]: entry["logprob"] for entry in likeliest})
+        result["top_logprobs"].append(top)
         result["text_offset"].append(offset)
         offset += len(token)
     return result if result["tokens"] else None
