@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 NOT_ASKED_FOR = "null"
+_PART_OF_CHARACTER = "\ufffd"
 
 
 def token_entries(text: str) -> list[list[dict[str, Any]]]:
@@ -30,7 +31,12 @@ def _likeliest(entries: list[dict[str, Any]], number: int) -> list[dict[str, Any
 
 def _shown(entry: dict[str, Any]) -> dict[str, Any]:
     token = entry["decoded_token"]
-    return {"token": token, "logprob": entry["logprob"], "bytes": list(token.encode("utf-8", errors="replace"))}
+    # The server tells tokens by id and text, in vllm_backend's form, and writes the part of a character that a token
+    # may be as U+FFFD: its bytes are not known here. OpenAI's form has null for that; a client that joins bytes sees
+    # that some are missing, and takes the text. (The rare token that is U+FFFD itself looks the same.)
+    is_known = _PART_OF_CHARACTER not in token
+    told = list(token.encode("utf-8", errors="replace")) if is_known else None
+    return {"token": token, "logprob": entry["logprob"], "bytes": told}
 
 
 def completion_logprobs(text: str, number: int, offset: int) -> dict[str, Any] | None:

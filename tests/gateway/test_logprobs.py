@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cb_backend.gateway.logprobs import completion_logprobs
+from cb_backend.gateway.logprobs import chat_logprobs, completion_logprobs
 
 
 def output(*tokens: list[tuple[str, float, int]]) -> str:
@@ -48,3 +48,13 @@ def test_of_tokens_with_one_text_the_sampled_one_and_then_the_likeliest_count() 
         shown = completion_logprobs(output([chosen, *others]), 3, 0)
         assert shown is not None
         assert shown["top_logprobs"][0]["\ufffd"] == expected
+
+
+def test_bytes_of_a_chats_tokens_are_right_or_left_out() -> None:
+    """Clients join them: those of U+FFFD would be taken for the answer's own."""
+    parts = [("\ufffd", -0.5, 1), (" \ufffd", -1.0, 2), ("größer", -1.5, 3)]
+    shown = chat_logprobs(output(parts, parts[2:]), 3)
+    assert shown is not None
+    assert [entry["bytes"] for entry in shown["content"]] == [None, list("größer".encode())]
+    assert [entry["token"] for entry in shown["content"]] == ["\ufffd", "größer"]
+    assert [entry["bytes"] for entry in shown["content"][0]["top_logprobs"]] == [None, None, list("größer".encode())]
