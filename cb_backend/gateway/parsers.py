@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from cb_backend.gateway.events import CallArguments, CallStart, Event, Parser, PlainText
 from cb_backend.gateway.harmony import HarmonyParser
+from cb_backend.gateway.mistral import MistralParser
 from cb_backend.gateway.reasoning import ThinkParser
 from cb_backend.gateway.tool_choice import ToolChoice
-from cb_backend.gateway.tools import HermesParser, JsonParser, MistralParser, NamedCall, RequiredCalls
+from cb_backend.gateway.tools import HermesParser, JsonParser, NamedCall, RequiredCalls
 
 TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
     "hermes": HermesParser,
