@@ -83,3 +83,14 @@ def held_length(text: str, marks: Iterable[str]) -> int:
                 longest = length
                 break
     return longest
+
+
+def mark_at(text: str, position: int, marks: Iterable[str]) -> str | None:
+    """The one of `marks` that stands at `position`; "" where what has come may become one; None: there is none."""
+    is_begun = False
+    for mark in marks:
+        come = text[position : position + len(mark)]
+        if come == mark:
+            return mark
+        is_begun = is_begun or mark.startswith(come)
+    return "" if is_begun else None

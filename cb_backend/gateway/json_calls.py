@@ -2,6 +2,9 @@
 
 A call is `{"name": ..., "arguments": {...}}` (Llama: "parameters"). Its name is said as soon as it is known and its
 arguments as they come: what is said is the model's own JSON text, never parsed and written anew.
+
+Small models miscount braces. Arguments are over where their own object is, so that a brace which is missing after them
+costs nothing: the call is over where something comes that cannot be of it.
 """
 
 from __future__ import annotations
@@ -51,14 +54,29 @@ class JsonCall:
         self._name: str | None = None
         self._arguments = ""  # come, but not said yet
         self._has_arguments = False  # have begun
+        self._is_after_arguments = False  # and before what follows them
         self._is_argument_whole = False  # no object, but JSON text of one as a string, or null
 
     @property
     def is_complete(self) -> bool:
         return self._scan.is_complete
 
+    @property
+    def is_in_text(self) -> bool:
+        """Whether the next character is of a text in the object, whatever it is."""
+        return self._scan.is_in_text
+
+    def takes(self, character: str) -> bool:
+        """Whether it can be of this object. If not, the brace that ends it is missing: `close` it, and read on."""
+        if self._scan.is_in_text or self._scan.depth != 1:
+            return True
+        awaits_key = self._key is None and not self._part.strip()
+        return character != "]" and not (character == "{" and (awaits_key or self._is_after_arguments))
+
     def push(self, character: str) -> list[Event]:
         self.raw += character
+        if self._is_after_arguments and character not in ",}":
+            return []  # whatever it is, it is none of them
         was_in_text, was_inside = self._scan.is_in_text, self._scan.depth > 0
         self._scan.push(character)
         is_at_top = self._scan.depth == 1
@@ -67,21 +85,39 @@ class JsonCall:
         elif self._scan.is_complete:
             self._end_value()
         elif is_at_top and character == ":" and self._key is None:
-            self._key, self._part = _text(self._part), ""
+            self._begin_value()
         elif is_at_top and character == ",":
             self._end_value()
         elif was_inside and not (is_at_top and character.isspace()):
             self._read(character)
         return self._news()
 
+    def close(self) -> list[Event]:
+        """The object is over, although no brace has said so."""
+        self._end_value()
+        self._scan.is_complete = True
+        return self._news()
+
+    def finish(self) -> list[Event]:
+        """The answer is over: arguments in a text that has come as a whole are said."""
+        return self.close() if self._is_after_arguments else []
+
+    def _begin_value(self) -> None:
+        self._key, self._part = _text(self._part), ""
+        if self._key in _ARGUMENTS and self._has_arguments:  # a call has them once
+            self._key = ""
+
     def _read(self, character: str) -> None:
-        if self._key in _ARGUMENTS:
-            if not self._has_arguments:
-                self._has_arguments, self._is_argument_whole = True, character not in "{["
-            if not self._is_argument_whole:
-                self._arguments += character
-                return
-        self._part += character
+        if self._key not in _ARGUMENTS:
+            self._part += character
+            return
+        if not self._has_arguments:
+            self._has_arguments, self._is_argument_whole = True, character not in "{["
+        if self._is_argument_whole:
+            self._part += character
+        else:
+            self._arguments += character
+        self._is_after_arguments = self._scan.depth == 1 and not self._scan.is_in_text and character in '}]"'
 
     def _end_value(self) -> None:
         if self._key == _NAME:
@@ -89,7 +125,7 @@ class JsonCall:
         elif self._key in _ARGUMENTS and self._is_argument_whole:
             text = "" if self._part == "null" else _text(self._part)
             self._arguments += self._part if text is None else text
-        self._key, self._part = None, ""
+        self._key, self._part, self._is_after_arguments = None, "", False
 
     def _news(self) -> list[Event]:
         if not self._name:

@@ -45,8 +45,13 @@ class MistralParser:
         return events
 
     def _read(self, character: str) -> list[Event]:
+        events: list[Event] = []
         if self._call is not None:
-            return self._read_listed(self._call, character)
+            if self._call.takes(character):
+                return self._read_listed(self._call, character)
+            events += self._call.close()
+            self._num_calls += self._call.is_started
+            self._call = None
         if self._arguments is not None:
             return self._read_arguments(self._arguments, character)
         if character == "[" and self._num_calls == 0 and not self._name.strip():
@@ -54,14 +59,14 @@ class MistralParser:
         elif self._in_list:
             if character == "{":
                 self._call = JsonCall(self._num_calls)
-                return self._read_listed(self._call, character)
+                return [*events, *self._read_listed(self._call, character)]
         elif character == "{":
             name = self._name.replace(self._MARK, "").strip().removesuffix(self._ARGS).strip()
             self._name, self._arguments = "", ObjectScan()
             return [CallStart(self._num_calls, name), *self._read_arguments(self._arguments, character)]
         else:
             self._name += character
-        return []
+        return events
 
     def _read_listed(self, call: JsonCall, character: str) -> list[Event]:
         events = call.push(character)
@@ -79,5 +84,6 @@ class MistralParser:
 
     def finish(self) -> list[Event]:
         text = self._buffer if not self._is_calling else ""
-        self._buffer = ""
-        return [Content(text)] if text else []
+        events = self._call.finish() if self._call is not None and self._call.is_started else []
+        self._buffer, self._call = "", None
+        return [*events, Content(text)] if text else events

@@ -24,6 +24,9 @@ TWO_CALLS = [
     CallStart(1, "clock"),
     CallArguments(1, "{}"),
 ]
+ONE_CALL = [CallStart(0, "clock"), CallArguments(0, "{}")]
+SHORT = '{"name": "weather", "arguments": {"a": 1}'  # a brace is missing: a usual slip of small models
+SHORT_CALLS = [CallStart(0, "weather"), CallArguments(0, '{"a": 1}'), CallStart(1, "clock"), CallArguments(1, "{}")]
 
 # title: (tools, reasoning, choice, text, what it means)
 CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
@@ -54,6 +57,44 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
         "hermes", "none", AUTO, '<tool_call>{"arguments": 12, "name": "f"}',
         [CallStart(0, "f"), CallArguments(0, "12")],
     ),
+    "hermes, a brace too few": (
+        "hermes", "none", AUTO, f"<tool_call>{SHORT}</tool_call>\n<tool_call>{SECOND}</tool_call> and so on",
+        [*SHORT_CALLS, Content("and so on")],
+    ),
+    "hermes, a brace and the mark too few": (
+        "hermes", "none", AUTO, f"<tool_call>{SHORT}\n<tool_call>{SECOND}", SHORT_CALLS,
+    ),
+    "hermes, a brace too many": (
+        "hermes", "none", AUTO, f"<tool_call>{SHORT}}}}} \n}} </tool_call> <tool_call>{SECOND}}}", SHORT_CALLS,
+    ),
+    "hermes, a brace too many and a mark too few": (
+        "hermes", "none", AUTO, f"<tool_call>{SHORT}}}}}\n<tool_call>{SECOND}}}</tool_call>", SHORT_CALLS,
+    ),
+    "hermes, a brace after a call": (
+        "hermes", "none", AUTO, f"<tool_call>{SECOND} }} is it", [*ONE_CALL, Content("} is it")],
+    ),
+    "hermes, unfinished arguments": (
+        "hermes", "none", AUTO, '<tool_call>{"name": "weather", "arguments": {"a": [1 < 2</tool_call>then',
+        [CallStart(0, "weather"), CallArguments(0, '{"a": [1 < 2'), Content("then")],
+    ),
+    "hermes, a mark in a text": (
+        "hermes", "none", AUTO,
+        '<tool_call>{"name": "weather", "arguments": {"a": "</tool_call><tool_call>"}</tool_call>.',
+        [CallStart(0, "weather"), CallArguments(0, '{"a": "</tool_call><tool_call>"}'), Content(".")],
+    ),
+    "hermes, a name and a brace too few": (
+        "hermes", "none", AUTO, '<tool_call>{"name": "weather"</tool_call>.', [CallStart(0, "weather"), Content(".")],
+    ),
+    "hermes, arguments as text and a brace too few": (
+        "hermes", "none", AUTO, '<tool_call>{"name": "weather", "arguments": "{\\"a\\": 1}"</tool_call>.',
+        [*SHORT_CALLS[:2], Content(".")],
+    ),
+    "hermes, arguments as text and nothing after": (
+        "hermes", "none", AUTO, '<tool_call>{"name": "weather", "arguments": "{\\"a\\": 1}"', SHORT_CALLS[:2],
+    ),
+    "hermes, arguments twice": (
+        "hermes", "none", AUTO, f'<tool_call>{SHORT}, "parameters": {{"b": 2}}, "arguments": "c"}}', SHORT_CALLS[:2],
+    ),
     "llama3": (
         "llama3", "think", AUTO, CALL.replace("arguments", "parameters") + "; " + SECOND.replace("arg", "arg"),
         TWO_CALLS,
@@ -62,10 +103,15 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
         "auto", "think", AUTO, "<|python_tag|>" + SECOND, [CallStart(0, "clock"), CallArguments(0, "{}")],
     ),
     "llama3, an object of the answer": ("auto", "think", AUTO, '{"a": 1} is it', [Content('{"a": 1} is it')]),
+    "llama3, a brace too few": ("llama3", "none", AUTO, f"{SHORT}; {SECOND}", SHORT_CALLS),
+    "llama3, two objects of the answer": (
+        "llama3", "none", AUTO, f'{{"a": 1}}{SECOND}', [Content(f'{{"a": 1}}{SECOND}')],
+    ),
     "llama3, text": ("llama3", "none", AUTO, "<|python is", [Content("<|python is")]),
     "mistral, a list": (
         "mistral", "think", AUTO, f"Yes.\n[TOOL_CALLS] [{CALL}, {SECOND}]", [Content("Yes."), *TWO_CALLS],
     ),
+    "mistral, a list, a brace too few": ("mistral", "none", AUTO, f"[TOOL_CALLS][{SHORT}, {SECOND}]", SHORT_CALLS),
     "mistral, newer": (
         "mistral", "think", AUTO, f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]clock{{}}", TWO_CALLS,
     ),
@@ -74,6 +120,10 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
     "required": (
         "auto", "think", ToolChoice("required", (TOOL,)),
         f"[{CALL.replace('arguments', 'parameters')},\n {SECOND.replace('arguments', 'parameters')}]", TWO_CALLS,
+    ),
+    "required, a brace too few": (
+        "auto", "think", ToolChoice("required", (TOOL,)), f"[{SHORT} , {SHORT}]",
+        [*SHORT_CALLS[:2], CallStart(1, "weather"), CallArguments(1, '{"a": 1}')],
     ),
     "reasoning": (
         "auto", "think", NO_TOOLS, "\n<think>\nWell < </thin. \n</think>\n\nYes. ",
