@@ -1,7 +1,11 @@
 """Calls of tools that are written as JSON objects, read while they are written.
 
-A call is `{"name": ..., "arguments": {...}}` (Llama: "parameters"). Its name is said as soon as it is known and its
+A call is `{"name": ..., "arguments": {...}}` (Llama: "parameters"). Its name is said as soon as it is certain and its
 arguments as they come: what is said is the model's own JSON text, never parsed and written anew.
+
+An answer may be JSON that is no call. Without a mark that says "a call" an object is one if it names a function that
+is offered and has arguments. Behind a mark either will do: a function that nobody offers is the client's to refuse, as
+the model's next turn can mend it, and one without arguments is called without.
 
 Small models miscount braces. Arguments are over where their own object is, so that a brace which is missing after them
 costs nothing: the call is over where something comes that cannot be of it.
@@ -42,12 +46,17 @@ class ObjectScan:
 
 
 class JsonCall:
-    """One object, character by character. `raw` is all of it so far."""
+    """One object, character by character. `raw` is all of it so far.
 
-    def __init__(self, index: int) -> None:
+    `names`: of the functions that are offered. `is_marked`: a mark has said that it is a call.
+    """
+
+    def __init__(self, index: int, names: frozenset[str], is_marked: bool) -> None:
         self.raw = ""
-        self.is_started = False  # its name has been said
+        self.is_started = False  # it is a call, and its name has been said
         self._index = index
+        self._names = names
+        self._is_marked = is_marked
         self._scan = ObjectScan()
         self._key: str | None = None  # of the value that is being read, at depth 1
         self._part = ""  # key or value that is being read, at depth 1
@@ -65,6 +74,12 @@ class JsonCall:
     def is_in_text(self) -> bool:
         """Whether the next character is of a text in the object, whatever it is."""
         return self._scan.is_in_text
+
+    @property
+    def is_no_call(self) -> bool:
+        """Whether nothing that may come makes it one."""
+        is_foreign = bool(self._name) and self._name not in self._names and not self._is_marked
+        return not self.is_started and (self.is_complete or is_foreign)
 
     def takes(self, character: str) -> bool:
         """Whether it can be of this object. If not, the brace that ends it is missing: `close` it, and read on."""
@@ -121,14 +136,14 @@ class JsonCall:
 
     def _end_value(self) -> None:
         if self._key == _NAME:
-            self._name = _text(self._part)
+            self._name = self._name or _text(self._part)
         elif self._key in _ARGUMENTS and self._is_argument_whole:
             text = "" if self._part == "null" else _text(self._part)
             self._arguments += self._part if text is None else text
         self._key, self._part, self._is_after_arguments = None, "", False
 
     def _news(self) -> list[Event]:
-        if not self._name:
+        if not self._name or not (self.is_started or self._is_call(self._name)):
             return []
         events: list[Event] = []
         if not self.is_started:
@@ -138,6 +153,12 @@ class JsonCall:
             events.append(CallArguments(self._index, self._arguments))
             self._arguments = ""
         return events
+
+    def _is_call(self, name: str) -> bool:
+        is_offered = name in self._names
+        if self._is_marked:
+            return is_offered or self._has_arguments
+        return is_offered and self._has_arguments
 
 
 def _text(part: str) -> str | None:

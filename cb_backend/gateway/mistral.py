@@ -14,7 +14,8 @@ class MistralParser:
 
     _MARK, _ARGS = "[TOOL_CALLS]", "[ARGS]"
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._buffer = ""  # of text before the calls
         self._name = ""  # of the call that comes
         self._is_calling = False
@@ -58,7 +59,7 @@ class MistralParser:
             self._in_list = True
         elif self._in_list:
             if character == "{":
-                self._call = JsonCall(self._num_calls)
+                self._call = JsonCall(self._num_calls, self._names, is_marked=True)
                 return [*events, *self._read_listed(self._call, character)]
         elif character == "{":
             name = self._name.replace(self._MARK, "").strip().removesuffix(self._ARGS).strip()

@@ -9,6 +9,7 @@ from cb_backend.gateway.json_calls import JsonCall
 class HermesParser:
     """Hermes, Qwen: `<tool_call>{...}</tool_call>`, any number of them, text before and between.
 
+    An object in marks that is no call (`json_calls` says which) is content with its marks, as it was written.
     A mark that stands in a JSON text is of that text. Anywhere else in a call it ends the call, finished or not:
     arguments that the model has not finished stay as they are, since what is missing in them is a guess.
     """
@@ -17,7 +18,8 @@ class HermesParser:
     _MARKS = (_OPEN, _CLOSE)
     _STRAY = " \t\r\n}]"  # what may stand between a call and its mark
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._buffer = ""
         self._call: JsonCall | None = None
         self._lead = ""  # what came before the call's object: content, should it turn out to be no call
@@ -51,7 +53,7 @@ class HermesParser:
             events.append(Content(before))
         self._lead = self._buffer[len(before) : position] + self._OPEN
         self._buffer = self._buffer[position + len(self._OPEN) :]
-        self._call = JsonCall(self._num_calls)
+        self._call = JsonCall(self._num_calls, self._names, is_marked=True)
         return True
 
     def _skip_after_call(self) -> bool:
@@ -99,10 +101,10 @@ class HermesParser:
     def _end_call(self, call: JsonCall, events: list[Event]) -> None:
         if call.is_started:
             self._num_calls += 1
+            self._is_after_call = self._is_close_due = True
         else:
             events.append(Content(self._lead + call.raw))
         self._call = None
-        self._is_after_call = self._is_close_due = True
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
@@ -119,14 +121,18 @@ class HermesParser:
 class JsonParser:
     """Llama 3: the answer is a call's JSON object, or some of them with `;` between, perhaps after `<|python_tag|>`.
 
-    An answer that begins otherwise, or whose first object has no name, is content.
+    What is no call (`json_calls` says which objects are; the tag is a mark) is content, and so is all that follows it.
     """
 
     _TAG = "<|python_tag|>"
+    _BETWEEN = " \t\r\n;"
+    _STRAY = _BETWEEN + "}]"  # after a call: a brace too many is none of the content either
 
-    def __init__(self) -> None:
-        self._held = ""  # from the beginning, while it may be a call
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._held = ""  # since the call before, while it may lead to another
         self._is_content = False
+        self._is_marked = False
         self._call: JsonCall | None = None
         self._num_calls = 0
 
@@ -139,42 +145,48 @@ class JsonParser:
             if self._call is None and not self._is_content:
                 self._begin(character)
             if self._is_content:
-                events.append(Content(self._held + text[position:]))
-                self._held = ""
+                events.append(Content(self._take_held() + text[position:]))
                 break
-            if self._call is not None:
-                events += self._call.push(character)
-                if self._call.is_complete:
-                    self._end_call(self._call, events)
-            else:
+            if self._call is None:
                 self._held += character
+                continue
+            events += self._call.push(character)
+            if self._call.is_complete or self._call.is_no_call:
+                self._end_call(self._call, events)
         return events
 
     def _begin(self, character: str) -> None:
         """Finds out whether a call's object begins with this character, or content."""
-        if character == "{" and self._held.strip(" \n\t;") in ("", self._TAG):
-            self._call = JsonCall(self._num_calls)
-            return
-        start = (self._held + character).strip(" \n\t;")
-        is_open = self._TAG.startswith(start) or (start.startswith(self._TAG) and not start[len(self._TAG) :].strip())
-        self._is_content = self._num_calls == 0 and not is_open
+        between = self._STRAY if self._num_calls else self._BETWEEN
+        start = (self._held + character).strip(between)
+        tag, rest = start[: len(self._TAG)], start[len(self._TAG) :].strip(self._BETWEEN)
+        if start == "{" or (tag == self._TAG and rest == "{"):
+            self._is_marked = self._is_marked or tag == self._TAG
+            self._call = JsonCall(self._num_calls, self._names, self._is_marked)
+        else:
+            self._is_content = bool(rest) or not self._TAG.startswith(tag)
 
     def _end_call(self, call: JsonCall, events: list[Event]) -> None:
         if call.is_started:
             self._num_calls += 1
+            self._held = ""
         else:
-            events.append(Content(self._held + call.raw))
-            self._is_content = self._num_calls == 0
-        self._held, self._call = "", None
+            events.append(Content(self._take_held() + call.raw))
+            self._is_content = True
+        self._call = None
+
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        return held.lstrip(self._STRAY) if self._num_calls else held
 
     def finish(self) -> list[Event]:
-        text = self._held if self._num_calls == 0 else ""
         events: list[Event] = []
+        text = self._take_held()
         if self._call is not None and self._call.is_started:
             events += self._call.finish()
         elif self._call is not None:
             text += self._call.raw
-        self._held, self._call = "", None
+        self._call = None
         return [*events, Content(text)] if text else events
 
 
@@ -199,7 +211,8 @@ class NamedCall:
 class RequiredCalls:
     """The answer is a JSON list of calls, by the grammar that the request was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._call: JsonCall | None = None
         self._num_calls = 0
 
@@ -212,7 +225,7 @@ class RequiredCalls:
             if self._call is None:
                 if character != "{":
                     continue
-                self._call = JsonCall(self._num_calls)
+                self._call = JsonCall(self._num_calls, self._names, is_marked=True)
             events += self._call.push(character)
             if self._call.is_complete:
                 self._num_calls, self._call = self._num_calls + 1, None

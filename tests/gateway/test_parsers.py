@@ -12,8 +12,11 @@ from cb_backend.gateway.parsers import Reading
 from cb_backend.gateway.tool_choice import ToolChoice
 
 NUM_SPLITS = 2000  # of the answers of one parser
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-AUTO = ToolChoice("auto", (TOOL,))
+TOOL, *OTHERS = (
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("weather", "clock", "f")
+)
+AUTO = ToolChoice("auto", (TOOL, *OTHERS))
 NO_TOOLS = ToolChoice()
 ARGUMENTS = '{"city": "Lyon } </tool_call> \\" [x]", "days": [1, {"a": 2}], "note": "größer"}'
 CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
@@ -28,8 +31,11 @@ ONE_CALL = [CallStart(0, "clock"), CallArguments(0, "{}")]
 SHORT = '{"name": "weather", "arguments": {"a": 1}'  # a brace is missing: a usual slip of small models
 SHORT_CALLS = [CallStart(0, "weather"), CallArguments(0, '{"a": 1}'), CallStart(1, "clock"), CallArguments(1, "{}")]
 
-# title: (tools, reasoning, choice, text, what it means)
-CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
+UNKNOWN = '{"name": "other", "arguments": {}}'  # nobody offers it
+PERSON = '{"name": "Alice", "age": 3}'
+
+# title: (tools, reasoning, choice, text, what it means; "content": that it is content, to the last character)
+CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event] | str]] = {
     "plain": ("auto", "think", NO_TOOLS, "Hello <tool_call> {", [Content("Hello <tool_call> {")]),
     "hermes": (
         "hermes", "think", AUTO, f"Let me look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{SECOND}</tool_call>",
@@ -103,6 +109,40 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
         "auto", "think", AUTO, "<|python_tag|>" + SECOND, [CallStart(0, "clock"), CallArguments(0, "{}")],
     ),
     "llama3, an object of the answer": ("auto", "think", AUTO, '{"a": 1} is it', [Content('{"a": 1} is it')]),
+    "hermes, a tool that was not offered": (
+        "hermes", "none", AUTO, f"<tool_call>{UNKNOWN}</tool_call>", [CallStart(0, "other"), CallArguments(0, "{}")],
+    ),
+    "hermes, no call in the marks": (
+        "hermes", "none", AUTO, f"Is\n<tool_call> {PERSON}\n</tool_call>\n{PERSON} ?", "content",
+    ),
+    "hermes, no call and then one": (
+        "hermes", "none", AUTO, f'<tool_call>{{"name": "other"}}</tool_call> <tool_call>{SECOND}</tool_call>',
+        [Content('<tool_call>{"name": "other"}</tool_call>'), *ONE_CALL],
+    ),
+    "hermes, no mark": ("hermes", "none", AUTO, SECOND, "content"),
+    "auto, an object": ("auto", "think", AUTO, f" {PERSON}\n", "content"),
+    "auto, an object in Hermes' marks": (
+        "auto", "think", AUTO, f"<tool_call>{PERSON}</tool_call>", "content",
+    ),
+    "llama3, an object": ("llama3", "none", AUTO, f"{PERSON} is {SECOND}", "content"),
+    "llama3, an object with a name at its end": ("llama3", "none", AUTO, '{"age": {"a": 1}, "name": "Ann"}', "content"),
+    "llama3, a tool that was not offered": ("llama3", "none", AUTO, f"{UNKNOWN} {SECOND}", "content"),
+    "llama3, a tool alone": ("llama3", "none", AUTO, '{"name": "weather", "age": 3} ', "content"),
+    "llama3, a cut call": ("llama3", "none", AUTO, '{"name": "weather", "param', "content"),
+    "llama3, not offered but tagged": (
+        "llama3", "none", AUTO, f"<|python_tag|>{UNKNOWN}; {UNKNOWN}",
+        [CallStart(0, "other"), CallArguments(0, "{}"), CallStart(1, "other"), CallArguments(1, "{}")],
+    ),
+    "llama3, no call but tagged": ("llama3", "none", AUTO, f"<|python_tag|> {PERSON}", "content"),
+    "llama3, arguments first": (
+        "llama3", "none", AUTO, '{"type": "function", "parameters": {"a": 1}, "name": "f"}',
+        [CallStart(0, "f"), CallArguments(0, '{"a": 1}')],
+    ),
+    "llama3, text after": ("llama3", "none", AUTO, f"{SECOND};\n and so on;", [*ONE_CALL, Content("and so on;")]),
+    "llama3, an object after": (
+        "llama3", "none", AUTO, f"{SECOND}; {PERSON} {SECOND}", [*ONE_CALL, Content(f"{PERSON} {SECOND}")],
+    ),
+    "llama3, a brace too many": ("llama3", "none", AUTO, f"{SHORT}}}}}; {SECOND}}}", SHORT_CALLS),
     "llama3, a brace too few": ("llama3", "none", AUTO, f"{SHORT}; {SECOND}", SHORT_CALLS),
     "llama3, two objects of the answer": (
         "llama3", "none", AUTO, f'{{"a": 1}}{SECOND}', [Content(f'{{"a": 1}}{SECOND}')],
@@ -164,6 +204,11 @@ def make(title: str) -> Parser:
     return Reading(tools, reasoning).parser(choice)
 
 
+def meaning(title: str) -> list[Event]:
+    text, expected = CASES[title][3:]
+    return [Content(text)] if isinstance(expected, str) else expected
+
+
 def read(parser: Parser, pieces: list[str]) -> list[Event]:
     events = [event for piece in pieces for event in parser.push(piece)]
     return joined([*events, *parser.finish()])
@@ -171,13 +216,13 @@ def read(parser: Parser, pieces: list[str]) -> list[Event]:
 
 @pytest.mark.parametrize("title", CASES)
 def test_an_answer_means_what_it_says(title: str) -> None:
-    text, expected = CASES[title][3:]
+    text, expected = CASES[title][3], meaning(title)
     assert read(make(title), [text]) == expected
 
 
 @pytest.mark.parametrize("title", CASES)
 def test_pieces_mean_what_the_whole_means(title: str) -> None:
-    text, expected = CASES[title][3:]
+    text, expected = CASES[title][3], meaning(title)
     draw = random.Random(title)
     assert read(make(title), list(text)) == expected
     for _ in range(NUM_SPLITS // sum(other.startswith(title.split(",")[0]) for other in CASES)):
