@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
+from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, Parser, Reasoning, joined
 from cb_backend.gateway.logprobs import chat_logprobs, completion_logprobs
 from cb_backend.gateway.triton import Reply
 
@@ -62,7 +62,8 @@ class ChatChoice:
         own = chat_logprobs(logprobs, self._num_logprobs) if self._num_logprobs is not None else None
         if own is not None:
             self._logprobs += own["content"]
-        chunks = [self._chunk(self._delta(event)) for event in events]
+        # Parsers may say something a character: a chunk each would be several times the tokens.
+        chunks = [self._chunk(self._delta(event)) for event in joined(events)]
         if own is not None:
             if not chunks:
                 chunks = [self._chunk({})]

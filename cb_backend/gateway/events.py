@@ -6,6 +6,7 @@ A parser is given the text in pieces of any size and says the same whatever the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 
@@ -57,19 +58,20 @@ class PlainText:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The events with neighbours of one kind as one."""
+    """The events with neighbours of one kind, and of one call, as one."""
     result: list[Event] = []
-    for event in events:
-        last = result[-1] if result else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.number == last.number:
-            result[-1] = CallArguments(event.number, last.text + event.text)
-        else:
-            result.append(event)
+    for _, group in groupby(events, key=_kind):
+        same = list(group)
+        if isinstance(same[0], CallStart):
+            result += same
+        else:  # one join of all texts: an answer may come as a whole, in very many events
+            text = "".join(event.text for event in same if not isinstance(event, CallStart))
+            result.append(same[0]._replace(text=text))
     return result
+
+
+def _kind(event: Event) -> tuple[type[Event], int]:
+    return type(event), event.number if isinstance(event, CallArguments) else 0
 
 
 def held_length(text: str, marks: Iterable[str]) -> int:
@@ -81,3 +83,14 @@ def held_length(text: str, marks: Iterable[str]) -> int:
                 longest = length
                 break
     return longest
+
+
+def mark_at(text: str, position: int, marks: Iterable[str]) -> str | None:
+    """The one of `marks` that stands at `position`; "" where what has come may become one; None: there is none."""
+    is_begun = False
+    for mark in marks:
+        come = text[position : position + len(mark)]
+        if come == mark:
+            return mark
+        is_begun = is_begun or mark.startswith(come)
+    return "" if is_begun else None

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from cb_backend.gateway.events import CallArguments, CallStart, Event, Parser, PlainText
 from cb_backend.gateway.harmony import HarmonyParser
+from cb_backend.gateway.mistral import MistralParser
 from cb_backend.gateway.reasoning import ThinkParser
 from cb_backend.gateway.tool_choice import ToolChoice
-from cb_backend.gateway.tools import HermesParser, JsonParser, MistralParser, NamedCall, RequiredCalls
+from cb_backend.gateway.tools import HermesParser, JsonParser, NamedCall, RequiredCalls
 
-TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
+TOOL_PARSERS: dict[str, Callable[[frozenset[str]], Parser]] = {  # given the names of the functions offered
     "hermes": HermesParser,
     "llama3": JsonParser,
     "mistral": MistralParser,
@@ -43,7 +44,7 @@ class Reading:
         if choice.mode == "named":
             return NamedCall(choice.name)
         if choice.mode == "required":
-            return RequiredCalls()
+            return RequiredCalls(choice.names)
         parser = self._free_parser(choice)
         return parser if choice.is_parallel else FirstCall(parser)
 
@@ -51,13 +52,13 @@ class Reading:
         """Of an answer that the model chooses."""
         if self.reasoning == "gpt-oss" or (choice.mode == "auto" and self.tools == "gpt-oss"):
             return HarmonyParser()
-        answer = self._tool_parser() if choice.mode == "auto" else PlainText()
+        answer = self._tool_parser(choice.names) if choice.mode == "auto" else PlainText()
         return answer if self.reasoning == "none" else ThinkParser(answer, self.reasoning == "think-open")
 
-    def _tool_parser(self) -> Parser:
+    def _tool_parser(self, names: frozenset[str]) -> Parser:
         if self.tools == "none":
             return PlainText()
-        return AutoParser() if self.tools == "auto" else TOOL_PARSERS[self.tools]()
+        return AutoParser(names) if self.tools == "auto" else TOOL_PARSERS[self.tools](names)
 
 
 class FirstCall:
@@ -81,7 +82,8 @@ class AutoParser:
 
     _TAG = "<|python_tag|>"
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._buffer = ""
         self._chosen: Parser | None = None
 
@@ -91,12 +93,13 @@ class AutoParser:
             start = self._buffer.lstrip()
             if self._TAG.startswith(start):  # nothing yet, or a part of the mark
                 return []
-            self._chosen = JsonParser() if start.startswith(("{", self._TAG)) else HermesParser()
+            form = JsonParser if start.startswith(("{", self._TAG)) else HermesParser
+            self._chosen = form(self._names)
             text, self._buffer = self._buffer, ""
         return self._chosen.push(text)
 
     def finish(self) -> list[Event]:
         if self._chosen is None:
-            self._chosen = HermesParser()
+            self._chosen = HermesParser(self._names)
             return [*self._chosen.push(self._buffer), *self._chosen.finish()]
         return self._chosen.finish()

@@ -25,6 +25,11 @@ class ToolChoice:
     def is_forced(self) -> bool:
         return self.mode in ("required", "named")
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the functions that are offered."""
+        return frozenset(map(_name, self.tools))
+
     def schema(self) -> dict[str, Any]:
         """JSON schema of an answer that is forced: arguments of the named function, or a list of calls."""
         if self.mode == "named":

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, held_length
-from cb_backend.gateway.json_calls import JsonCall, ObjectScan
+from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, held_length, mark_at
+from cb_backend.gateway.json_calls import JsonCall
 
 
 class HermesParser:
-    """Hermes, Qwen: `<tool_call>{...}</tool_call>`, any number of them, text before and between."""
+    """Hermes, Qwen: `<tool_call>{...}</tool_call>`, any number of them, text before and between.
+
+    An object in marks that is no call (`json_calls` says which) is content with its marks, as it was written.
+    A mark that stands in a JSON text is of that text. Anywhere else in a call it ends the call, finished or not:
+    arguments that the model has not finished stay as they are, since what is missing in them is a guess.
+    """
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    _MARKS = (_OPEN, _CLOSE)
+    _STRAY = " \t\r\n}]"  # what may stand between a call and its mark
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._buffer = ""
         self._call: JsonCall | None = None
         self._lead = ""  # what came before the call's object: content, should it turn out to be no call
         self._num_calls = 0
         self._is_after_call = False
+        self._is_close_due = False  # of the call before
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
         self._buffer += text
         while self._buffer:
-            if self._call is not None:
-                events += self._read_call(self._call)
-            elif not self._read_text(events):
+            is_more = self._read_text(events) if self._call is None else self._read_call(self._call, events)
+            if not is_more:
                 break
         return events
 
     def _read_text(self, events: list[Event]) -> bool:
         """Whether a call has begun."""
-        if self._is_after_call:
-            self._buffer = self._buffer.lstrip()
-            if self._buffer.startswith(self._CLOSE):
-                self._buffer = self._buffer[len(self._CLOSE) :].lstrip()
-            elif self._CLOSE.startswith(self._buffer):
-                return False
-            if not self._buffer:
-                return False
-            if self._OPEN.startswith(self._buffer):
-                return False
-            self._is_after_call = False
+        if self._is_after_call and not self._skip_after_call():
+            return False
         position = self._buffer.find(self._OPEN)
         if position < 0:
             safe = len(self._buffer) - held_length(self._buffer, (self._OPEN,))
@@ -54,38 +53,66 @@ class HermesParser:
             events.append(Content(before))
         self._lead = self._buffer[len(before) : position] + self._OPEN
         self._buffer = self._buffer[position + len(self._OPEN) :]
-        self._call = JsonCall(self._num_calls)
+        self._call = JsonCall(self._num_calls, self._names, is_marked=True)
         return True
 
-    def _read_call(self, call: JsonCall) -> list[Event]:
-        events: list[Event] = []
+    def _skip_after_call(self) -> bool:
+        """Drops the mark that ends a call, with braces too many before it. Whether something else has come."""
+        if self._is_close_due:
+            rest = self._buffer.lstrip(self._STRAY)
+            mark = mark_at(rest, 0, self._MARKS)
+            if mark == "":
+                return False
+            if mark is not None:
+                self._buffer, self._is_close_due = rest.removeprefix(self._CLOSE), False
+        self._buffer = self._buffer.lstrip()
+        if mark_at(self._buffer, 0, (self._OPEN,)) == "":
+            return False
+        self._is_after_call = False
+        return True
+
+    def _read_call(self, call: JsonCall, events: list[Event]) -> bool:
+        """Whether the call is over."""
         for position, character in enumerate(self._buffer):
             if not call.raw and character != "{":
                 if character.isspace():
                     self._lead += character
                     continue
                 self._call, self._buffer = None, self._buffer[position:]
-                return [Content(self._lead)]
+                events.append(Content(self._lead))
+                return True
+            mark = None if call.is_in_text else mark_at(self._buffer, position, self._MARKS)
+            if mark == "":
+                self._buffer = self._buffer[position:]
+                return False
+            if mark is not None or not call.takes(character):
+                events += call.close()
+                self._buffer = self._buffer[position:]
+                self._end_call(call, events)
+                return True
             events += call.push(character)
             if call.is_complete:
                 self._buffer = self._buffer[position + 1 :]
                 self._end_call(call, events)
-                return events
+                return True
         self._buffer = ""
-        return events
+        return False
 
     def _end_call(self, call: JsonCall, events: list[Event]) -> None:
         if call.is_started:
             self._num_calls += 1
+            self._is_after_call = self._is_close_due = True
         else:
             events.append(Content(self._lead + call.raw))
-        self._call, self._is_after_call = None, True
+        self._call = None
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        if self._call is not None and not self._call.is_started:
-            events.append(Content(self._lead + self._call.raw))
-        elif self._call is None and not self._is_after_call and self._buffer:
+        if self._call is not None and self._call.is_started:
+            events += self._call.finish()
+        elif self._call is not None:
+            events.append(Content(self._lead + self._call.raw + self._buffer))
+        elif not self._is_after_call and self._buffer:
             events.append(Content(self._buffer))
         self._buffer, self._call = "", None
         return events
@@ -94,139 +121,73 @@ class HermesParser:
 class JsonParser:
     """Llama 3: the answer is a call's JSON object, or some of them with `;` between, perhaps after `<|python_tag|>`.
 
-    An answer that begins otherwise, or whose first object has no name, is content.
+    What is no call (`json_calls` says which objects are; the tag is a mark) is content, and so is all that follows it.
     """
 
     _TAG = "<|python_tag|>"
+    _BETWEEN = " \t\r\n;"
+    _STRAY = _BETWEEN + "}]"  # after a call: a brace too many is none of the content either
 
-    def __init__(self) -> None:
-        self._held = ""  # from the beginning, while it may be a call
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._held = ""  # since the call before, while it may lead to another
         self._is_content = False
+        self._is_marked = False
         self._call: JsonCall | None = None
         self._num_calls = 0
 
     def push(self, text: str) -> list[Event]:
-        if self._is_content:
-            return [Content(text)] if text else []
         events: list[Event] = []
         for position, character in enumerate(text):
-            if self._call is None and not self._begins(character):
-                if self._is_content:
-                    rest, self._held = self._held + text[position + 1 :], ""
-                    events.append(Content(rest))
-                    return events
+            if self._call is not None and not self._call.takes(character):
+                events += self._call.close()
+                self._end_call(self._call, events)
+            if self._call is None and not self._is_content:
+                self._begin(character)
+            if self._is_content:
+                events.append(Content(self._take_held() + text[position:]))
+                break
+            if self._call is None:
+                self._held += character
                 continue
-            events += self._push_call(character)
+            events += self._call.push(character)
+            if self._call.is_complete or self._call.is_no_call:
+                self._end_call(self._call, events)
         return events
 
-    def _begins(self, character: str) -> bool:
-        """Whether a call's object begins with this character."""
-        if character == "{" and self._held.strip(" \n\t;") in ("", self._TAG):
-            self._call = JsonCall(self._num_calls)
-            return True
-        self._held += character
-        start = self._held.strip(" \n\t;")
-        is_open = self._TAG.startswith(start) or (start.startswith(self._TAG) and not start[len(self._TAG) :].strip())
-        if self._num_calls == 0 and not is_open:
-            self._is_content = True
-        return False
-
-    def _push_call(self, character: str) -> list[Event]:
-        assert self._call is not None
-        events = self._call.push(character)
-        if self._call.is_complete:
-            if self._call.is_started:
-                self._num_calls += 1
-                self._held = ""
-            else:
-                events.append(Content(self._held + self._call.raw))
-                self._held, self._is_content = "", self._num_calls == 0
-            self._call = None
-        return events
-
-    def finish(self) -> list[Event]:
-        text = self._held if self._num_calls == 0 else ""
-        if self._call is not None and not self._call.is_started:
-            text += self._call.raw
-        self._held, self._call = "", None
-        return [Content(text)] if text else []
-
-
-class MistralParser:
-    """Mistral: `[TOOL_CALLS]` and a JSON list of calls, or (newer) `name[ARGS]{...}` or `name{...}` for each.
-
-    The mark is a control token, so it must be in the text (`skip_special_tokens` false).
-    """
-
-    _MARK, _ARGS = "[TOOL_CALLS]", "[ARGS]"
-
-    def __init__(self) -> None:
-        self._buffer = ""  # of text before the calls
-        self._name = ""  # of the call that comes
-        self._is_calling = False
-        self._in_list = False
-        self._call: JsonCall | None = None
-        self._arguments: ObjectScan | None = None  # of a call whose name has come
-        self._num_calls = 0
-
-    def push(self, text: str) -> list[Event]:
-        self._buffer += text
-        events: list[Event] = []
-        if not self._is_calling:
-            position = self._buffer.find(self._MARK)
-            if position < 0:
-                safe = len(self._buffer) - held_length(self._buffer, (self._MARK,))
-                safe = len(self._buffer[:safe].rstrip())
-                if safe:
-                    events.append(Content(self._buffer[:safe]))
-                    self._buffer = self._buffer[safe:]
-                return events
-            before = self._buffer[:position].rstrip()
-            if before:
-                events.append(Content(before))
-            self._buffer, self._is_calling = self._buffer[position + len(self._MARK) :], True
-        read, self._buffer = self._buffer, ""
-        for character in read:
-            events += self._read(character)
-        return events
-
-    def _read(self, character: str) -> list[Event]:
-        if self._call is not None:
-            return self._read_listed(self._call, character)
-        if self._arguments is not None:
-            return self._read_arguments(self._arguments, character)
-        if character == "[" and self._num_calls == 0 and not self._name.strip():
-            self._in_list = True
-        elif self._in_list:
-            if character == "{":
-                self._call = JsonCall(self._num_calls)
-                return self._read_listed(self._call, character)
-        elif character == "{":
-            name = self._name.replace(self._MARK, "").strip().removesuffix(self._ARGS).strip()
-            self._name, self._arguments = "", ObjectScan()
-            return [CallStart(self._num_calls, name), *self._read_arguments(self._arguments, character)]
+    def _begin(self, character: str) -> None:
+        """Finds out whether a call's object begins with this character, or content."""
+        between = self._STRAY if self._num_calls else self._BETWEEN
+        start = (self._held + character).strip(between)
+        tag, rest = start[: len(self._TAG)], start[len(self._TAG) :].strip(self._BETWEEN)
+        if start == "{" or (tag == self._TAG and rest == "{"):
+            self._is_marked = self._is_marked or tag == self._TAG
+            self._call = JsonCall(self._num_calls, self._names, self._is_marked)
         else:
-            self._name += character
-        return []
+            self._is_content = bool(rest) or not self._TAG.startswith(tag)
 
-    def _read_listed(self, call: JsonCall, character: str) -> list[Event]:
-        events = call.push(character)
-        if call.is_complete:
-            self._num_calls += call.is_started
-            self._call = None
-        return events
+    def _end_call(self, call: JsonCall, events: list[Event]) -> None:
+        if call.is_started:
+            self._num_calls += 1
+            self._held = ""
+        else:
+            events.append(Content(self._take_held() + call.raw))
+            self._is_content = True
+        self._call = None
 
-    def _read_arguments(self, arguments: ObjectScan, character: str) -> list[Event]:
-        arguments.push(character)
-        event = CallArguments(self._num_calls, character)
-        if arguments.is_complete:
-            self._num_calls, self._arguments = self._num_calls + 1, None
-        return [event]
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        return held.lstrip(self._STRAY) if self._num_calls else held
 
     def finish(self) -> list[Event]:
-        text = self._buffer if not self._is_calling else ""
-        self._buffer = ""
-        return [Content(text)] if text else []
+        events: list[Event] = []
+        text = self._take_held()
+        if self._call is not None and self._call.is_started:
+            events += self._call.finish()
+        elif self._call is not None:
+            text += self._call.raw
+        self._call = None
+        return [*events, Content(text)] if text else events
 
 
 class NamedCall:
@@ -250,17 +211,21 @@ class NamedCall:
 class RequiredCalls:
     """The answer is a JSON list of calls, by the grammar that the request was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._call: JsonCall | None = None
         self._num_calls = 0
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
         for character in text:
+            if self._call is not None and not self._call.takes(character):
+                events += self._call.close()
+                self._num_calls, self._call = self._num_calls + 1, None
             if self._call is None:
                 if character != "{":
                     continue
-                self._call = JsonCall(self._num_calls)
+                self._call = JsonCall(self._num_calls, self._names, is_marked=True)
             events += self._call.push(character)
             if self._call.is_complete:
                 self._num_calls, self._call = self._num_calls + 1, None

@@ -7,111 +7,21 @@ import random
 
 import pytest
 
-from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, Parser, Reasoning, joined
+from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, Parser, joined
 from cb_backend.gateway.parsers import Reading
-from cb_backend.gateway.tool_choice import ToolChoice
+from tests.gateway.parser_cases import AUTO, CALL, CASES, PERSON, SHORT, UNKNOWN
 
 NUM_SPLITS = 2000  # of the answers of one parser
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-AUTO = ToolChoice("auto", (TOOL,))
-NO_TOOLS = ToolChoice()
-ARGUMENTS = '{"city": "Lyon } </tool_call> \\" [x]", "days": [1, {"a": 2}], "note": "größer"}'
-CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
-SECOND = '{"name": "clock", "arguments": {}}'
-TWO_CALLS = [
-    CallStart(0, "weather"),
-    CallArguments(0, ARGUMENTS),
-    CallStart(1, "clock"),
-    CallArguments(1, "{}"),
-]
-
-# title: (tools, reasoning, choice, text, what it means)
-CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event]]] = {
-    "plain": ("auto", "think", NO_TOOLS, "Hello <tool_call> {", [Content("Hello <tool_call> {")]),
-    "hermes": (
-        "hermes", "think", AUTO, f"Let me look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{SECOND}</tool_call>",
-        [Content("Let me look."), *TWO_CALLS],
-    ),
-    "hermes, found": ("auto", "think", AUTO, f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{SECOND}", TWO_CALLS),
-    "hermes, text after": (
-        "hermes", "none", AUTO, f"<tool_call>{SECOND}</tool_call> and so on",
-        [CallStart(0, "clock"), CallArguments(0, "{}"), Content("and so on")],
-    ),
-    "hermes, no call": ("hermes", "none", AUTO, "a < b <tool <tool_call>no", [Content("a < b <tool <tool_call>no")]),
-    "hermes, no name": ("hermes", "none", AUTO, 'x <tool_call>{"a": 1}', [Content('x <tool_call>{"a": 1}')]),
-    "hermes, arguments first": (
-        "hermes", "none", AUTO, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
-        [CallStart(0, "f"), CallArguments(0, '{"a": 1}')],
-    ),
-    "hermes, arguments as text": (
-        "hermes", "none", AUTO, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        [CallStart(0, "f"), CallArguments(0, '{"a": 1}')],
-    ),
-    "hermes, no arguments": (
-        "hermes", "none", AUTO, '<tool_call>{"name": "f", "arguments": null }', [CallStart(0, "f")],
-    ),
-    "hermes, odd arguments": (
-        "hermes", "none", AUTO, '<tool_call>{"arguments": 12, "name": "f"}',
-        [CallStart(0, "f"), CallArguments(0, "12")],
-    ),
-    "llama3": (
-        "llama3", "think", AUTO, CALL.replace("arguments", "parameters") + "; " + SECOND.replace("arg", "arg"),
-        TWO_CALLS,
-    ),
-    "llama3, tagged": (
-        "auto", "think", AUTO, "<|python_tag|>" + SECOND, [CallStart(0, "clock"), CallArguments(0, "{}")],
-    ),
-    "llama3, an object of the answer": ("auto", "think", AUTO, '{"a": 1} is it', [Content('{"a": 1} is it')]),
-    "llama3, text": ("llama3", "none", AUTO, "<|python is", [Content("<|python is")]),
-    "mistral, a list": (
-        "mistral", "think", AUTO, f"Yes.\n[TOOL_CALLS] [{CALL}, {SECOND}]", [Content("Yes."), *TWO_CALLS],
-    ),
-    "mistral, newer": (
-        "mistral", "think", AUTO, f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]clock{{}}", TWO_CALLS,
-    ),
-    "mistral, text": ("mistral", "none", AUTO, "see [1] and [TOOL", [Content("see [1] and [TOOL")]),
-    "named": ("auto", "think", ToolChoice("named", (TOOL,), "weather"), ARGUMENTS, TWO_CALLS[:2]),
-    "required": (
-        "auto", "think", ToolChoice("required", (TOOL,)),
-        f"[{CALL.replace('arguments', 'parameters')},\n {SECOND.replace('arguments', 'parameters')}]", TWO_CALLS,
-    ),
-    "reasoning": (
-        "auto", "think", NO_TOOLS, "\n<think>\nWell < </thin. \n</think>\n\nYes. ",
-        [Reasoning("Well < </thin."), Content("Yes. ")],
-    ),
-    "reasoning, opened by the template": (
-        "auto", "think-open", NO_TOOLS, "Well. </think> Yes.", [Reasoning("Well."), Content("Yes.")],
-    ),
-    "reasoning, cut": ("auto", "think", NO_TOOLS, "<think> Well </th", [Reasoning("Well </th")]),
-    "reasoning, empty": ("auto", "think", NO_TOOLS, "<think>\n\n</think>\n\nYes.", [Content("Yes.")]),
-    "reasoning, none": ("auto", "think", NO_TOOLS, " <thin ice", [Content(" <thin ice")]),
-    "reasoning, then a call": (
-        "hermes", "think", AUTO, f"<think>I must ask.</think>\n<tool_call>{SECOND}</tool_call>",
-        [Reasoning("I must ask."), CallStart(0, "clock"), CallArguments(0, "{}")],
-    ),
-    "gpt-oss": (
-        "gpt-oss", "gpt-oss", AUTO,
-        "<|channel|>analysis<|message|>Need a tool.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
-        f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>",
-        [Reasoning("Need a tool."), *TWO_CALLS[:2]],
-    ),
-    "gpt-oss, recipient first": (
-        "gpt-oss", "gpt-oss", AUTO,
-        "<|start|>assistant to=functions.clock<|channel|>commentary json<|message|>{}<|call|>",
-        [CallStart(0, "clock"), CallArguments(0, "{}")],
-    ),
-    "gpt-oss, an answer": (
-        "gpt-oss", "gpt-oss", NO_TOOLS,
-        "<|channel|>analysis<|message|>2 < 3<|end|><|start|>assistant<|channel|>final<|message|>Yes <|b.<|return|>",
-        [Reasoning("2 < 3"), Content("Yes <|b.")],
-    ),
-    "gpt-oss, no markup": ("gpt-oss", "gpt-oss", NO_TOOLS, "Yes.", [Content("Yes.")]),
-}  # fmt: skip
 
 
 def make(title: str) -> Parser:
     tools, reasoning, choice, _, _ = CASES[title]
     return Reading(tools, reasoning).parser(choice)
+
+
+def meaning(title: str) -> list[Event]:
+    text, expected = CASES[title][3:]
+    return [Content(text)] if isinstance(expected, str) else expected
 
 
 def read(parser: Parser, pieces: list[str]) -> list[Event]:
@@ -121,13 +31,13 @@ def read(parser: Parser, pieces: list[str]) -> list[Event]:
 
 @pytest.mark.parametrize("title", CASES)
 def test_an_answer_means_what_it_says(title: str) -> None:
-    text, expected = CASES[title][3:]
+    text, expected = CASES[title][3], meaning(title)
     assert read(make(title), [text]) == expected
 
 
 @pytest.mark.parametrize("title", CASES)
 def test_pieces_mean_what_the_whole_means(title: str) -> None:
-    text, expected = CASES[title][3:]
+    text, expected = CASES[title][3], meaning(title)
     draw = random.Random(title)
     assert read(make(title), list(text)) == expected
     for _ in range(NUM_SPLITS // sum(other.startswith(title.split(",")[0]) for other in CASES)):
@@ -152,3 +62,25 @@ def test_arguments_are_the_models_own_json() -> None:
     events = read(make("hermes"), [CASES["hermes"][3]])
     arguments = next(event for event in events if isinstance(event, CallArguments))
     assert json.loads(arguments.text)["note"] == "größer"
+
+
+FRAGMENTS = (
+    *'{}[],:" \n;<1', '"name"', '"arguments"', '"weather"', "clock", "and so on", "null", CALL, SHORT, UNKNOWN, PERSON,
+    "<tool_call>", "</tool_call>", "</tool", "<|python_tag|>", "<|py", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[TOOL",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tools", ["auto", "hermes", "llama3", "mistral"])
+def test_any_text_means_the_same_in_pieces_and_nothing_of_it_is_lost(tools: str) -> None:
+    draw, reading = random.Random(tools), Reading(tools, "none")
+    for _ in range(1000):
+        text = "".join(draw.choices(FRAGMENTS, k=draw.randint(1, 14)))
+        whole = read(reading.parser(AUTO), [text])
+        assert read(reading.parser(AUTO), list(text)) == whole, text
+        cut = draw.randrange(len(text) + 1)
+        assert read(reading.parser(AUTO), [text[:cut], text[cut:]]) == whole, text
+        if not any(isinstance(event, CallStart) for event in whole):
+            told = "".join(event.text for event in whole if isinstance(event, Content))
+            if tools == "mistral":  # its mark is no content, nor are spaces between it and the first word
+                text, told = (each.replace("[TOOL_CALLS]", "").lstrip() for each in (text, told))
+            assert told == text
