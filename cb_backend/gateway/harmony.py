@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from cb_backend.gateway.events import CallArguments, CallStart, Content, Event, Reasoning, held_length
 
 
@@ -14,6 +16,7 @@ class HarmonyParser:
     _MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
     _RECIPIENT = "to=functions."
+    _ADDRESS = re.compile(r"to=[^\s<]*\s*")
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -52,6 +55,11 @@ class HarmonyParser:
 
     def _could_be_header(self) -> bool:
         start = self._buffer.lstrip()
+        if addressed := self._ADDRESS.match(start):
+            # The prompt ends with `<|start|>assistant`, so that a header may go on with whom it is addressed to.
+            start = start[addressed.end() :]
+        elif "to=".startswith(start):
+            return True
         return any(mark.startswith(start) or start.startswith(mark) for mark in self._MARKS)
 
     def _function(self) -> str | None:

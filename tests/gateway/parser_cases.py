@@ -238,6 +238,11 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event] | str]] = {
         "<|start|>assistant to=functions.clock<|channel|>commentary json<|message|>{}<|call|>",
         [CallStart(0, "clock"), CallArguments(0, "{}")],
     ),
+    "gpt-oss, recipient first, after the prompt's own beginning": (
+        "gpt-oss", "gpt-oss", AUTO, f" to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
+        TWO_CALLS[:2],
+    ),
+    "gpt-oss, no recipient": ("gpt-oss", "gpt-oss", NO_TOOLS, "to=them it is new", [Content("to=them it is new")]),
     "gpt-oss, an answer": (
         "gpt-oss", "gpt-oss", NO_TOOLS,
         "<|channel|>analysis<|message|>2 < 3<|end|><|start|>assistant<|channel|>final<|message|>Yes <|b.<|return|>",
