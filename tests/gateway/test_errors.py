@@ -93,6 +93,18 @@ def test_a_keys_file(tmp_path: Path) -> None:
     assert keys.are_right(b"Bearer one")  # half written: those of before
 
 
+@pytest.mark.parametrize("key", ["sk-a#b", "#b", "a#"])
+def test_a_key_may_hold_the_sign_that_begins_a_comment(key: str, tmp_path: Path) -> None:
+    """A key that were cut there would be refused, and what is left of it let in."""
+    path = tmp_path / "keys"
+    path.write_text(f"# whose: {key}\n  # more\nother\n x{key} # ours\ny{key}\t#theirs\n")
+    keys = ApiKeys(path)
+    for right in ("other", f"x{key}", f"y{key}"):
+        assert keys.are_right(f"Bearer {right}".encode())
+    for wrong in ("x", "y", "xa", "xsk-a", key, f"x{key} # ours", "#", "# more"):
+        assert not keys.are_right(f"Bearer {wrong}".encode()), wrong
+
+
 def test_a_keys_file_that_goes_bad_is_told_once_and_keeps_its_keys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
