@@ -157,10 +157,13 @@ class Generate:
 
     async def _collect(self, model: str, generation: Generation, head: dict[str, Any]) -> dict[str, Any]:
         usage = Usage()
+        prompt_logprobs: dict[int, str] = {}
         async for batch in replies(self._gateway.triton, model, generation.inputs, head["id"]):
             for number, reply in batch:
                 _push(generation, number, reply, usage)
-        return {**head, "choices": [choice.whole() for choice in generation.choices], "usage": usage.shown()}
+                if reply.prompt_logprobs:
+                    prompt_logprobs[number] = reply.prompt_logprobs
+        return {**head, **generation.whole(prompt_logprobs), "usage": usage.shown()}
 
     async def _stream(self, model: str, generation: Generation, head: dict[str, Any], send: Send) -> None:
         """An error before the first token is the response's status; after it, an event."""

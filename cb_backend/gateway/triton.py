@@ -65,6 +65,7 @@ class Reply:
     logprobs: list[str] = field(default_factory=list)  # JSON
     num_input_tokens: int | None = None
     num_output_tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: str = ""  # JSON, once a request
     tokenized: str = ""  # JSON about the prompt
     numbers: bytes = b""  # float32 of an embedding, or of scores
     is_final: bool = False
@@ -262,6 +263,8 @@ def read_reply(response: Any) -> Reply:
             reply.tokenized = _texts(data)[0]
         elif tensor.name == "logprobs":
             reply.logprobs = _texts(data)
+        elif tensor.name == "prompt_logprobs":
+            reply.prompt_logprobs = _texts(data)[0]
         elif tensor.name in ("embedding", "scores"):
             reply.numbers = data
         elif tensor.name == "num_output_tokens":
