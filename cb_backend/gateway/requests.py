@@ -111,7 +111,7 @@ def _begin(body: Body, model: Model, name: str) -> Generation:
     options = body.take("stream_options", dict)
     if options is not None and not is_stream:
         raise bad_request("'stream_options' needs 'stream': true", "stream_options")
-    wants_usage = Body(options or {}).take("include_usage", bool) or False
+    wants_usage = _wants_usage(Body(options or {}))
     shows_prompt_logprobs = body.left.get("prompt_logprobs") is not None  # how many is the model's to check
     if shows_prompt_logprobs and is_stream:
         raise bad_request("'prompt_logprobs' come with whole answers only: send 'stream': false", "prompt_logprobs")
@@ -121,6 +121,17 @@ def _begin(body: Body, model: Model, name: str) -> Generation:
     if not 1 <= number <= MAX_ANSWERS:
         raise bad_request(f"'n' is {number}; it must be 1 to {MAX_ANSWERS}", "n")
     return Generation(name, is_stream, wants_usage, number, shows_prompt_logprobs)
+
+
+def _wants_usage(options: Body) -> bool:
+    """Of `stream_options`."""
+    wants_usage = options.take("include_usage", bool) or False
+    options.take("include_obfuscation", bool)  # padding of OpenAI's own events: no answer depends on it
+    for name, value in options.left.items():
+        if value is not False:
+            reason = "there is include_usage, for one count at the stream's end; leave it out"
+            raise bad_request(f"'stream_options.{name}' is not supported: {reason}", "stream_options")
+    return wants_usage
 
 
 def _add(generation: Generation, prompts: list[Prompt], sampling: dict[str, Any], num_logprobs: int | None) -> None:
