@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 
 # What the server's streams tell is a text alone. These stand in those of our backend that ask to try again (a full
 # queue, an engine that starts, a server that drains); releases from 26.04 on tell the code as well.
 _AGAIN = ("again later", "send the request again", "send it again", "to another server", "timed out after")
+_OWN_LIMIT = re.compile(r"timed out after \d+ ms .*\(timeout_ms\)")  # the request's own time is over
 _FULL = ("queue is full", "queue holds")
 # Of a prompt that the model's length or the cache has no room for: ours, and vLLM's.
 _TOO_LONG = ("(max_model_len", "max_model_len=", "but the whole KV cache holds", "maximum context length")
@@ -27,14 +30,18 @@ RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """An answer with an HTTP status of 400 and more. `param`: the field of the body that is wrong."""
+    """An answer with an HTTP status of 400 and more. `param`: the field of the body that is wrong. `is_final`: OpenAI's
+    clients, which send again what has failed at the server, are told not to."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, is_final: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.is_final = is_final
 
     def body(self) -> dict[str, object]:
         kind = _TYPE_OF.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -43,6 +50,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.is_final:
+            return {"x-should-retry": "false"}
         return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
@@ -52,6 +61,8 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def from_stream(message: str) -> ApiError:
     """Of an error that came in a stream of responses: a text, for which a status has to be found."""
+    if _OWN_LIMIT.match(message):
+        return _out_of_time(message)
     if any(text in message for text in _FULL):
         return ApiError(429, message)
     if any(text in message for text in _AGAIN):
@@ -66,7 +77,14 @@ def from_rpc(error: grpc.RpcError, url: str) -> ApiError:
     code, text = error.code(), error.details() or str(error)
     if code is grpc.StatusCode.UNAVAILABLE and ("connect" in text.lower() or "Socket closed" in text):
         return ApiError(503, f"no Triton server answers at {url}: {text}")
+    if _OWN_LIMIT.match(text):
+        return _out_of_time(text)
     return _refused(STATUS_OF.get(code, 500), text)
+
+
+def _out_of_time(message: str) -> ApiError:
+    """Of a request whose `timeout_ms` is over: sent again it would cost as much, and its client wants it no more."""
+    return ApiError(504, message, is_final=True)
 
 
 def _refused(status: int, message: str) -> ApiError:

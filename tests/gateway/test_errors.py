@@ -23,7 +23,10 @@ TEXTS_OF_OURS = [
     "the engine ended the request; send it again",
     "the server is stopping this model; send the request to another server or again later",
     "timed out after 50 ms in the queue (queue_timeout_ms); try again later",
+]
+OWN_LIMIT = [
     "timed out after 50 ms (timeout_ms) before its last token",
+    "timed out after 50 ms in the queue (timeout_ms); try again later",
 ]
 
 
@@ -32,6 +35,14 @@ def test_what_may_succeed_later_is_a_503_that_says_when(text: str) -> None:
     error = from_stream(text)
     assert (error.status, error.headers()) == (503, {"retry-after": "1"})
     assert error.body()["error"] == {"message": text, "type": "server_error", "param": None, "code": None}
+
+
+@pytest.mark.parametrize("text", OWN_LIMIT)
+def test_a_clients_own_limit_is_a_504_that_is_not_to_be_sent_again(text: str) -> None:
+    """OpenAI's client does send again what fails with a status of 500 and more, unless it is told not to."""
+    unavailable = from_rpc(Failed(grpc.StatusCode.UNAVAILABLE, text), "here:1")
+    for error in (from_stream(text), unavailable):
+        assert (error.status, error.headers(), error.message) == (504, {"x-should-retry": "false"}, text)
 
 
 def test_the_texts_above_are_those_of_the_package() -> None:
