@@ -21,6 +21,7 @@ from cb_backend.gateway.adapters import AdapterNames, Chosen
 from cb_backend.gateway.answers import Usage
 from cb_backend.gateway.bodies import read_body
 from cb_backend.gateway.calls import replies
+from cb_backend.gateway.error_log import ErrorLog, error_line
 from cb_backend.gateway.errors import ApiError
 from cb_backend.gateway.http import ClientGone, EventStream, read_all, until_gone
 from cb_backend.gateway.page import show_page
@@ -76,12 +77,14 @@ def create_app(settings: Settings) -> Starlette:
             CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
         )
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(ErrorLog, left_out=_HEALTH_PATHS))  # who probes sees it himself, and asks often
     handlers: dict[Any, Any] = {404: _no_such_path, 405: _wrong_method, ApiError: _show_error}
     return Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
 
 
 def create_from_environment() -> Starlette:
-    """For worker processes, which are given no arguments."""
+    """For worker processes, which are given no arguments. Their log is this gateway's alone: its lines say when."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     return create_app(Settings.from_json(os.environ[ENVIRONMENT_VARIABLE]))
 
 
@@ -183,6 +186,7 @@ class Generate:
         except ApiError as error:
             if not events.has_begun:
                 raise
+            logger.warning("%s", error_line("stream", "of " + model, 200, head["id"], error.message))
             await events.push([encode(error.body())])
         else:
             if generation.wants_usage:
