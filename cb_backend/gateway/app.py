@@ -44,6 +44,7 @@ from cb_backend.gateway.vectors import Vectors
 _HEALTH_PATHS = ("/health", "/health/ready", "/ping")  # vLLM's, Triton's own frontend's, SageMaker's
 # Those who ask have no key: probes, and a browser before its page has asked for one.
 _OPEN_PATHS = (*_HEALTH_PATHS, "/")
+_EXPOSED = ("x-request-id", "retry-after", "x-should-retry")  # headers that a page's own scripts may read
 _RERANK_PATHS = ("/v1/rerank", "/rerank")  # clients of Jina's and of vLLM's
 
 logger = logging.getLogger("cb_backend.gateway")
@@ -74,8 +75,9 @@ def create_app(settings: Settings) -> Starlette:
     middleware = [Middleware(Guard, gateway=gateway)]
     if settings.allow_origins:
         cors = Middleware(
-            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
-        )
+            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )  # fmt: skip
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(ErrorLog, left_out=_HEALTH_PATHS))  # who probes sees it himself, and asks often
     handlers: dict[Any, Any] = {404: _no_such_path, 405: _wrong_method, ApiError: _show_error}

@@ -1,4 +1,4 @@
-"""What the gateway's log says of answers that are errors."""
+"""What the gateway's log says of answers that are errors, and what pages of other origins may read of them."""
 
 from __future__ import annotations
 
@@ -78,3 +78,14 @@ def test_a_stream_that_breaks_is_logged(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_line_stays_one_line() -> None:
     assert error_line("GET", "/a\r\n\x1b[2J", 404, "-", "x\u2028y") == "GET /a   [2J 404 - x y"
+
+
+def test_pages_of_other_origins_may_read_what_clients_need() -> None:
+    app = app_module.create_app(Settings("127.0.0.1:1", allow_origins=("http://a",)))
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as client:
+            return await client.post(CHAT, content=b"{", headers={"origin": "http://a"})
+
+    exposed = asyncio.run(send()).headers["access-control-expose-headers"].lower().replace(" ", "").split(",")
+    assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed)
