@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from cb_backend.gateway.adapters import AdapterNames, Chosen
 from cb_backend.gateway.answers import Usage
-from cb_backend.gateway.bodies import read_body
+from cb_backend.gateway.bodies import Body, read_body
 from cb_backend.gateway.calls import replies
 from cb_backend.gateway.error_log import ErrorLog, error_line
 from cb_backend.gateway.errors import ApiError
@@ -144,6 +144,14 @@ class Generate:
 
     async def _answer(self, data: bytes, request_id: str, send: Send, scope: Scope) -> None:
         body = read_body(data)
+        names = frozenset(body.left)
+        try:
+            await self._generate(body, request_id, send, scope)
+        except ApiError as error:
+            error.find_param(names)
+            raise
+
+    async def _generate(self, body: Body, request_id: str, send: Send, scope: Scope) -> None:
         name = body.need("model", str)
         model, adapter = await self._gateway.choose(name)
         if adapter:

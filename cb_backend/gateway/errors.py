@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 
 import grpc
 
@@ -13,6 +14,9 @@ _OWN_LIMIT = re.compile(r"timed out after \d+ ms .*\(timeout_ms\)")  # the reque
 _FULL = ("queue is full", "queue holds")
 # Of a prompt that the model's length or the cache has no room for: ours, and vLLM's.
 _TOO_LONG = ("(max_model_len", "max_model_len=", "but the whole KV cache holds", "maximum context length")
+# The field with which what the model refuses begins: `max_tokens must be ...`, `unknown sampling parameter "x"`.
+_FIELD = re.compile(r"(?:unknown sampling parameter )?[\"']?([a-zA-Z_]\w*)")
+_SENT_AS = {"max_tokens": "max_completion_tokens"}  # OpenAI's newer names of what the model has under another
 TOO_LONG_CODE = "context_length_exceeded"  # OpenAI's: clients shorten the conversation then
 
 STATUS_OF = {
@@ -42,6 +46,12 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.is_final = is_final
+
+    def find_param(self, names: Set[str]) -> None:
+        """Sets `param` where the message begins with one of `names`, the fields that the client has sent."""
+        field = _FIELD.match(self.message)
+        if self.status == 400 and self.param is None and field is not None:
+            self.param = next((name for name in (field[1], _SENT_AS.get(field[1])) if name in names), None)
 
     def body(self) -> dict[str, object]:
         kind = _TYPE_OF.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

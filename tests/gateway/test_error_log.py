@@ -80,6 +80,13 @@ def test_a_line_stays_one_line() -> None:
     assert error_line("GET", "/a\r\n\x1b[2J", 404, "-", "x\u2028y") == "GET /a   [2J 404 - x y"
 
 
+def test_the_field_that_is_refused_is_told() -> None:
+    server = Failing(ApiError(400, "max_tokens must be at least 1, got 0"))
+    for sent in ("max_tokens", "max_completion_tokens"):
+        answer = ask(server, CHAT, {"model": "llm", "messages": MESSAGES, sent: 0})
+        assert answer.json()["error"]["param"] == sent
+
+
 def test_pages_of_other_origins_may_read_what_clients_need() -> None:
     app = app_module.create_app(Settings("127.0.0.1:1", allow_origins=("http://a",)))
 

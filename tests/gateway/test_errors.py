@@ -147,6 +147,26 @@ def test_names_of_parsers() -> None:
     assert settings.reading("other").reasoning == "auto"
 
 
+@pytest.mark.parametrize(("message", "names", "param"), [
+    ("max_tokens must be between 1 and 2147483647, got 0", {"max_tokens"}, "max_tokens"),
+    ("max_tokens must be between 1 and 2147483647, got 0", {"max_completion_tokens"}, "max_completion_tokens"),
+    ("temperature must be a number, got \"x\"", {"temperature", "model"}, "temperature"),
+    ("n is 2, but at temperature 0 all answers are the same", {"n", "temperature"}, "n"),
+    ("prompt_logprobs=20 of a prompt of 9 tokens are 189 figures", {"prompt_logprobs"}, "prompt_logprobs"),
+    ("unknown sampling parameter \"foo\"; did you mean x?", {"foo", "model"}, "foo"),
+    ("length_penalty is not supported yet (got 2); remove it", {"length_penalty"}, "length_penalty"),
+    ("temperature must be a number", {"model"}, None), ("the prompt has no tokens", {"prompt"}, None),
+    ("", {"model"}, None),
+])  # fmt: skip
+def test_the_field_that_the_model_refuses_is_named(message: str, names: set[str], param: str | None) -> None:
+    error = from_stream(message)
+    error.find_param(names)
+    assert error.param == param
+    error = ApiError(503, message)
+    error.find_param(names)
+    assert error.param is None
+
+
 def test_an_error_without_a_field() -> None:
     assert ApiError(404, "x", code="model_not_found").body() == {
         "error": {"message": "x", "type": "not_found_error", "param": None, "code": "model_not_found"}
