@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.server.addresses import check_port, numeric_host
+from cb_backend.cli.server.addresses import check_port, numeric_host, refuse_http
 from cb_backend.cli.server.gateway_options import add_gateway_options, gateway_settings, open_note
 from cb_backend.cli.server.gateway_process import DEFAULT_PORT
 from cb_backend.gateway.settings import ENVIRONMENT_VARIABLE
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise CliError(f"--model-repository {args.model_repository} is no folder; name the server's")
     settings = gateway_settings(args, args.url, args.model_repository)
     check_port(numeric_host(args.host), args.port, "--port")
+    refuse_http(args.url)
     if args.beside_server:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     else:
