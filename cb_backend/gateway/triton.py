@@ -1,4 +1,4 @@
-"""The Triton server behind the gateway: which of its models generate text, and one request's stream of responses.
+"""The Triton server behind the gateway: which of its models it can ask, and one request's stream of responses.
 
 The protocol's messages are used as `tritonclient` generates them, without its client: a response is read where it
 lies, and a process passes on more of them a second.
@@ -40,7 +40,7 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the server that takes a prompt and gives text."""
+    """A model of the server that takes a prompt."""
 
     name: str
     inputs: frozenset[str]
@@ -98,7 +98,10 @@ class Triton:
         self._has_codes: bool | None = None
 
     async def models(self) -> dict[str, Model]:
-        """By name, those that are ready and generate text. Raises `ApiError`."""
+        """By name, those that are ready and have the tensors. What a model serves, text or numbers, these do not tell.
+
+        Raises `ApiError`.
+        """
         if time.monotonic() - self._models_at < MODELS_AGE_S:
             return self._models
         if self._reading is None:  # once for all who want it now; it goes on for the others where one of them leaves
