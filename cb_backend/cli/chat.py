@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cb_backend.cli.paths import CliError
+from cb_backend.cli.server.addresses import refuse_http
 from cb_backend.cli.terminal.chat_commands import Commands
 from cb_backend.cli.terminal.conversation import Answer, ChatServer, Conversation
 from cb_backend.cli.terminal.local_state import local_servers
@@ -71,6 +72,7 @@ def _server(
     except ApiError as error:
         loop.run_until_complete(server.close())
         if args.url is not None:
+            refuse_http(args.url)
             raise CliError(error.message) from None
         if args.model is None:
             raise CliError(

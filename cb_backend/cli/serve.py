@@ -24,7 +24,8 @@ from cb_backend.cli.paths import CliError, checkout_path
 from cb_backend.cli.server.addresses import numeric_host
 from cb_backend.cli.server.backend_folder import our_backends
 from cb_backend.cli.server.engine_options import add_engine_options, engine_options, flag_of
-from cb_backend.cli.server.gateway_process import DEFAULT_PORT, add_reading_options, gateway_beside, reading_words
+from cb_backend.cli.server.gateway_options import add_gateway_options, gateway_settings, gateway_words, open_note
+from cb_backend.cli.server.gateway_process import DEFAULT_PORT, gateway_beside
 from cb_backend.cli.server.known_faults import Configuration, known_faults, own_python_models
 from cb_backend.cli.server.local_server import find_server
 from cb_backend.cli.server.model_repository import (
@@ -38,7 +39,6 @@ from cb_backend.cli.server.server_log import is_worth_showing
 from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, check_ports
 from cb_backend.cli.server.start_up import PartlyLoadedError, wait_ready_aloud
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.gateway.settings import read_names
 from cb_backend.models.checkpoint import check_checkpoint_name
 
 SAID_ONCE = ("failed to load", "Failed to create instance", "error: creating server")  # in our own words at the end
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the OpenAI gateway beside the server (default: {DEFAULT_PORT} if it is free)",
     )
     parser.add_argument("--no-openai", action="store_true", help="start no OpenAI gateway")
-    add_reading_options(parser.add_argument_group("OpenAI gateway"))
+    add_gateway_options(parser.add_argument_group("OpenAI gateway"))
     parser.add_argument(
         "--exit-timeout-secs", type=int, default=30, help="how long running requests may go on at the end"
     )
@@ -96,8 +96,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.adapter and args.model_repository is not None:
         raise CliError("--adapter is for the checkout's llm model; with --model-repository, write a multi_lora.json")
-    read_names("--tool-parser", args.tool_parser)  # a wrong name is told before anything starts
-    read_names("--reasoning-parser", args.reasoning_parser)
+    gateway_settings(args, "")  # a wrong value is told before anything starts
+    if args.no_openai and (words := gateway_words(args)):
+        flag = words[0].partition("=")[0]
+        raise CliError(f"{flag} is for the OpenAI gateway, which --no-openai leaves out; leave one of them out")
     if args.exit_timeout_secs < 0:
         raise CliError(f"--exit-timeout-secs is {args.exit_timeout_secs}; it must be 0 or more")
     with tempfile.TemporaryDirectory(prefix="cb_backend-") as folder:
@@ -156,7 +158,7 @@ def _serve(args: argparse.Namespace, repository: Path, folder: Path) -> int:
         beside.callback(server.stop)
         if _wait_ready(server, stopper):
             openai = None if args.no_openai else _start_gateway(args, server, beside)
-            _say(_ready_text(server, models, openai))
+            _say(_ready_text(server, models, openai, args))
         exit_code = _wait_end(server, stopper)
     if not stopper.is_stopping:
         raise CliError(f"the server ended by itself with exit code {exit_code}; run with --verbose for its log")
@@ -172,7 +174,7 @@ def _start_gateway(args: argparse.Namespace, server: ServerProcess, beside: cont
             server.options.host,
             args.openai_port,
             server.grpc_address,
-            [*reading_words(args), "--model-repository", str(server.options.model_repository)],
+            [*gateway_words(args), "--model-repository", str(server.options.model_repository)],
         )
     )
     if address is None:
@@ -242,15 +244,17 @@ def _wait_end(server: ServerProcess, stopper: _Stopper) -> int:
     return exit_code
 
 
-def _ready_text(server: ServerProcess, models: list[str], openai: str | None = None) -> str:
+def _ready_text(server: ServerProcess, models: list[str], openai: str | None, args: argparse.Namespace) -> str:
     url = f"http://{server.http_address}/v2/models/{'llm' if 'llm' in models else models[0]}"
     text = '"text_input": "The capital of France is"'
     sampling = '"max_tokens": 32, "temperature": 0'
+    note = openai and open_note(args, *openai.rsplit(":", 1))
+    noted = f"\n{note}" if note else ""
     return f"""ready: {", ".join(models)}
   HTTP    http://{server.http_address}
   gRPC    {server.grpc_address}
   metrics {f"http://{server.metrics_address}/metrics" if server.has_metrics else "off"}
-  OpenAI  {f"http://{openai}/v1" if openai else "off"}
+  OpenAI  {f"http://{openai}/v1" if openai else "off"}{noted}
 try
   curl -s {url}/generate -d '{{{text}, "parameters": {{{sampling}}}}}'
   curl -sN {url}/generate_stream -d '{{{text}, "parameters": {{"stream": true, {sampling}}}}}'

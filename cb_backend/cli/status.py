@@ -129,11 +129,15 @@ def _server_text(server: dict[str, Any]) -> str:
     state = server["state"]
     pid = f" {server['pid']}" if server["pid"] else ""
     lines = [f"server{pid}  {state['version']}  {'ready' if state['is_ready'] else 'NOT READY'}".replace("    ", "  ")]
-    places = {"HTTP": server["http"], "gRPC": server["grpc"], "metrics": server["metrics"]}
+    metrics = server["metrics"] if state["has_metrics"] else None
+    places = {"HTTP": server["http"], "gRPC": server["grpc"], "metrics": metrics}
     places["OpenAI"] = ", ".join(server["openai"]) or None
     lines.append("  " + "  ".join(f"{name} {address}" for name, address in places.items() if address))
     if state["problem"]:
         lines.append(f"  {state['problem']}")
+    elif server["http"] and server["metrics"] and not state["has_metrics"]:
+        way = "" if server["pid"] else "; --metrics-url HOST:PORT says where they are"
+        lines.append(f"  no metrics answer at {server['metrics']}, so figures are missing{way}")
     models = [ModelState(**model) for model in state["models"].values()]
     if models:
         lines.append(table(TITLES, [_model_row(model) for model in models], "<<>>>>>"))

@@ -19,8 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from cb_backend.gateway.adapters import AdapterNames, Chosen
 from cb_backend.gateway.answers import Usage
-from cb_backend.gateway.bodies import read_body
+from cb_backend.gateway.bodies import Body, read_body
 from cb_backend.gateway.calls import replies
+from cb_backend.gateway.error_log import ErrorLog, error_line
 from cb_backend.gateway.errors import ApiError
 from cb_backend.gateway.http import ClientGone, EventStream, read_all, until_gone
 from cb_backend.gateway.page import show_page
@@ -43,6 +44,7 @@ from cb_backend.gateway.vectors import Vectors
 _HEALTH_PATHS = ("/health", "/health/ready", "/ping")  # vLLM's, Triton's own frontend's, SageMaker's
 # Those who ask have no key: probes, and a browser before its page has asked for one.
 _OPEN_PATHS = (*_HEALTH_PATHS, "/")
+_EXPOSED = ("x-request-id", "retry-after", "x-should-retry")  # headers that a page's own scripts may read
 _RERANK_PATHS = ("/v1/rerank", "/rerank")  # clients of Jina's and of vLLM's
 
 logger = logging.getLogger("cb_backend.gateway")
@@ -73,15 +75,18 @@ def create_app(settings: Settings) -> Starlette:
     middleware = [Middleware(Guard, gateway=gateway)]
     if settings.allow_origins:
         cors = Middleware(
-            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
-        )
+            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )  # fmt: skip
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(ErrorLog, left_out=_HEALTH_PATHS))  # who probes sees it himself, and asks often
     handlers: dict[Any, Any] = {404: _no_such_path, 405: _wrong_method, ApiError: _show_error}
     return Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
 
 
 def create_from_environment() -> Starlette:
-    """For worker processes, which are given no arguments."""
+    """For worker processes, which are given no arguments. Their log is this gateway's alone: its lines say when."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     return create_app(Settings.from_json(os.environ[ENVIRONMENT_VARIABLE]))
 
 
@@ -139,6 +144,14 @@ class Generate:
 
     async def _answer(self, data: bytes, request_id: str, send: Send, scope: Scope) -> None:
         body = read_body(data)
+        names = frozenset(body.left)
+        try:
+            await self._generate(body, request_id, send, scope)
+        except ApiError as error:
+            error.find_param(names)
+            raise
+
+    async def _generate(self, body: Body, request_id: str, send: Send, scope: Scope) -> None:
         name = body.need("model", str)
         model, adapter = await self._gateway.choose(name)
         if adapter:
@@ -157,10 +170,13 @@ class Generate:
 
     async def _collect(self, model: str, generation: Generation, head: dict[str, Any]) -> dict[str, Any]:
         usage = Usage()
+        prompt_logprobs: dict[int, str] = {}
         async for batch in replies(self._gateway.triton, model, generation.inputs, head["id"]):
             for number, reply in batch:
                 _push(generation, number, reply, usage)
-        return {**head, "choices": [choice.whole() for choice in generation.choices], "usage": usage.shown()}
+                if reply.prompt_logprobs:
+                    prompt_logprobs[number] = reply.prompt_logprobs
+        return {**head, **generation.whole(prompt_logprobs), "usage": usage.shown()}
 
     async def _stream(self, model: str, generation: Generation, head: dict[str, Any], send: Send) -> None:
         """An error before the first token is the response's status; after it, an event."""
@@ -180,6 +196,7 @@ class Generate:
         except ApiError as error:
             if not events.has_begun:
                 raise
+            logger.warning("%s", error_line("stream", "of " + model, 200, head["id"], error.message))
             await events.push([encode(error.body())])
         else:
             if generation.wants_usage:

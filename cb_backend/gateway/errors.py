@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Set
+
 import grpc
 
 # What the server's streams tell is a text alone. These stand in those of our backend that ask to try again (a full
 # queue, an engine that starts, a server that drains); releases from 26.04 on tell the code as well.
 _AGAIN = ("again later", "send the request again", "send it again", "to another server", "timed out after")
+_OWN_LIMIT = re.compile(r"timed out after \d+ ms .*\(timeout_ms\)")  # the request's own time is over
 _FULL = ("queue is full", "queue holds")
 # Of a prompt that the model's length or the cache has no room for: ours, and vLLM's.
 _TOO_LONG = ("(max_model_len", "max_model_len=", "but the whole KV cache holds", "maximum context length")
+# The field with which what the model refuses begins: `max_tokens must be ...`, `unknown sampling parameter "x"`.
+_FIELD = re.compile(r"(?:unknown sampling parameter )?[\"']?([a-zA-Z_]\w*)")
+_SENT_AS = {"max_tokens": "max_completion_tokens"}  # OpenAI's newer names of what the model has under another
 TOO_LONG_CODE = "context_length_exceeded"  # OpenAI's: clients shorten the conversation then
 
 STATUS_OF = {
@@ -27,14 +34,24 @@ RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """An answer with an HTTP status of 400 and more. `param`: the field of the body that is wrong."""
+    """An answer with an HTTP status of 400 and more. `param`: the field of the body that is wrong. `is_final`: OpenAI's
+    clients, which send again what has failed at the server, are told not to."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, is_final: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.is_final = is_final
+
+    def find_param(self, names: Set[str]) -> None:
+        """Sets `param` where the message begins with one of `names`, the fields that the client has sent."""
+        field = _FIELD.match(self.message)
+        if self.status == 400 and self.param is None and field is not None:
+            self.param = next((name for name in (field[1], _SENT_AS.get(field[1])) if name in names), None)
 
     def body(self) -> dict[str, object]:
         kind = _TYPE_OF.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -43,6 +60,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.is_final:
+            return {"x-should-retry": "false"}
         return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
@@ -52,6 +71,8 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def from_stream(message: str) -> ApiError:
     """Of an error that came in a stream of responses: a text, for which a status has to be found."""
+    if _OWN_LIMIT.match(message):
+        return _out_of_time(message)
     if any(text in message for text in _FULL):
         return ApiError(429, message)
     if any(text in message for text in _AGAIN):
@@ -66,7 +87,14 @@ def from_rpc(error: grpc.RpcError, url: str) -> ApiError:
     code, text = error.code(), error.details() or str(error)
     if code is grpc.StatusCode.UNAVAILABLE and ("connect" in text.lower() or "Socket closed" in text):
         return ApiError(503, f"no Triton server answers at {url}: {text}")
+    if _OWN_LIMIT.match(text):
+        return _out_of_time(text)
     return _refused(STATUS_OF.get(code, 500), text)
+
+
+def _out_of_time(message: str) -> ApiError:
+    """Of a request whose `timeout_ms` is over: sent again it would cost as much, and its client wants it no more."""
+    return ApiError(504, message, is_final=True)
 
 
 def _refused(status: int, message: str) -> ApiError:

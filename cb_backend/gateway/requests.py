@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from cb_backend.gateway.answers import ChatChoice, CompletionChoice
 from cb_backend.gateway.bodies import Body, write_json
 from cb_backend.gateway.calls import Prompt, make_inputs
@@ -33,6 +35,7 @@ class Generation:
     is_stream: bool
     wants_usage: bool  # at a stream's end
     num_answers: int  # of each prompt
+    shows_prompt_logprobs: bool = False
     inputs: list[dict[str, Any]] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
 
@@ -40,12 +43,25 @@ class Generation:
     def chunk_object(self) -> str:
         return "chat.completion.chunk" if self.object == "chat.completion" else self.object
 
+    def whole(self, prompt_logprobs: dict[int, str]) -> dict[str, Any]:
+        """The choices, which have ended. `prompt_logprobs`: JSON by the prompt's number; a completion shows it in each
+        choice of the prompt and a chat beside its choices, as vLLM does."""
+        answer: dict[str, Any] = {"choices": [choice.whole() for choice in self.choices]}
+        if self.shows_prompt_logprobs:
+            figures = {number: msgspec.Raw(text.encode()) for number, text in prompt_logprobs.items()}
+            if self.object == "chat.completion":
+                answer["prompt_logprobs"] = figures.get(0)
+            else:
+                for index, choice in enumerate(answer["choices"]):
+                    choice["prompt_logprobs"] = figures.get(index // self.num_answers)
+        return answer
+
 
 def read_chat(body: Body, model: Model, reading: Reading) -> Generation:
     """Of `/v1/chat/completions`. Raises `ApiError`."""
     if not model.takes_chat:
         raise bad_request(f"the model {model.name!r} has no input 'messages'; use /v1/completions", "model")
-    generation = _begin(body, "chat.completion")
+    generation = _begin(body, model, "chat.completion")
     choice = take_tools(body)
     prompt = Prompt("messages", messages_input(body, choice))
     body.refuse("modalities", "answers are text", (["text"],))
@@ -70,7 +86,7 @@ def read_chat(body: Body, model: Model, reading: Reading) -> Generation:
 
 def read_completion(body: Body, model: Model) -> Generation:
     """Of `/v1/completions`. Raises `ApiError`."""
-    generation = _begin(body, "text_completion")
+    generation = _begin(body, model, "text_completion")
     prompts = _prompts(body, model)
     body.refuse("suffix", "the model continues a text and does not fill gaps", ("",))
     if body.take("best_of", int) not in (None, generation.num_answers):
@@ -80,7 +96,7 @@ def read_completion(body: Body, model: Model) -> Generation:
         raise bad_request("'echo' repeats a text; of token ids the gateway does not know it", "echo")
     num_logprobs = take_completion_logprobs(body)
     if has_echo and num_logprobs is not None:
-        raise bad_request("'echo' with 'logprobs' is not supported; 'prompt_logprobs' goes to the model", "echo")
+        raise bad_request("'echo' with 'logprobs' is not supported; 'prompt_logprobs' shows the prompt's", "echo")
     sampling = take_sampling(body, is_chat=False)
     _add(generation, prompts, sampling, num_logprobs)
     for prompt in prompts:
@@ -90,16 +106,32 @@ def read_completion(body: Body, model: Model) -> Generation:
     return generation
 
 
-def _begin(body: Body, name: str) -> Generation:
+def _begin(body: Body, model: Model, name: str) -> Generation:
     is_stream, number = body.take("stream", bool) or False, body.take("n", int)
     options = body.take("stream_options", dict)
     if options is not None and not is_stream:
         raise bad_request("'stream_options' needs 'stream': true", "stream_options")
-    wants_usage = Body(options or {}).take("include_usage", bool) or False
+    wants_usage = _wants_usage(Body(options or {}))
+    shows_prompt_logprobs = body.left.get("prompt_logprobs") is not None  # how many is the model's to check
+    if shows_prompt_logprobs and is_stream:
+        raise bad_request("'prompt_logprobs' come with whole answers only: send 'stream': false", "prompt_logprobs")
+    if shows_prompt_logprobs and "prompt_logprobs" not in model.outputs:
+        raise bad_request(f"the model {model.name!r} has no output 'prompt_logprobs'; leave it out", "prompt_logprobs")
     number = 1 if number is None else number
     if not 1 <= number <= MAX_ANSWERS:
         raise bad_request(f"'n' is {number}; it must be 1 to {MAX_ANSWERS}", "n")
-    return Generation(name, is_stream, wants_usage, number)
+    return Generation(name, is_stream, wants_usage, number, shows_prompt_logprobs)
+
+
+def _wants_usage(options: Body) -> bool:
+    """Of `stream_options`."""
+    wants_usage = options.take("include_usage", bool) or False
+    options.take("include_obfuscation", bool)  # padding of OpenAI's own events: no answer depends on it
+    for name, value in options.left.items():
+        if value is not False:
+            reason = "there is include_usage, for one count at the stream's end; leave it out"
+            raise bad_request(f"'stream_options.{name}' is not supported: {reason}", "stream_options")
+    return wants_usage
 
 
 def _add(generation: Generation, prompts: list[Prompt], sampling: dict[str, Any], num_logprobs: int | None) -> None:

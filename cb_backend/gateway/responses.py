@@ -62,5 +62,10 @@ class JsonEndpoint:
             await error_response(error, request_id)(scope, receive, send)
 
     async def _answer(self, body: Body, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        value = await self._answering(body, self._triton(), request_id)
+        names = frozenset(body.left)
+        try:
+            value = await self._answering(body, self._triton(), request_id)
+        except ApiError as error:
+            error.find_param(names)
+            raise
         await json_response(value, headers={"x-request-id": request_id})(scope, receive, send)

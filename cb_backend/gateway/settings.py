@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES, Reading
 
 ENVIRONMENT_VARIABLE = "CB_BACKEND_GATEWAY"
 DEFAULT_BODY_MIB = 4
+_COMMENT = re.compile(r"(^|\s)#.*")  # a key may hold the sign
 
 logger = logging.getLogger("cb_backend.gateway")
 
@@ -50,7 +52,10 @@ class Settings:
 
 
 class ApiKeys:
-    """Keys of a file, one a line; `#` begins a comment. A changed file counts from the next request on."""
+    """Keys of a file, one a line; `#` at a line's beginning or after white space begins a comment.
+
+    A changed file counts from the next request on.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` where the file cannot be read or has no key."""
@@ -66,7 +71,7 @@ class ApiKeys:
             stamp = (status.st_mtime_ns, status.st_size)
             if stamp == self._stamp:
                 return
-            lines = [line.split("#")[0].strip() for line in self._path.read_text().splitlines()]
+            lines = [_COMMENT.sub("", line).strip() for line in self._path.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the API keys' file {self._path} cannot be read: {error}") from None
         keys = [line.encode() for line in lines if line]

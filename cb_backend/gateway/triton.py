@@ -1,4 +1,4 @@
-"""The Triton server behind the gateway: which of its models generate text, and one request's stream of responses.
+"""The Triton server behind the gateway: which of its models it can ask, and one request's stream of responses.
 
 The protocol's messages are used as `tritonclient` generates them, without its client: a response is read where it
 lies, and a process passes on more of them a second.
@@ -40,7 +40,7 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the server that takes a prompt and gives text."""
+    """A model of the server that takes a prompt."""
 
     name: str
     inputs: frozenset[str]
@@ -65,6 +65,7 @@ class Reply:
     logprobs: list[str] = field(default_factory=list)  # JSON
     num_input_tokens: int | None = None
     num_output_tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: str = ""  # JSON, once a request
     tokenized: str = ""  # JSON about the prompt
     numbers: bytes = b""  # float32 of an embedding, or of scores
     is_final: bool = False
@@ -97,7 +98,10 @@ class Triton:
         self._has_codes: bool | None = None
 
     async def models(self) -> dict[str, Model]:
-        """By name, those that are ready and generate text. Raises `ApiError`."""
+        """By name, those that are ready and have the tensors. What a model serves, text or numbers, these do not tell.
+
+        Raises `ApiError`.
+        """
         if time.monotonic() - self._models_at < MODELS_AGE_S:
             return self._models
         if self._reading is None:  # once for all who want it now; it goes on for the others where one of them leaves
@@ -262,6 +266,8 @@ def read_reply(response: Any) -> Reply:
             reply.tokenized = _texts(data)[0]
         elif tensor.name == "logprobs":
             reply.logprobs = _texts(data)
+        elif tensor.name == "prompt_logprobs":
+            reply.prompt_logprobs = _texts(data)[0]
         elif tensor.name in ("embedding", "scores"):
             reply.numbers = data
         elif tensor.name == "num_output_tokens":

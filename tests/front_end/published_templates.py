@@ -31,6 +31,15 @@ SHORT_IDS = """{% for m in messages %}<|im_start|>{% for c in m.tool_calls or []
 {%- if c.id | length != 9 %}{{ raise_exception('Tool call IDs!') }}{% endif %}{{ c.id }}{% endfor %}
 {%- if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('Tool call IDs!') }}{% endif %}
 {{- m.tool_call_id }}{% endif %}{{ m.content or '' }}<|im_end|>{% endfor %}"""
+# As Llama 3.1's, which looks whether the field is there, and takes one call.
+ONE_CALL = """{% for m in messages %}<|im_start|>{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}
+{{- raise_exception('only supports single tool-calls at once!') }}{% endif %}f {{ m.tool_calls[0].function.name }}
+{%- else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"""
+# Content that is added to a text, null or not.
+ADDED = """{% for m in messages %}{{ '<|im_start|>' + m['content'] }}{% for c in m.tool_calls or [] %}
+{{- c.function.name }}{% endfor %}<|im_end|>{% endfor %}"""
+IF_TOOLS = """{% for m in messages %}<|im_start|>{% if tools and m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}
+{{- m.content }}<|im_end|>{% endfor %}"""
 NONE_CHECK = "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}" + PLAIN
 TOOL_USE = "tool_use:" + PLAIN + "{{ tools | length }}"
 

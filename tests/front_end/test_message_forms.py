@@ -78,7 +78,7 @@ def test_ids_of_calls_are_made_such_as_the_template_takes(kit: Callable[[Any], K
 
 
 def test_ids_of_calls_stay_where_the_template_takes_any(kit: Callable[[Any], Kit]) -> None:
-    pair = kit("{% for m in messages %}{{ m.tool_call_id or m.content }}{% endfor %}")
+    pair = kit("{% for m in messages %}{{ m.tool_calls }}{{ m.tool_call_id or m.content }}{% endfor %}")
     assert "call_1" in pair.text([user("x"), calling("{}"), {**ANSWER, "tool_call_id": "call_1"}])
 
 
@@ -174,6 +174,66 @@ def test_r16a_a_call_without_content_stays_without(kit: Callable[[Any], Kit]) ->
     for fields in ({}, {"content": None}):
         messages = [user("x"), calling(VALUES, **fields)]
         assert pair.text(messages) == pair.reference(messages)
+
+
+# ---- messages that clients send back ------------------------------------------------------------------------------
+
+NULLS = {"refusal": None, "audio": None, "function_call": None, "name": None}
+SINGLE = templates.ONE_CALL
+
+
+@pytest.mark.parametrize("template", [PLAIN, templates.TOOLS_JSON, templates.SHORT_IDS, SINGLE, templates.ADDED])
+@pytest.mark.parametrize("calls", [{"tool_calls": None}, {"tool_calls": []}, {}])
+def test_fields_that_say_nothing_are_no_fields(kit: Callable[[Any], Kit], template: str, calls: dict[str, Any]) -> None:
+    """As the clients' own classes of messages write them out: templates look only whether a field is there."""
+    pair, said = kit(template), {"role": "assistant", "content": "Hello."}
+    assert pair.text([user("x"), {**said, **NULLS, **calls}, user("y")]) == pair.reference([user("x"), said, user("y")])
+
+
+@pytest.mark.parametrize("fields", [{}, {"tool_calls": None}, {"tool_calls": [], "reasoning_content": "so"}])
+def test_an_answer_that_said_nothing_is_empty(kit: Callable[[Any], Kit], fields: dict[str, Any]) -> None:
+    pair, said = kit(PLAIN), {"role": "assistant", "content": None, **fields}
+    expected = pair.reference([user("x"), {"role": "assistant", "content": ""}, user("y")])
+    assert pair.text([user("x"), said, user("y")]) == expected
+    assert "message 0 has no content" in pair.refusal([{"role": "user", "content": None}])
+    assert "message 0 has no content" in pair.refusal([{"role": "assistant", "tool_calls": []}])
+
+
+@pytest.mark.parametrize("fields", [{}, {"content": None}])
+def test_a_call_has_an_empty_content_where_the_template_cannot_do_without(
+    kit: Callable[[Any], Kit], fields: dict[str, Any]
+) -> None:
+    """The gateway's own answers that call are such: their content is null, as OpenAI's."""
+    pair = kit(templates.ADDED)
+    expected = pair.reference([user("x"), calling({}, content=""), ANSWER])
+    assert pair.text([user("x"), calling("{}", **fields), ANSWER]) == expected
+    assert pair.text([user("x"), calling("{}", content="so"), ANSWER]) != expected
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call"])
+def test_calls_that_the_template_does_not_show_are_refused(kit: Callable[[Any], Kit], name: str) -> None:
+    """Else the model would be shown an answer to nothing, or its template would fail for the lack of a content."""
+    pair = kit(PLAIN)
+    call: dict[str, Any] = calling("{}", content="so")
+    if name == "function_call":
+        call[name] = call.pop("tool_calls")[0]["function"]
+    assert f"the model's chat template shows no {name}, so those of message 1 would be lost" in pair.refusal(
+        [user("x"), call, ANSWER]
+    )
+
+
+@pytest.mark.parametrize("template", [
+    templates.IF_TOOLS, templates.ADDED, SINGLE, templates.TOOLS_TEXT, templates.TOOLS_ITEMS, templates.SHORT_IDS,
+])  # fmt: skip
+def test_calls_that_the_template_shows_somehow_are_not_refused(kit: Callable[[Any], Kit], template: str) -> None:
+    tools = {"tools": [TOOL]} if "tools" in template else {}
+    assert "f" in kit(template).text([user("x"), calling('{"f": 1}', content=""), ANSWER], **tools)
+
+
+def test_a_template_that_fails_on_calls_says_why_itself(kit: Callable[[Any], Kit]) -> None:
+    pair = kit("{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls!') }}{% endif %}"
+               "{{ m.content }}{% endfor %}")  # fmt: skip
+    assert "no calls!" in pair.refusal([user("x"), calling("{}", content="")])
 
 
 # ---- named templates ---------------------------------------------------------------------------------------------

@@ -9,16 +9,21 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
+from cb_backend.cli import main as cli_main
+from cb_backend.cli import serve
 from cb_backend.cli.main import main
 from cb_backend.cli.paths import CliError
-from cb_backend.cli.server.gateway_process import add_reading_options, gateway_beside, reading_words
+from cb_backend.cli.server.gateway_options import gateway_settings, gateway_words, open_note
+from cb_backend.cli.server.gateway_process import gateway_beside
 from cb_backend.cli.server.server_process import free_ports
 from tests.gateway.test_disconnects import gateway_pid
 from tests.server.tiny_checkpoint import write_tiny_checkpoint
@@ -75,17 +80,58 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error() -> None:
             pass
 
 
-def test_serve_hands_on_how_answers_are_read(capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM's name of the option as well; a wrong value is told before a server starts."""
-    parser = argparse.ArgumentParser()
-    add_reading_options(parser)
+def test_serve_hands_on_the_gateways_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's names of parsers as well; a wrong value is told before a server starts."""
+    (keys := tmp_path / "keys").write_text("one\n")
     given = ["--tool-call-parser", "llm=mistral", "--reasoning-parser", "none", "--tool-parser", "hermes"]
-    words = reading_words(parser.parse_args(given))
-    assert words == ["--tool-parser", "llm=mistral", "--tool-parser", "hermes", "--reasoning-parser", "none"]
-    assert reading_words(parser.parse_args(words)) == words
-    assert reading_words(parser.parse_args([])) == []
-    assert main(["serve", "--reasoning-parser", "deepseek_r1"]) == 1
-    assert "'deepseek_r1' is none of auto, think" in capsys.readouterr().err
+    given += ["--api-key-file", str(keys), "--max-body-mib", "8", "--workers", "2", "--lora-separator", ""]
+    given += ["--allow-origin", "http://a", "--allow-origin=-b"]
+    args = parsed("serve", *given)
+    words = gateway_words(args)
+    assert words == [
+        f"--api-key-file={keys}", "--max-body-mib=8", "--workers=2", "--lora-separator=", "--allow-origin=http://a",
+        "--allow-origin=-b", "--tool-parser=llm=mistral", "--tool-parser=hermes", "--reasoning-parser=none",
+    ]  # fmt: skip
+    assert gateway_words(parsed("openai", *words)) == words
+    settings = gateway_settings(parsed("openai", *words), "here:1")
+    assert (settings.api_key_file, settings.max_body_bytes, settings.lora_separator) == (str(keys), 8 << 20, "")
+    assert gateway_words(parsed("serve")) == []
+    for option, text in (
+        (["--reasoning-parser", "deepseek_r1"], "'deepseek_r1' is none of auto, think"),
+        (["--max-body-mib", "0"], "--workers and --max-body-mib must be 1 or more"),
+        (["--api-key-file", "/nowhere/keys"], "the API keys' file /nowhere/keys cannot be read"),
+        (["--no-openai", "--workers", "2"], "--workers is for the OpenAI gateway, which --no-openai leaves out"),
+    ):
+        assert main(["serve", *option]) == 1
+        assert text in capsys.readouterr().err
+
+
+def test_serve_has_every_option_of_the_gateway() -> None:
+    own = {"url", "host", "port", "beside_server", "model_repository", "run", "command_parser", "handed_on"}
+    assert vars(parsed("openai")).keys() - own <= vars(parsed("serve")).keys()
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return cli_main._parse(words[0], list(words))
+
+
+@pytest.mark.parametrize(("host", "words", "shown"), [
+    ("0.0.0.0", [], "0.0.0.0:9"), ("::", [], "[::]:9"), ("[::]", [], "[::]:9"), ("127.0.0.1", [], None),
+    ("127.0.0.2", [], None), ("localhost", [], None), ("0.0.0.0", ["--api-key-file", "keys"], None),
+])  # fmt: skip
+def test_who_opens_the_gateway_to_all_is_told(host: str, words: list[str], shown: str | None) -> None:
+    told = f"NOTE: everybody who reaches {shown} may use it; --api-key-file asks for a key" if shown else ""
+    assert open_note(parsed("serve", *words), host, 9) == told
+
+
+def test_serve_says_where_its_gateway_is_open() -> None:
+    server: Any = types.SimpleNamespace(
+        http_address="0.0.0.0:8000", grpc_address="0.0.0.0:8001", metrics_address="0.0.0.0:8002", has_metrics=True
+    )
+    note = "NOTE: everybody who reaches 0.0.0.0:9 may use it; --api-key-file asks for a key"
+    assert note in serve._ready_text(server, ["llm"], "0.0.0.0:9", parsed("serve")).splitlines()
+    assert "NOTE" not in serve._ready_text(server, ["llm"], "0.0.0.0:9", parsed("serve", "--api-key-file", "keys"))
+    assert "NOTE" not in serve._ready_text(server, ["llm"], None, parsed("serve"))
 
 
 def test_a_default_port_that_is_taken_leaves_the_gateway_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +147,7 @@ def test_a_gateway_ends_with_the_process_that_started_it() -> None:
     (port,) = free_ports(1)
     starter = (
         "import time\n"
-        "from cb_backend.cli.server.gateway_process import add_reading_options, gateway_beside, reading_words\n"
+        "from cb_backend.cli.server.gateway_process import gateway_beside\n"
         f"with gateway_beside('127.0.0.1', {port}, '127.0.0.1:9') as address:\n"
         "    print(address, flush=True)\n"
         "    time.sleep(600)\n"
@@ -114,10 +160,14 @@ def test_a_gateway_ends_with_the_process_that_started_it() -> None:
     eventually(lambda: _refuses(port), "nobody listens any more")
 
 
-def test_a_gateway_that_dies_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """Killed twice, by hand or for its memory: clients find it at the same address, and its end is told."""
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_gateway_that_dies_is_started_again(num_workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Killed twice, by hand or for its memory: clients find it at the same address, and its end is told.
+
+    Its workers, whom nobody else would end, must not keep the port.
+    """
     (port,) = free_ports(1)
-    with gateway_beside("127.0.0.1", port, "127.0.0.1:9"):
+    with gateway_beside("127.0.0.1", port, "127.0.0.1:9", [f"--workers={num_workers}"]):
         for _ in range(2):
             pid = gateway_pid(port)
             os.kill(pid, signal.SIGKILL)

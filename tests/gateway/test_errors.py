@@ -23,7 +23,10 @@ TEXTS_OF_OURS = [
     "the engine ended the request; send it again",
     "the server is stopping this model; send the request to another server or again later",
     "timed out after 50 ms in the queue (queue_timeout_ms); try again later",
+]
+OWN_LIMIT = [
     "timed out after 50 ms (timeout_ms) before its last token",
+    "timed out after 50 ms in the queue (timeout_ms); try again later",
 ]
 
 
@@ -32,6 +35,14 @@ def test_what_may_succeed_later_is_a_503_that_says_when(text: str) -> None:
     error = from_stream(text)
     assert (error.status, error.headers()) == (503, {"retry-after": "1"})
     assert error.body()["error"] == {"message": text, "type": "server_error", "param": None, "code": None}
+
+
+@pytest.mark.parametrize("text", OWN_LIMIT)
+def test_a_clients_own_limit_is_a_504_that_is_not_to_be_sent_again(text: str) -> None:
+    """OpenAI's client does send again what fails with a status of 500 and more, unless it is told not to."""
+    unavailable = from_rpc(Failed(grpc.StatusCode.UNAVAILABLE, text), "here:1")
+    for error in (from_stream(text), unavailable):
+        assert (error.status, error.headers(), error.message) == (504, {"x-should-retry": "false"}, text)
 
 
 def test_the_texts_above_are_those_of_the_package() -> None:
@@ -93,6 +104,18 @@ def test_a_keys_file(tmp_path: Path) -> None:
     assert keys.are_right(b"Bearer one")  # half written: those of before
 
 
+@pytest.mark.parametrize("key", ["sk-a#b", "#b", "a#"])
+def test_a_key_may_hold_the_sign_that_begins_a_comment(key: str, tmp_path: Path) -> None:
+    """A key that were cut there would be refused, and what is left of it let in."""
+    path = tmp_path / "keys"
+    path.write_text(f"# whose: {key}\n  # more\nother\n x{key} # ours\ny{key}\t#theirs\n")
+    keys = ApiKeys(path)
+    for right in ("other", f"x{key}", f"y{key}"):
+        assert keys.are_right(f"Bearer {right}".encode())
+    for wrong in ("x", "y", "xa", "xsk-a", key, f"x{key} # ours", "#", "# more"):
+        assert not keys.are_right(f"Bearer {wrong}".encode()), wrong
+
+
 def test_a_keys_file_that_goes_bad_is_told_once_and_keeps_its_keys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,6 +145,26 @@ def test_names_of_parsers() -> None:
     assert settings.reading("llm").tools == "mistral"
     assert settings.reading("other").tools == "hermes"
     assert settings.reading("other").reasoning == "auto"
+
+
+@pytest.mark.parametrize(("message", "names", "param"), [
+    ("max_tokens must be between 1 and 2147483647, got 0", {"max_tokens"}, "max_tokens"),
+    ("max_tokens must be between 1 and 2147483647, got 0", {"max_completion_tokens"}, "max_completion_tokens"),
+    ("temperature must be a number, got \"x\"", {"temperature", "model"}, "temperature"),
+    ("n is 2, but at temperature 0 all answers are the same", {"n", "temperature"}, "n"),
+    ("prompt_logprobs=20 of a prompt of 9 tokens are 189 figures", {"prompt_logprobs"}, "prompt_logprobs"),
+    ("unknown sampling parameter \"foo\"; did you mean x?", {"foo", "model"}, "foo"),
+    ("length_penalty is not supported yet (got 2); remove it", {"length_penalty"}, "length_penalty"),
+    ("temperature must be a number", {"model"}, None), ("the prompt has no tokens", {"prompt"}, None),
+    ("", {"model"}, None),
+])  # fmt: skip
+def test_the_field_that_the_model_refuses_is_named(message: str, names: set[str], param: str | None) -> None:
+    error = from_stream(message)
+    error.find_param(names)
+    assert error.param == param
+    error = ApiError(503, message)
+    error.find_param(names)
+    assert error.param is None
 
 
 def test_an_error_without_a_field() -> None:

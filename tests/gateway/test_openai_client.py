@@ -200,14 +200,14 @@ def test_tools_that_must_be_called(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("body", "text", "param"), [
-    ({"max_tokens": 0}, "max_tokens", None),
-    ({"temperature": 300}, "temperature", None),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+    ({"temperature": 300}, "temperature", "temperature"),
     ({"max_tokens": "many"}, "'max_tokens' must be a whole number, not a string", "max_tokens"),
     ({"n": 2**40}, "it must be 1 to 64", "n"),
     ({"n": 0}, "'n' is 0; it must be 1 to 64", "n"),
     ({"top_logprobs": 2}, "'top_logprobs' needs 'logprobs': true", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "it must be 0 to 20", "top_logprobs"),
-    ({"no_such_thing": 1}, "no_such_thing", None),
+    ({"no_such_thing": 1}, "no_such_thing", "no_such_thing"),
     ({"functions": [{"name": "f"}]}, "send 'tools'", "functions"),
     ({"modalities": ["audio"]}, "answers are text", "modalities"),
     ({"tool_choice": "required"}, "'tool_choice' needs 'tools'", "tool_choice"),

@@ -151,6 +151,24 @@ def test_options_of_a_stream_have_types() -> None:
     assert (answer.status_code, "'include_usage' must be true or false" in answer.text) == (400, True)
 
 
+@pytest.mark.parametrize("options", [{"foo": 1}, {"continuous_usage_stats": True}, {"include_usage": True, "x": []}])
+def test_options_of_a_stream_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    answer = ask(Server("a"), COMPLETION, {"model": "llm", "prompt": "x", "stream": True, "stream_options": options})
+    name = next(name for name in options if name != "include_usage")
+    assert answer.status_code == 400
+    assert f"'stream_options.{name}' is not supported" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "stream_options"
+
+
+@pytest.mark.parametrize("options", [
+    {"include_obfuscation": True}, {"include_obfuscation": False}, {"continuous_usage_stats": False}, {"foo": None}, {},
+])  # fmt: skip
+def test_options_of_a_stream_that_ask_for_nothing_are_taken(options: dict[str, Any]) -> None:
+    """Of OpenAI's own, padding against who listens to a line changes no answer."""
+    answer = ask(Server("a"), COMPLETION, {"model": "llm", "prompt": "x", "stream": True, "stream_options": options})
+    assert answer.status_code == 200, answer.text
+
+
 def test_fields_about_openais_own_service_have_no_effect() -> None:
     server = Server("a")
     chat(server, user="u", prompt_cache_key="k", prompt_cache_retention="24h", prompt_cache_options={"mode": "x"})

@@ -67,3 +67,11 @@ def http_status(address: str, path: str, headers: Mapping[str, str] = NO_HEADERS
         return None
     finally:
         connection.close()
+
+
+def refuse_http(address: str) -> None:
+    """For what speaks gRPC alone. Raises `CliError` where HTTP is spoken: a Triton server has ports for both."""
+    if http_status(address, "/v2") is not None:
+        raise CliError(
+            f"what answers at {address} speaks HTTP; name the server's gRPC port (8001 unless it was told otherwise)"
+        )

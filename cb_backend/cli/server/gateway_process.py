@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Sequence
 
 from cb_backend.cli.paths import CliError
 from cb_backend.cli.server.addresses import family_of, why_taken, with_port
-from cb_backend.gateway.parsers import REASONING_NAMES, TOOL_NAMES
 from cb_backend.serving.server_arguments import reachable_host
 
 DEFAULT_PORT = 9000
@@ -22,25 +22,6 @@ END_S = 10.0  # of its own drain, after the server's
 WATCH_EVERY_S = 0.5
 FIRST_PAUSE_S = 0.5  # before it is started again; twice as long each time that it ends soon
 LONGEST_PAUSE_S = 30.0
-
-
-def add_reading_options(parser: argparse._ActionsContainer) -> None:
-    """How answers are read, where the models' chat templates are not to say it. vLLM's names work too."""
-    names = "; MODEL=NAME for one model. May be given several times"
-    parser.add_argument(
-        "--tool-parser", "--tool-call-parser", action="append", default=[], metavar="NAME",
-        help=f"how calls of tools are written: {', '.join(TOOL_NAMES)} (default: auto, by the chat template){names}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--reasoning-parser", action="append", default=[], metavar="NAME",
-        help=f"how reasoning is written: {', '.join(REASONING_NAMES)} (default: auto){names}",
-    )  # fmt: skip
-
-
-def reading_words(args: argparse.Namespace) -> list[str]:
-    """The options of `add_reading_options` as they were given, for another command line."""
-    tools = [word for name in args.tool_parser for word in ("--tool-parser", name)]
-    return tools + [word for name in args.reasoning_parser for word in ("--reasoning-parser", name)]
 
 
 @contextlib.contextmanager
@@ -95,6 +76,12 @@ class _Kept:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        """Those of a gateway that has been killed would keep its port."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _start(self) -> subprocess.Popen[bytes]:
         # A group of its own: Ctrl-C of a terminal is for the server, which drains; the gateway ends after it.
@@ -107,6 +94,7 @@ class _Kept:
                 continue
             if time.monotonic() - began > LONGEST_PAUSE_S:  # it ran well for a while
                 pause = FIRST_PAUSE_S
+            self._end_workers()
             code = self.process.returncode
             _say(f"the OpenAI gateway ended with exit code {code}; starting it again in {pause:g} s")
             if self._is_ending.wait(pause):

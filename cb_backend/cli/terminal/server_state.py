@@ -46,12 +46,14 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """`models` by name. `version` is empty where the server does not tell it. `problem`: why nothing is known."""
+    """`models` by name. `version` is empty where the server does not tell it. `problem`: why nothing is known.
+    `has_metrics`: they have answered."""
 
     version: str
     is_ready: bool
     models: dict[str, ModelState] = field(default_factory=dict)
     problem: str = ""
+    has_metrics: bool = False
 
 
 def read_samples(text: str) -> list[Sample]:
@@ -77,11 +79,14 @@ def ask_server(
     about = _json(http, "/v2", _get(http, "/v2", timeout), dict)
     index_path = "/v2/repository/index"
     index = _json(http, index_path, _get(http, index_path, timeout, headers, data=b"{}"), list)
-    try:
-        samples = read_samples(_get(metrics, "/metrics", timeout)) if metrics is not None else []
-    except CliError:  # off, or somewhere else
-        samples = []
-    return ServerState(str(about.get("version", "")), _is_ready(http, timeout), _models(index, samples))
+    samples, has_metrics = [], metrics is not None
+    if metrics is not None:
+        try:
+            samples = read_samples(_get(metrics, "/metrics", timeout))
+        except CliError:  # off, or somewhere else
+            has_metrics = False
+    is_ready = _is_ready(http, timeout)
+    return ServerState(str(about.get("version", "")), is_ready, _models(index, samples), has_metrics=has_metrics)
 
 
 def with_rates(before: ServerState, after: ServerState, seconds: float) -> ServerState:

@@ -15,6 +15,7 @@ from typing import Any
 
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.front_end.text.chat_template import ChatTemplate
+from cb_backend.front_end.text.message_forms import without_empty_fields
 from cb_backend.front_end.text.template_files import DEFAULT, TOOL_USE
 from cb_backend.front_end.text.tokenizer import Tokenizer
 
@@ -178,6 +179,7 @@ def _check_messages(messages: list[Any]) -> list[dict[str, Any]]:
 def _check_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequestError(f"message {index} must be an object with role and content")
+    message = without_empty_fields(message)
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InvalidRequestError(f"message {index} needs a role such as user, assistant or system, in lower case")

@@ -1,8 +1,9 @@
 """What a chat template wants messages to look like, found out by rendering small conversations with it.
 
-Templates differ in two things that clients cannot know. A message's content is a text for most and a list of parts
-for some, and who gets the wrong one shows nothing and says nothing. The arguments of a tool call are an object for
-most and JSON text for some. This module knows no tokenizer and no process: it is given something that renders.
+Templates differ in what clients cannot know. A message's content is a text for most and a list of parts for some, and
+who gets the wrong one shows nothing and says nothing. The arguments of a tool call are an object for most and JSON text
+for some; some fail on a call without content, and some show no calls at all. This module knows no tokenizer and no
+process: it is given something that renders.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MAX_PROBING_S = 10.0  # a template that hangs is asked no more, and taken for on
 _FIRST, _SECOND = "qprobea", "qprobeb"  # words that no template has
 _CALL_ID = "abcdefghi"  # some templates insist on nine characters
 _LONG_ID = "call_abcdefghijklmnopqrstuvwx"  # as OpenAI's are
+_CALLS = ("tool_calls", "function_call")  # fields of a message; the second is OpenAI's older form
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _TOOL = {
     "type": "function",
@@ -44,6 +46,9 @@ class MessageForms:
     contents: dict[str, ContentForm] = field(default_factory=dict)
     takes_arguments_text: bool = False
     takes_short_ids: bool = False  # of calls: nine letters and digits, and no others (Mistral's)
+    takes_null: bool = True  # as the content beside a call
+    takes_no_content: bool = True  # a call without the field
+    unshown: tuple[str, ...] = ()  # of `_CALLS`, what the template leaves out without a word
 
     def with_content(self, message: Message) -> Message:
         """`message` with its content as the template wants it; where that takes both, as it was sent."""
@@ -59,11 +64,21 @@ class MessageForms:
         return {**message, "content": content} if "content" in message else message
 
     def with_calls(self, index: int, message: Message) -> Message:
-        """Message number `index` with the arguments of its tool calls as the template wants them.
+        """Message number `index` with its calls of tools, and its content beside them, as the template wants them.
 
-        Raises `InvalidRequestError` for JSON text that holds no object.
+        Raises `InvalidRequestError` for arguments in JSON text that holds no object, and for calls that the template
+        does not show.
         """
         changed = dict(message)
+        for name in _CALLS:
+            if name in message and name in self.unshown:
+                raise InvalidRequestError(
+                    f"the model's chat template shows no {name}, so those of message {index} would be lost; write the "
+                    "call into its content, or ask a model whose template takes calls of tools"
+                )
+        is_taken = self.takes_null if "content" in message else self.takes_no_content
+        if message.get("content") is None and not is_taken and any(name in message for name in _CALLS):
+            changed["content"] = ""
         if isinstance(message.get("function_call"), dict):
             changed["function_call"] = self._call(index, message["function_call"])
         if isinstance(message.get("tool_calls"), list):
@@ -90,6 +105,17 @@ class MessageForms:
         if not self.takes_arguments_text and isinstance(arguments, str):
             return {**call, "arguments": _parsed(index, arguments)}
         return call
+
+
+def without_empty_fields(message: Message) -> Message:
+    """`message` without what says nothing: clients send answers back with all the fields that these could have had, and
+    templates look only whether a field is there. A null content stays: that says there is none."""
+    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if kept.get("tool_calls") == []:
+        del kept["tool_calls"]
+    if kept.get("role") == "assistant" and "content" in kept and not kept.keys() & set(_CALLS):
+        kept["content"] = "" if kept["content"] is None else kept["content"]  # it said nothing, as when it was cut
+    return kept
 
 
 def _short_id(call_id: str) -> str:
@@ -139,7 +165,15 @@ class _Probe:
         found = {role: self._content_form(conversation) for role, conversation in conversations.items()}
         contents = {"user": user, **{role: form for role, form in found.items() if form is not None}}
         takes_text = self._takes_arguments_text(hello)
-        return MessageForms(contents, takes_text, self._takes_short_ids(hello, "{}" if takes_text else {}))
+        arguments: Any = json.dumps({_FIRST: _SECOND}) if takes_text else {_FIRST: _SECOND}
+        return MessageForms(
+            contents,
+            takes_text,
+            self._takes_short_ids(hello, "{}" if takes_text else {}),
+            self._takes_call(hello, _calling(arguments, content=None)),
+            self._takes_call(hello, _without_content(_calling(arguments))),
+            tuple(name for name in _CALLS if not self._shows(name, hello, arguments)),
+        )
 
     def _content_form(self, conversation: Callable[[Any], list[Message]]) -> ContentForm | None:
         """None: the template shows it in no form."""
@@ -152,7 +186,7 @@ class _Probe:
 
     def _takes_arguments_text(self, hello: Message) -> bool:
         arguments = {_FIRST: _SECOND}
-        for end in ([_answering("ok")], []):
+        for end in _ENDS:
             as_object = self._shown([hello, _calling(arguments), *end])
             as_text = self._shown([hello, _calling(json.dumps(arguments)), *end])
             is_object_read = _FIRST in as_object and f"'{_FIRST}'" not in as_object
@@ -168,12 +202,33 @@ class _Probe:
             for end in (lambda call_id: [_answering("ok", call_id)], lambda call_id: [])
         )
 
-    def _shown(self, messages: list[Message]) -> str:
-        """What the template makes of them; nothing where it fails."""
+    def _takes_call(self, hello: Message, call: Message) -> bool:
+        """False where the template fails on `call`, and does not with an empty content."""
+        return any(self._shown([hello, call, *end]) for end in _ENDS) or not any(
+            self._shown([hello, {**call, "content": ""}, *end]) for end in _ENDS
+        )
+
+    def _shows(self, name: str, hello: Message, arguments: Any) -> bool:
+        """Whether a call in the field `name` changes what the template makes. A template that fails on every call says
+        so itself."""
+        call = _calling(arguments)
+        if name == "function_call":
+            call[name] = call.pop("tool_calls")[0]["function"]
+        plain, is_rendered = _message("assistant", ""), False
+        for values in ({}, {"tools": [_TOOL]}):
+            for end in (*_ENDS, [_answering("ok"), hello]):
+                text = self._shown([hello, call, *end], values)
+                if text and text != self._shown([hello, plain, *end], values):
+                    return True
+                is_rendered = is_rendered or bool(text)
+        return not is_rendered
+
+    def _shown(self, messages: list[Message], values: dict[str, Any] | None = None) -> str:
+        """What the template makes of them, beside more values; nothing where it fails."""
         if time.monotonic() > self._deadline:
             return ""
         try:
-            return self._render({**self._values, "messages": messages})
+            return self._render({**self._values, **(values or {}), "messages": messages})
         except InvalidRequestError:
             return ""
 
@@ -186,10 +241,17 @@ def _message(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _calling(arguments: Any, call_id: str = _CALL_ID) -> Message:
+def _calling(arguments: Any, call_id: str = _CALL_ID, content: str | None = "") -> Message:
     call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _without_content(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "content"}
 
 
 def _answering(content: Any, call_id: str = _CALL_ID) -> Message:
     return {"role": "tool", "name": "f", "tool_call_id": call_id, "content": content}
+
+
+_ENDS: tuple[list[Message], ...] = ([_answering("ok")], [])  # of a conversation with a call; some templates want one

@@ -11,8 +11,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 
 from cb_backend.cli import chat as command
 from cb_backend.cli.main import main
+from cb_backend.cli.server.server_process import free_ports
 from cb_backend.cli.terminal.chat_commands import HELP, Commands
 from cb_backend.cli.terminal.conversation import Answer, Conversation
 from tests.fakes.triton_server import FakeTriton, fake_triton
@@ -147,6 +150,21 @@ def test_h16_chat_without_its_model_or_server(words: list[str], text: str, capsy
     with fake_triton(models=("llm", "second"), num_workers=4) as (_, address):
         assert main(words if "--url" in words else [*words, "--url", address]) == 1
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["chat", "-q", "hi"], ["openai", "--port", str(free_ports(1)[0])]])
+def test_who_names_the_http_port_is_told_of_the_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The server's HTTP port, as `status --url` has it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            assert main([*words, "--url", f"127.0.0.1:{http.server_port}"]) == 1
+        finally:
+            http.shutdown()
+            thread.join()
+    said = capsys.readouterr().err
+    assert f"what answers at 127.0.0.1:{http.server_port} speaks HTTP; name the server's gRPC port (8001" in said
 
 
 def test_h16_chat_says_how_to_start_a_server(

@@ -158,6 +158,31 @@ def test_h16_status_on_the_terminal(stand: Stand, capsys: pytest.CaptureFixture[
     assert server["state"]["models"]["llm"]["num_slots"] == 64
 
 
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_metrics_that_do_not_answer_are_not_shown(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_ours: bool
+) -> None:
+    """A server that is named by its HTTP address may have them anywhere, or not at all."""
+    words = ["status", "--interval", "0.05"]
+    if is_ours:
+        server = LocalServer(10, stand.address, None, "127.0.0.1:1", {}, ())
+        monkeypatch.setattr(command, "local_servers", lambda: [server])
+    else:
+        words += ["--url", stand.address, "--metrics-url", "127.0.0.1:1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "metrics 127.0.0.1:1" not in said
+    assert "no metrics answer at 127.0.0.1:1, so figures are missing" in said
+    assert ("--metrics-url HOST:PORT" in said) == (not is_ours)
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"]["has_metrics"] is False
+    if not is_ours:
+        assert main([*words, "--metrics-url", stand.address]) == 0
+        said = capsys.readouterr().out
+        assert f"metrics {stand.address}" in said
+        assert "figures are missing" not in said
+
+
 def test_h16_status_where_nothing_runs(
     stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
