@@ -35,6 +35,7 @@ TEMPLATE = """{%- macro turn(who, text, end='<|end|>') -%}
 {%- if m.role in ('system', 'developer') %}{{- turn('developer', '# Instructions\\n' + m.content) }}
 {%- elif m.role == 'tool' %}{{- turn('functions.f to=assistant<|channel|>commentary', m.content | tojson) }}
 {%- elif m.role == 'assistant' and m.tool_calls %}{%- set call = m.tool_calls[0].function %}
+{%- if m.thinking %}{{- turn('assistant<|channel|>analysis', m.thinking) }}{% endif %}
 {{- turn('assistant to=functions.' + call.name + '<|channel|>commentary json', call.arguments | tojson, '<|call|>') }}
 {%- elif m.role == 'assistant' %}
 {{- turn('assistant<|channel|>final', m.content, '<|return|>' if loop.last and not add_generation_prompt else '<|end|>')
@@ -107,6 +108,17 @@ def test_a_conversations_tokens_are_those_of_transformers(
     whole = {"add_generation_prompt": True, **arguments}
     expected = folder.reference.apply_chat_template(messages, tokenize=True, return_dict=False, **whole)
     assert folder.chat.encode(json.dumps({"messages": messages, **arguments})) == list(expected)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content", "reasoning"])
+def test_what_was_thought_before_a_call_comes_back_whatever_a_client_calls_it(folder: Folder, name: str) -> None:
+    """Its template reads `thinking`; the gateway answers `reasoning_content`, which clients send back."""
+    conversation = [dict(message) for message in CONVERSATION]
+    conversation[2]["thinking"] = "I need f."
+    wanted = folder.reference.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert "analysis<|message|>I need f.<|end|>" in wanted
+    conversation[2][name] = conversation[2].pop("thinking")
+    assert folder.chat.encode(json.dumps({"messages": conversation})) == folder.ids(wanted)
 
 
 def test_the_templates_marks_are_one_token_each_and_a_users_are_text(folder: Folder) -> None:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from cb_backend.contracts.errors import InvalidRequestError
-from cb_backend.front_end.text.answer_forms import reasoning_form, tool_form
+from cb_backend.front_end.text.answer_forms import reasoning_form, reasoning_name, tool_form, with_reasoning
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.tokenized import TokenizedPrompt, tokenize_prompt
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -155,3 +155,24 @@ def test_reasoning_that_the_prompt_leaves_open(
 def test_a_text_far_beyond_the_model_is_refused_unread(ask: Asked, options: dict[str, bool]) -> None:
     with pytest.raises(InvalidRequestError, match="prompt has at least"):
         ask.prompt(options, text_input="x" * 4_000_000)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("{% if message.reasoning_content is string %}{{ message.reasoning_content }}{% endif %}", "reasoning_content"),
+        ("{% if 'thinking' in message %}{{ message['thinking'] }}{% endif %}", "thinking"),
+        ('{{ m["reasoning"] }}', "reasoning"),
+        (shapes.SWITCHED, None),  # `enable_thinking` is an argument, no field of a message
+    ],
+)
+def test_the_field_of_a_messages_reasoning_is_read_off_the_template(source: str, name: str | None) -> None:
+    assert reasoning_name(source) == name
+
+
+def test_reasoning_moves_to_the_field_that_is_read_and_replaces_none() -> None:
+    message = {"role": "assistant", "content": "", "reasoning": "because"}
+    assert with_reasoning(message, "thinking") == {**message, "thinking": "because"}
+    assert with_reasoning({**message, "thinking": "so"}, "thinking")["thinking"] == "so"
+    assert with_reasoning(message, None) == message
+    assert "thinking" not in with_reasoning({"role": "assistant", "reasoning": None}, "thinking")

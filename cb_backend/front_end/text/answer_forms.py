@@ -7,13 +7,16 @@ and is seen by the prompt itself (`tokenized`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 from cb_backend.front_end.text.template_files import DEFAULT, TOOL_USE
 
 AUTO, NONE = "auto", "none"
 HERMES, LLAMA3, MISTRAL, GPT_OSS = "hermes", "llama3", "mistral", "gpt-oss"
 THINK = "think"
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of what a message thought: the gateway's name first
 
 # In this order: a form of calls, and texts of which a template of that form has all of one tuple.
 _FORMS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
@@ -43,3 +46,22 @@ def tool_form(templates: Mapping[str, str]) -> str:
 def reasoning_form(templates: Mapping[str, str]) -> str:
     """GPT_OSS for its channels, else THINK: who writes no `<think>` loses nothing by that."""
     return GPT_OSS if tool_form(templates) == GPT_OSS else THINK
+
+
+def reasoning_name(source: str) -> str | None:
+    """The field of a message that a template reads as its reasoning; None: none of those that are in use.
+
+    Of the source: many templates show it only before a call of the last turn, which no short conversation finds.
+    """
+    return next((name for name in REASONING_NAMES if re.search(rf"\.{name}\b|['\"]{name}['\"]", source)), None)
+
+
+def with_reasoning(message: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """`message` with its reasoning under the name that the template reads, whichever name a client has sent it under.
+
+    A model that calls tools goes on from its own reasoning, which would be lost without a word otherwise.
+    """
+    if name is None or name in message:
+        return message
+    sent = next((message[other] for other in REASONING_NAMES if isinstance(message.get(other), str)), None)
+    return message if sent is None else {**message, name: sent}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.front_end.text.answer_forms import with_reasoning
 from cb_backend.front_end.text.chat_template import ChatTemplate
 from cb_backend.front_end.text.message_forms import without_empty_fields
 from cb_backend.front_end.text.template_files import DEFAULT, TOOL_USE
@@ -65,6 +66,7 @@ class Chat:
         self._check_arguments(arguments, template.variables())
         messages = _check_messages(values["messages"])
         forms = template.forms(self._values)
+        messages = [with_reasoning(message, template.reasoning_name) for message in messages]
         messages = [forms.with_calls(index, message) for index, message in enumerate(messages)]
         rendered = template.render(
             {
