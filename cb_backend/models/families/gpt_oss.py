@@ -49,7 +49,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     )
     kinds = read_layer_types(reader) or [FULL if index % 2 else SLIDING for index in range(num_layers(reader))]
     return ModelSpec(
-        **read_basics(reader),
+        **read_basics(reader, default_dtype="bfloat16"),  # published configs name none
         attention=attention,
         norm=read_norm(reader, default_eps=1e-5, rounds_first=False),
         ropes=(read_rope(reader, attention.rotary_dim, default_theta=150_000.0),),
