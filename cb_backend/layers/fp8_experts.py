@@ -24,7 +24,7 @@ from cb_backend.parallel.shares import Share
 class Fp8Reader:
     """fp8 with a scale for each output feature, or what becomes that while it is loaded."""
 
-    name, kind, group, has_zeros, has_shifts = "fp8", "fp8", -1, False, False
+    name, kind, group, has_zeros, has_shifts, fault_in_experts = "fp8", "fp8", -1, False, False, ""
 
     def tensors(self, out_size: int, in_size: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (out_size, in_size), "weight_scale": (out_size,)}

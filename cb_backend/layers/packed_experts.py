@@ -105,6 +105,8 @@ class PackedMixture:
                 f"{self.name}: experts of 8 bits are not supported in groups of 32; use a quantisation in groups of 64"
                 " or 128, or with a scale a channel"
             )
+        if fault := reader.fault_in_experts:
+            raise ConfigError(f"{self.name}: experts in {reader.name} are not supported, because {fault}")
         self.spec, self.held, self.hidden_size = layer.spec, layer.held, layer.hidden_size
         self.ops, self.reader = ops, reader
         self._layer = layer

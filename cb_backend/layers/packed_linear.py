@@ -57,6 +57,11 @@ class StoredReader(Protocol):
         """Whether groups have a number that is added to their elements."""
         ...
 
+    @property
+    def fault_in_experts(self) -> str:
+        """Why experts cannot be stored so, and what to do; empty: they can."""
+        ...
+
     def tensors(self, out_size: int, in_size: int) -> Mapping[str, tuple[int, ...]]:
         """The module's tensors and their shapes, by the last part of their names."""
         ...

@@ -130,7 +130,10 @@ def _read_gptq(config: dict[str, Any]) -> Quantization:
     def reader(settings: dict[str, Any]) -> GptqReader:
         merged = {**config, **settings}
         bits = bits_of(merged, "bits", (4, 8))
-        return GptqReader(bits, group_of(merged, bits, "group_size"), bool(merged.get("sym", True)), form == "gptq_v2")
+        group = group_of(merged, bits, "group_size")
+        # Groups that were fixed beforehand, and one alone, lie as they did whatever order the quantising took.
+        is_ordered = bool(merged.get("desc_act")) and not merged.get("static_groups") and group != -1
+        return GptqReader(bits, group, bool(merged.get("sym", True)), form == "gptq_v2", is_ordered)
 
     kept, others = [] if config.get("lm_head") else [HEAD], []
     dynamic = config.get("dynamic") or {}

@@ -107,6 +107,15 @@ def engine_says(path: Path) -> str | None:
     return None
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_says_of_experts_in_every_format_what_the_engine_says(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """What they cannot be is known before a weight is read."""
+    folder = pair(tmp_path, "qwen3-moe", *FORMATS[name])[1]
+    said, refusals = engine_says(folder), look_at(folder, tokenizer).refusals
+    assert refusals[:1] == ([] if said is None else [said])
+    assert refusals == [] or any(kind in name for kind in ("act-order", "nvfp4", "8 bits, 32", "w8a16, 32"))
+
+
 # Those that transformers saved and nobody changed are the families above.
 CHANGED = [shape for shape in published_checkpoints() if not shape.name.startswith("saved by")]
 
