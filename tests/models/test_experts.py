@@ -101,6 +101,12 @@ def test_what_cannot_be_served_is_refused_by_key_and_value(
         read_model_config(written(name, tmp_path, **changes))
 
 
+@pytest.mark.parametrize("name", ["experts_per_token", "num_experts_per_token", "num_experts_per_tok"])
+def test_experts_a_token_have_several_names(name: str, tmp_path: Path) -> None:
+    spec = read_model_config(written("gpt-oss", tmp_path, **{"num_experts_per_tok": None, name: 3}))
+    assert {layer.mlp.top_k for layer in spec.layers if isinstance(layer.mlp, MoESpec)} == {3}
+
+
 def test_missing_tensors_of_an_expert_are_named(tmp_path: Path) -> None:
     folder = write_checkpoint("qwen3-moe-window", tmp_path)
     tensors = load_file(folder / "model.safetensors")

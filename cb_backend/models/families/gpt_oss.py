@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cb_backend.layers.layer_spec import ExpertNames
 from cb_backend.models.config_reader import ConfigReader
-from cb_backend.models.expert_fields import read_experts
+from cb_backend.models.expert_fields import read_experts, refuse_other_swiglu
 from cb_backend.models.rope_reader import read_rope
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.spec_fields import (
@@ -36,6 +36,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         reader = reader.with_defaults(rope_scaling=_ROPE)
     has_bias = reader.get("attention_bias", bool, True)
     attention = read_attention(reader, default_head_dim=64, has_qkv_bias=has_bias, has_o_bias=has_bias, has_sinks=True)
+    refuse_other_swiglu(reader)
     experts = read_experts(
         reader,
         default_experts=128,
