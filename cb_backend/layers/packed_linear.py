@@ -71,6 +71,14 @@ class StoredReader(Protocol):
         ...
 
 
+def bytes_a_group(reader: StoredReader, scale_bytes: int | None = None) -> int:
+    """What a group has on the device beside its elements: a scale and a shift of 16 bits (of fp8: 32), or of so many
+    bytes, and a zero point of 8 bits.
+    """
+    each = (4 if reader.kind == "fp8" else 2) if scale_bytes is None else scale_bytes
+    return each * (1 + reader.has_shifts) + reader.has_zeros
+
+
 @dataclass
 class _Module:
     """One of the checkpoint's modules: what has come of it so far."""
@@ -106,6 +114,11 @@ class PackedLinear(Linear):
     def _new_weight(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         self.size = size
         return torch.empty(0, dtype=dtype, device=device)  # the pieces hold it
+
+    @property
+    def bytes_a_group(self) -> int:
+        """See `bytes_a_group`."""
+        return bytes_a_group(self.reader)
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         products = [self._product(x, piece) for piece in self.pieces]
@@ -234,9 +247,7 @@ class _StoredTensor:
         reader, (out_size, in_size) = self._linear.reader, self._size
         if not self._is_first:
             return 0
-        # Scales and shifts of 16 bits (of fp8: 32), zero points of 8.
-        a_group = (4 if reader.kind == "fp8" else 2) * (1 + reader.has_shifts) + reader.has_zeros
-        return packed_bytes(out_size, in_size, reader.kind, reader.group, a_group)
+        return packed_bytes(out_size, in_size, reader.kind, reader.group, self._linear.bytes_a_group)
 
     @property
     def format_name(self) -> str:

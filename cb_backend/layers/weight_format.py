@@ -16,8 +16,8 @@ from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.linear import Linear, PartialLinear
 from cb_backend.layers.mxfp4_experts import Mxfp4Mixture
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.packed_experts import PackedMixture
-from cb_backend.layers.packed_linear import PackedLinear, StoredReader
+from cb_backend.layers.packed_experts import PackedMixture, bytes_a_group_of_experts
+from cb_backend.layers.packed_linear import PackedLinear, StoredReader, bytes_a_group
 from cb_backend.layers.projection import Projection, Split
 from cb_backend.layers.separate_linear import SeparateLinear, part_of
 from cb_backend.parallel.group import Group
@@ -101,9 +101,17 @@ class PackedFormat:
 
     @property
     def bytes_per_weight(self) -> float:
-        """With its share of scales, and of shifts where it has them, of 16 bits."""
-        share = 0.0 if self._reader.group == -1 else (4.0 if self._reader.has_shifts else 2.0) / self._reader.group
-        return KINDS[self._reader.kind].bits / 8 + share
+        """With its share of what its group has beside it."""
+        return self._with_share(bytes_a_group(self._reader))
+
+    @property
+    def bytes_per_expert_weight(self) -> float:
+        """The same of experts, whose scales may be kept in fewer bits."""
+        return self._with_share(bytes_a_group_of_experts(self._reader))
+
+    def _with_share(self, num_bytes: int) -> float:
+        group = self._reader.group
+        return KINDS[self._reader.kind].bits / 8 + (0.0 if group == -1 else num_bytes / group)
 
     def new_linear(
         self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
