@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -68,6 +69,10 @@ class PlainFormat:
         self, layer: ExpertLayer, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
     ) -> PlainExperts:
         return PlainExperts(layer, ops, group, dtype=dtype, device=device)
+
+
+class PlainUnlessPacked(PlainFormat):
+    """Of modules that a configuration leaves out by a part of their names, which may be fewer: the files tell."""
 
 
 class Fp8Format:
@@ -154,6 +159,7 @@ class ModuleFormats:
         expression of the names of tensors that such checkpoints have and nobody needs.
         """
         self.ignored = ignored
+        self.is_packed: Callable[[str], bool] = lambda module: False
         self._default = default
         self._exceptions = [(re.compile(pattern), its_format) for pattern, its_format in exceptions]
 
@@ -163,17 +169,30 @@ class ModuleFormats:
         return self._default
 
     def __call__(self, module: str) -> WeightFormat:
-        return next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)
+        found = next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)
+        return self._default if isinstance(found, PlainUnlessPacked) and self.is_packed(module) else found
+
+    def reader_of_packed(self, module: str) -> StoredReader | None:
+        """Of a module that is plain on the device whatever its format: how the files store it; None: plain."""
+        found = self(module)
+        return found.reader if isinstance(found, PackedFormat) and self.is_packed(module) else None
+
+    def in_files(self, is_packed: Callable[[str], bool]) -> ModuleFormats:
+        """The same of a checkpoint that is there; is_packed: whether its files have a module in few bits."""
+        changed = copy(self)
+        changed.is_packed = is_packed
+        return changed
 
     def with_plain(self, module: str) -> ModuleFormats:
         """The same, but for one module that is as it is in an unquantised checkpoint."""
-        changed = ModuleFormats(self._default, (), self.ignored)
+        changed = copy(self)
         changed._exceptions = [(re.compile(re.escape(module)), PlainFormat()), *self._exceptions]
         return changed
 
     def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> ModuleFormats:
         """The same modules in other formats, by what `change` makes of each."""
-        found = ModuleFormats(change(self._default), (), self.ignored)
+        found = copy(self)
+        found._default = change(self._default)
         found._exceptions = [(pattern, change(its_format)) for pattern, its_format in self._exceptions]
         return found
 

@@ -211,6 +211,7 @@ def open_weights(
         source = source.with_head_as(f"{spec.names.prefix}embed_tokens.weight", spec.names)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
     has_own_head = spec.has_head and (not spec.tie_word_embeddings or source.has_module(spec.names.head_module))
+    make = replace(make, format_of=make.format_of.in_files(source.has_scales))
     if spec.names.head in source.tensors and not source.has_scales(spec.names.head_module):
         # What is said of all linear layers need not be meant of the head.
         make = replace(make, format_of=make.format_of.with_plain(spec.names.head_module))
