@@ -77,6 +77,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "mxfp4"},
     },
 }  # fmt: skip
+NAMES_NO_DTYPE = {"gpt-oss-20b", "gpt-oss-120b"}  # in their published configs: the weights' own counts
 
 
 # What a checkpoint's config says of weights that are stored in a format.
@@ -95,7 +96,7 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "
 def config_values(name: str) -> dict[str, Any]:
     """What the model's `config.json` holds. Raises `KeyError` for a name that is not known."""
     if name in OTHERS:
-        return {**OTHERS[name], "dtype": "bfloat16"}
+        return {**OTHERS[name], **({} if name in NAMES_NO_DTYPE else {"dtype": "bfloat16"})}
     shape = MODELS[name]
     return {
         "model_type": "qwen3" if name in HAS_QK_NORM else "llama",

@@ -68,6 +68,8 @@ class EngineConfig:
     # What to serve
     model: str  # local folder, GGUF file, or hub id
     tokenizer: str | None = None  # another folder or hub id for the tokenizer; None: the model's
+    # A checkpoint's is what its config names; else what its embedding is stored in; without files float32, as
+    # transformers has it (of gpt-oss bfloat16).
     dtype: str = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
     # The name of a method, as vLLM has it, must be the checkpoint's own method; another one is refused.
     quantization: str | None = None  # fp8: the layers' matrices, quantised at start-up; None: as the checkpoint is

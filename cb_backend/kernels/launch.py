@@ -155,8 +155,26 @@ def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[
     return _tuned_parameters(op, device, **conditions)
 
 
+_products: set[tuple[str, tuple[tuple[str, int], ...]]] = set()  # (op, shape) that a GPU has launched
+_SHAPE = ("n", "k", "e")  # conditions of a product that follow from the model alone
+
+
+def products_on_defaults(device: torch.device) -> list[str]:
+    """Products that have been looked up and of whose shape this GPU's file has no entry for any number of rows."""
+    if device.type != "cuda" or not _products:
+        return []
+    own = _read(tuned_files(device)[0])
+    return sorted(
+        " ".join([op, *(f"{name}={value}" for name, value in shape)])
+        for op, shape in _products
+        if not any(entry.get("when", {}).items() >= dict(shape).items() for entry in own.get(op, []))
+    )
+
+
 @functools.cache
 def _tuned_parameters(op: str, device: torch.device, **conditions: int) -> dict[str, int]:
+    if device.type == "cuda" and {"n", "k"} <= conditions.keys():
+        _products.add((op, tuple((name, conditions[name]) for name in _SHAPE if name in conditions)))
     entries = [entry for name in tuned_files(device) for entry in _read(name).get(op, [])]
     for entry in entries:
         if entry.get("shared_bytes", 0) > max_shared_bytes(device):

@@ -97,7 +97,8 @@ def packed_bytes(out_size: int, in_size: int, kind: str, group: int, bytes_a_gro
     and what comes with it."""
     in_padded, out_padded = padded(in_size, TILE_COLUMNS), padded(out_size, TILE_ROWS)
     group = in_padded if group == -1 or group >= in_size else group
-    return out_padded * (in_padded * KINDS[kind].bits // 8 + -(-in_padded // group) * bytes_a_group)
+    num_groups = -(-in_padded // group) if in_padded else 0  # a device's share may be nothing
+    return out_padded * (in_padded * KINDS[kind].bits // 8 + num_groups * bytes_a_group)
 
 
 def pack_values(values: Tensor, kind: str) -> Tensor:

@@ -197,6 +197,7 @@ class Reordered:
     def __init__(self, target: Tensor, shape: torch.Size, change: Callable[[Tensor], Tensor]) -> None:
         self.shape = shape  # in the checkpoint
         self.device, self.nbytes = target.device, target.nbytes
+        self.format_name = str(target.dtype).removeprefix("torch.")
         self._target, self._change = target, change
 
     def numel(self) -> int:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.fp8 import FP8
-from cb_backend.kernels.packed import StoredWeight, pack
+from cb_backend.kernels.packed import StoredWeight, pack, packed_bytes
 from cb_backend.layers.experts import Inner, halves_of_rows
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.packed_experts import ExpertProjection, PackedMixture, Stack
+from cb_backend.layers.packed_linear import bytes_a_group
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.projection import Part
 from cb_backend.layers.stored_shares import columns_of, rows_of
@@ -24,7 +25,7 @@ from cb_backend.parallel.shares import Share
 class Fp8Reader:
     """fp8 with a scale for each output feature, or what becomes that while it is loaded."""
 
-    name, kind, group, has_zeros, has_shifts = "fp8", "fp8", -1, False, False
+    name, kind, group, has_zeros, has_shifts, fault_in_experts = "fp8", "fp8", -1, False, False, ""
 
     def tensors(self, out_size: int, in_size: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (out_size, in_size), "weight_scale": (out_size,)}
@@ -64,7 +65,7 @@ class ExpertRows(QuantizedRows):
     ) -> None:
         self.shape = torch.Size(shape)
         self.device = device
-        self.nbytes = shape[0] * (shape[1] + 4)
+        self.nbytes = packed_bytes(*shape, "fp8", -1, bytes_a_group(Fp8Reader()))
         self._dtype = dtype  # what random weights are drawn in
         self._done = done
 
@@ -136,9 +137,11 @@ class StackedRows:
     ) -> None:
         self.shape = torch.Size(shape)  # in the checkpoint, of this device's experts
         self.device = device
-        self.nbytes = self.shape.numel() * inner.share.room // inner.whole
         self._inner = inner
         self._stack, self._dtype, self._is_turned = stack, dtype, is_turned
+        self.nbytes = self.shape[0] * packed_bytes(*self._size_here, "fp8", -1, bytes_a_group(Fp8Reader()))
+
+    format_name = "fp8"
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -158,12 +161,16 @@ class StackedRows:
             matrix = halves_of_rows(matrix.unsqueeze(0)).squeeze(0) if self._stack.is_gated else matrix
         return self._inner.of_halves(matrix, 0) if self._stack.is_gated else self._inner.of(matrix, 1)
 
-    def _rows_of(self, expert: int) -> ExpertRows:
+    @property
+    def _size_here(self) -> tuple[int, int]:
+        """(outputs, inputs) of an expert's matrix on this device."""
         first, second = self.shape[1:]
         out_size, in_size = (second, first) if self._is_turned else (first, second)
         room = self._inner.share.room
-        shape = (2 * room, in_size) if self._stack.is_gated else (out_size, room)
-        return ExpertRows(shape, self.device, self._dtype, lambda stored: self._put(expert, stored))
+        return (2 * room, in_size) if self._stack.is_gated else (out_size, room)
+
+    def _rows_of(self, expert: int) -> ExpertRows:
+        return ExpertRows(self._size_here, self.device, self._dtype, lambda stored: self._put(expert, stored))
 
     def _put(self, expert: int, stored: StoredWeight) -> None:
         is_gated = self._stack.is_gated

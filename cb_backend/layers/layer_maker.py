@@ -22,6 +22,7 @@ from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement, shard_of
 from cb_backend.layers.projection import Projection, Split
 from cb_backend.layers.weight_format import ALIGNED, ModuleFormats
+from cb_backend.layers.written_out_linear import WrittenOutLinear
 from cb_backend.parallel.group import Group
 from cb_backend.parallel.shares import Share, padded_share, share_of_experts, share_of_heads, whole
 
@@ -189,8 +190,11 @@ class LayerMaker:
         the devices do not divide experts that are to be spread."""
         names, experts = spec.names, self._experts(name, hidden_size, spec)
         rows = {names.router: spec.num_experts} | ({names.shared_gate: 1} if spec.has_shared_gate else {})
-        router = Linear(  # plain whatever the format of the rest: checkpoints leave it so, mostly without saying it
-            Projection(name=name, in_size=hidden_size, parts=rows, has_bias=spec.has_router_bias),
+        # Plain whatever the format of the rest: most checkpoints leave it so without saying it, others pack it.
+        projection = Projection(name=name, in_size=hidden_size, parts=rows, has_bias=spec.has_router_bias)
+        readers = {module: self.format_of.reader_of_packed(module) for module in map(projection.module, rows)}
+        router = WrittenOutLinear(
+            {module: reader for module, reader in readers.items() if reader is not None}, projection,
             self.ops, self.group, dtype=torch.float32 if spec.is_routed_in_float32 else self.dtype, device=self.device,
         )  # fmt: skip
         score_bias = None

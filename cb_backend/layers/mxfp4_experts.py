@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.kernels.packed import pack
+from cb_backend.kernels.packed import pack, packed_bytes
 from cb_backend.layers.experts import Inner
-from cb_backend.layers.packed_experts import MXFP4_GROUP, PackedMixture, Stack
+from cb_backend.layers.packed_experts import MXFP4_GROUP, PackedMixture, Stack, bytes_a_group_of_experts
 from cb_backend.layers.packed_linear import StoredReader
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.stored_shares import columns_of, rows_of
@@ -32,8 +32,12 @@ class Mxfp4Mixture(PackedMixture):
                 raise ConfigError(
                     f"{self.name}.{part}: mxfp4 needs input features in groups of {MXFP4_GROUP}, not {columns}"
                 )
-            parts = _Parts(stack, self.reader, self._device, self.held.inner)
-            shape = (self.held.experts.size, rows, columns // MXFP4_GROUP)
+            count, room = self.held.experts.size, self.held.inner.share.room
+            size_here = (2 * room, hidden) if stack.is_gated else (hidden, room)
+            a_group = bytes_a_group_of_experts(self.reader)
+            num_bytes = count * packed_bytes(*size_here, self.reader.kind, MXFP4_GROUP, a_group)
+            parts = _Parts(stack, self.reader, self._device, self.held.inner, num_bytes)
+            shape = (count, rows, columns // MXFP4_GROUP)
             yield Placement(f"{self.name}.{part}_blocks", _Part(parts, "blocks", (*shape, 16)))
             yield Placement(f"{self.name}.{part}_scales", _Part(parts, "scales", shape))
 
@@ -41,9 +45,10 @@ class Mxfp4Mixture(PackedMixture):
 class _Parts:
     """Both tensors of a product, until they have come."""
 
-    def __init__(self, stack: Stack, reader: StoredReader, device: torch.device, inner: Inner) -> None:
+    def __init__(self, stack: Stack, reader: StoredReader, device: torch.device, inner: Inner, num_bytes: int) -> None:
         self.stack, self.reader, self.device = stack, reader, device
         self.inner = inner
+        self.num_bytes = num_bytes  # of both on the device
         self.come: dict[str, Tensor] = {}
 
     def take(self, kind: str, tensor: Tensor) -> None:
@@ -64,8 +69,10 @@ class _Part:
     def __init__(self, parts: _Parts, kind: str, shape: tuple[int, ...]) -> None:
         self.shape = torch.Size(shape)
         self.device = parts.device
-        kept = self.shape.numel() * parts.inner.share.room // parts.inner.whole
-        self.nbytes = kept * (1 if kind == "blocks" else 2)  # scales are kept in 16 bits
+        # All of the product counts at its elements, as of other packed weights.
+        self.nbytes = parts.num_bytes if kind == "blocks" else 0
+        self.num_weights = 2 * self.shape.numel() if kind == "blocks" else 0
+        self.format_name = parts.reader.name
         self._parts, self._kind = parts, kind
 
     def numel(self) -> int:

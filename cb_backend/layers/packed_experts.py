@@ -19,13 +19,23 @@ from cb_backend.kernels.grouped_packed import PackedExperts
 from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight
 from cb_backend.layers.experts import ExpertLayer, bias_placements, new_biases
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.packed_linear import PackedLinear, StoredReader
+from cb_backend.layers.packed_linear import PackedLinear, StoredReader, bytes_a_group
 from cb_backend.layers.packed_pieces import Piece
 from cb_backend.layers.placement import Placement, shard_of
 from cb_backend.layers.projection import Projection, Split
 from cb_backend.parallel.group import Group, NoGroup
 
 MXFP4_GROUP = 32  # elements that share a scale, which is a power of two
+
+
+def has_exponents(kind: str, group: int) -> bool:
+    """Whether experts' scales are kept as exponents, a byte each (`kernels.exponents`)."""
+    return (kind, group) == ("fp4", MXFP4_GROUP)
+
+
+def bytes_a_group_of_experts(reader: StoredReader) -> int:
+    """`bytes_a_group` of their weights."""
+    return bytes_a_group(reader, 1 if has_exponents(reader.kind, reader.group) else None)
 
 
 class Stack:
@@ -45,7 +55,7 @@ class Stack:
     def put(self, expert: int, packed: PackedWeight) -> None:
         """Raises `ConfigError` where it cannot be multiplied together with the others."""
         whole, own_scales = self._weight, packed.scales
-        if (packed.kind, packed.group) == ("fp4", MXFP4_GROUP):
+        if has_exponents(packed.kind, packed.group):
             exponents = exponents_of(packed.scales)
             own_scales = packed.scales if exponents is None else exponents
         if whole is None:
@@ -72,6 +82,10 @@ class ExpertProjection(PackedLinear):
     def __init__(self, stack: Stack, expert: int, *args: Any, **options: Any) -> None:
         self._stack, self._expert = stack, expert
         super().__init__(*args, **options)
+
+    @property
+    def bytes_a_group(self) -> int:
+        return bytes_a_group_of_experts(self.reader)
 
     def _packed(self, parts: list[StoredWeight]) -> list[Piece]:
         pieces = super()._packed(parts)
@@ -105,6 +119,8 @@ class PackedMixture:
                 f"{self.name}: experts of 8 bits are not supported in groups of 32; use a quantisation in groups of 64"
                 " or 128, or with a scale a channel"
             )
+        if fault := reader.fault_in_experts:
+            raise ConfigError(f"{self.name}: experts in {reader.name} are not supported, because {fault}")
         self.spec, self.held, self.hidden_size = layer.spec, layer.held, layer.hidden_size
         self.ops, self.reader = ops, reader
         self._layer = layer

@@ -57,6 +57,11 @@ class StoredReader(Protocol):
         """Whether groups have a number that is added to their elements."""
         ...
 
+    @property
+    def fault_in_experts(self) -> str:
+        """Why experts cannot be stored so, and what to do; empty: they can."""
+        ...
+
     def tensors(self, out_size: int, in_size: int) -> Mapping[str, tuple[int, ...]]:
         """The module's tensors and their shapes, by the last part of their names."""
         ...
@@ -64,6 +69,14 @@ class StoredReader(Protocol):
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         """Raises `ConfigError` for tensors that contradict each other."""
         ...
+
+
+def bytes_a_group(reader: StoredReader, scale_bytes: int | None = None) -> int:
+    """What a group has on the device beside its elements: a scale and a shift of 16 bits (of fp8: 32), or of so many
+    bytes, and a zero point of 8 bits.
+    """
+    each = (4 if reader.kind == "fp8" else 2) if scale_bytes is None else scale_bytes
+    return each * (1 + reader.has_shifts) + reader.has_zeros
 
 
 @dataclass
@@ -101,6 +114,11 @@ class PackedLinear(Linear):
     def _new_weight(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         self.size = size
         return torch.empty(0, dtype=dtype, device=device)  # the pieces hold it
+
+    @property
+    def bytes_a_group(self) -> int:
+        """See `bytes_a_group`."""
+        return bytes_a_group(self.reader)
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         products = [self._product(x, piece) for piece in self.pieces]
@@ -229,9 +247,7 @@ class _StoredTensor:
         reader, (out_size, in_size) = self._linear.reader, self._size
         if not self._is_first:
             return 0
-        # Scales and shifts of 16 bits (of fp8: 32), zero points of 8.
-        a_group = (4 if reader.kind == "fp8" else 2) * (1 + reader.has_shifts) + reader.has_zeros
-        return packed_bytes(out_size, in_size, reader.kind, reader.group, a_group)
+        return packed_bytes(out_size, in_size, reader.kind, reader.group, self._linear.bytes_a_group)
 
     @property
     def format_name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -16,8 +17,8 @@ from cb_backend.layers.fp8_linear import Fp8Linear
 from cb_backend.layers.linear import Linear, PartialLinear
 from cb_backend.layers.mxfp4_experts import Mxfp4Mixture
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.packed_experts import PackedMixture
-from cb_backend.layers.packed_linear import PackedLinear, StoredReader
+from cb_backend.layers.packed_experts import PackedMixture, bytes_a_group_of_experts
+from cb_backend.layers.packed_linear import PackedLinear, StoredReader, bytes_a_group
 from cb_backend.layers.projection import Projection, Split
 from cb_backend.layers.separate_linear import SeparateLinear, part_of
 from cb_backend.parallel.group import Group
@@ -70,6 +71,10 @@ class PlainFormat:
         return PlainExperts(layer, ops, group, dtype=dtype, device=device)
 
 
+class PlainUnlessPacked(PlainFormat):
+    """Of modules that a configuration leaves out by a part of their names, which may be fewer: the files tell."""
+
+
 class Fp8Format:
     """Weights in fp8 (e4m3) with a scale for each output feature."""
 
@@ -101,9 +106,17 @@ class PackedFormat:
 
     @property
     def bytes_per_weight(self) -> float:
-        """With its share of scales, and of shifts where it has them, of 16 bits."""
-        share = 0.0 if self._reader.group == -1 else (4.0 if self._reader.has_shifts else 2.0) / self._reader.group
-        return KINDS[self._reader.kind].bits / 8 + share
+        """With its share of what its group has beside it."""
+        return self._with_share(bytes_a_group(self._reader))
+
+    @property
+    def bytes_per_expert_weight(self) -> float:
+        """The same of experts, whose scales may be kept in fewer bits."""
+        return self._with_share(bytes_a_group_of_experts(self._reader))
+
+    def _with_share(self, num_bytes: int) -> float:
+        group = self._reader.group
+        return KINDS[self._reader.kind].bits / 8 + (0.0 if group == -1 else num_bytes / group)
 
     def new_linear(
         self, projection: Projection, ops: ModelOps, group: Group, *, dtype: torch.dtype, device: torch.device
@@ -146,6 +159,7 @@ class ModuleFormats:
         expression of the names of tensors that such checkpoints have and nobody needs.
         """
         self.ignored = ignored
+        self.is_packed: Callable[[str], bool] = lambda module: False
         self._default = default
         self._exceptions = [(re.compile(pattern), its_format) for pattern, its_format in exceptions]
 
@@ -155,17 +169,30 @@ class ModuleFormats:
         return self._default
 
     def __call__(self, module: str) -> WeightFormat:
-        return next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)
+        found = next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)
+        return self._default if isinstance(found, PlainUnlessPacked) and self.is_packed(module) else found
+
+    def reader_of_packed(self, module: str) -> StoredReader | None:
+        """Of a module that is plain on the device whatever its format: how the files store it; None: plain."""
+        found = self(module)
+        return found.reader if isinstance(found, PackedFormat) and self.is_packed(module) else None
+
+    def in_files(self, is_packed: Callable[[str], bool]) -> ModuleFormats:
+        """The same of a checkpoint that is there; is_packed: whether its files have a module in few bits."""
+        changed = copy(self)
+        changed.is_packed = is_packed
+        return changed
 
     def with_plain(self, module: str) -> ModuleFormats:
         """The same, but for one module that is as it is in an unquantised checkpoint."""
-        changed = ModuleFormats(self._default, (), self.ignored)
+        changed = copy(self)
         changed._exceptions = [(re.compile(re.escape(module)), PlainFormat()), *self._exceptions]
         return changed
 
     def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> ModuleFormats:
         """The same modules in other formats, by what `change` makes of each."""
-        found = ModuleFormats(change(self._default), (), self.ignored)
+        found = copy(self)
+        found._default = change(self._default)
         found._exceptions = [(pattern, change(its_format)) for pattern, its_format in self._exceptions]
         return found
 

@@ -17,6 +17,7 @@ from cb_backend.models.gguf_blocks import BLOCK_KINDS, GROUP, read_blocks
 
 GGUF_BLOCKS = "weight_blocks"  # of a converted module: the file's own rows
 Shapes = Mapping[str, tuple[int, ...]]
+_WITHOUT_ORDER = "use a quantisation of the model without act-order, or the unquantised one"
 
 
 def _kind(bits: int) -> str:
@@ -41,6 +42,7 @@ class _Reader:
     __slots__ = ()
     has_shifts = False
     has_zeros = False
+    fault_in_experts = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class GptqReader(_Reader):
     group: int
     is_symmetric: bool
     is_v2: bool
+    has_group_order: bool = False  # g_idx is not one group after the other
 
     @property
     def kind(self) -> str:
@@ -89,6 +92,10 @@ class GptqReader(_Reader):
     @property
     def name(self) -> str:
         return f"GPTQ int{self.bits}, {_told(self.group)}"
+
+    @property
+    def fault_in_experts(self) -> str:  # type: ignore[override]
+        return f"desc_act is true; {_WITHOUT_ORDER}" if self.has_group_order else ""
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
         groups, per_word = _groups(in_size, self.group, "GPTQ"), 32 // self.bits
@@ -129,6 +136,10 @@ class PackQuantizedReader(_Reader):
     @property
     def name(self) -> str:
         return f"pack-quantized int{self.bits}, {_told(self.group)}"
+
+    @property
+    def fault_in_experts(self) -> str:  # type: ignore[override]
+        return f"actorder is not by weight; {_WITHOUT_ORDER}" if self.has_group_order else ""
 
     def tensors(self, out_size: int, in_size: int) -> Shapes:
         groups, per_word = _groups(in_size, self.group, "compressed-tensors"), 32 // self.bits
@@ -191,6 +202,9 @@ class Nvfp4Reader(_Reader):
     is_modelopt: bool
     kind: str = "fp4"
     group: int = 16
+    fault_in_experts: str = (
+        "each matrix has a global scale; use a quantisation of the model in int4, fp8 or mxfp4, or the unquantised one"
+    )
 
     @property
     def name(self) -> str:

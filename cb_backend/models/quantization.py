@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat
+from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat, PlainUnlessPacked
 from cb_backend.models.compressed_tensors import read_compressed_tensors
 from cb_backend.models.gguf_blocks import BLOCK_KINDS
 from cb_backend.models.packed_formats import (
@@ -109,12 +109,14 @@ def _read_awq(config: dict[str, Any]) -> Quantization:
     if config.get("zero_point", True) is not True:
         raise UnsupportedError(f"zero_point {config['zero_point']!r}")
     bits_of(config, "bits", (4,))
-    # Parts of names, in AWQ, which has no quantised head.
-    kept = [HEAD, *(f".*{re.escape(name)}.*" for name in names_of(config, "modules_to_not_convert"))]
+    # Parts of names, in AWQ, which has no quantised head. Writers mean fewer modules by them than they match: `gate` a
+    # mixture's router alone, and not gate_proj.
+    named = [f".*{re.escape(name)}.*" for name in names_of(config, "modules_to_not_convert")]
+    others = [(pattern, PlainUnlessPacked()) for pattern in named]
     group = group_of(config, 4, "group_size", "q_group_size")
     if group == -1:
         raise UnsupportedError("group_size -1")
-    return packed("awq", AwqReader(group), kept)
+    return packed("awq", AwqReader(group), [HEAD], others)
 
 
 def _read_gptq(config: dict[str, Any]) -> Quantization:
@@ -130,7 +132,10 @@ def _read_gptq(config: dict[str, Any]) -> Quantization:
     def reader(settings: dict[str, Any]) -> GptqReader:
         merged = {**config, **settings}
         bits = bits_of(merged, "bits", (4, 8))
-        return GptqReader(bits, group_of(merged, bits, "group_size"), bool(merged.get("sym", True)), form == "gptq_v2")
+        group = group_of(merged, bits, "group_size")
+        # Groups that were fixed beforehand, and one alone, lie as they did whatever order the quantising took.
+        is_ordered = bool(merged.get("desc_act")) and not merged.get("static_groups") and group != -1
+        return GptqReader(bits, group, bool(merged.get("sym", True)), form == "gptq_v2", is_ordered)
 
     kept, others = [] if config.get("lm_head") else [HEAD], []
     dynamic = config.get("dynamic") or {}

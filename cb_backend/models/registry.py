@@ -25,6 +25,7 @@ from cb_backend.models.generation_config import read_generation_eos_ids
 from cb_backend.models.quantization import FP8, module_formats, quantization_values
 from cb_backend.models.sharding import check_shares
 from cb_backend.models.spec import ModelSpec
+from cb_backend.models.stored_dtype import with_stored_dtype
 from cb_backend.models.weights import Complain, refuse
 from cb_backend.parallel.group import Group, NoGroup, OneOf
 from cb_backend.support.json_files import read_json_object
@@ -36,7 +37,8 @@ def family_names() -> list[str]:
 
 
 def read_model_config(folder: Path) -> ModelSpec:
-    """Read `config.json`; end-of-sequence ids come from `generation_config.json` where that sets them.
+    """Read `config.json`; end-of-sequence ids come from `generation_config.json` where that sets them, and a dtype that
+    it does not name is that of the weights' files.
 
     Raises `ConfigError` for a broken file, an unsupported model_type or an unsupported option.
     """
@@ -49,7 +51,7 @@ def read_model_config(folder: Path) -> ModelSpec:
             values["quantization_config"] = {"quant_method": "modelopt", **told}
     if eos_token_ids := read_generation_eos_ids(folder):
         values["eos_token_id"] = list(eos_token_ids)
-    return read_spec(ConfigReader(values))
+    return read_spec(ConfigReader(with_stored_dtype(values, folder)))
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
@@ -209,6 +211,7 @@ def open_weights(
         source = source.with_head_as(f"{spec.names.prefix}embed_tokens.weight", spec.names)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
     has_own_head = spec.has_head and (not spec.tie_word_embeddings or source.has_module(spec.names.head_module))
+    make = replace(make, format_of=make.format_of.in_files(source.has_scales))
     if spec.names.head in source.tensors and not source.has_scales(spec.names.head_module):
         # What is said of all linear layers need not be meant of the head.
         make = replace(make, format_of=make.format_of.with_plain(spec.names.head_module))

@@ -96,6 +96,8 @@ class ModelWeights:
             raise ConfigError(f"its tensors are named {spec.names}, the model's {model.spec.names}; {_REMEDY}")
         if outline.has_own_head != model.has_own_head and not _has_same_head(spec, source):
             raise ConfigError(f"only one of the two has a head that is not the embedding; {_REMEDY}")
+        if missing := next((each.name for each in model.placements() if each.name not in source.tensors), None):
+            raise ConfigError(f"its tensor {missing} is missing: it stores the module in another way; {_REMEDY}")
         return source
 
 

@@ -11,6 +11,7 @@ from cb_backend.layers.layer_spec import FULL_ATTENTION, AttentionSpec, LayerSpe
 from cb_backend.layers.rope_config import RopeConfig
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.quantization import quantization_values, read_quantization
+from cb_backend.models.stored_dtype import DTYPE_KEYS
 
 logger = logging.getLogger("cb_backend.engine")
 
@@ -22,8 +23,11 @@ _MOST_HEAD_DIM = 4096  # beyond, a damaged file would fill the memory with table
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def read_basics(reader: ConfigReader, *, is_tied: bool = False) -> dict[str, Any]:
-    """The `ModelSpec` fields that no family reads in its own way. is_tied: the head is the embedding's by default."""
+def read_basics(reader: ConfigReader, *, is_tied: bool = False, default_dtype: str = "float32") -> dict[str, Any]:
+    """The `ModelSpec` fields that no family reads in its own way. is_tied: the head is the embedding's by default.
+
+    default_dtype: where neither the config nor a file of weights tells one; transformers' own is float32.
+    """
     vocab_size = reader.positive("vocab_size")
     quantization = read_quantization(quantization_values(reader.values), reader.where)
     if not reader.get("is_causal", bool, True):
@@ -36,7 +40,7 @@ def read_basics(reader: ConfigReader, *, is_tied: bool = False) -> dict[str, Any
         "hidden_size": reader.positive("hidden_size"),
         "max_position_embeddings": reader.positive("max_position_embeddings"),
         "tie_word_embeddings": reader.get("tie_word_embeddings", bool, is_tied),
-        "dtype": _read_dtype(reader),
+        "dtype": _read_dtype(reader, default_dtype),
         "quantization": None if quantization is None else quantization.name,
         "formats": None if quantization is None else quantization.formats,
         "eos_token_ids": within_vocabulary(reader.token_ids("eos_token_id"), vocab_size, "eos_token_id"),
@@ -193,8 +197,8 @@ def refuse_window(reader: ConfigReader) -> None:
         )
 
 
-def _read_dtype(reader: ConfigReader) -> str:
-    dtype = reader.get("dtype", str, reader.get("torch_dtype", str, "float32"))
+def _read_dtype(reader: ConfigReader, default: str) -> str:
+    dtype = next((told for key in DTYPE_KEYS if (told := reader.get(key, str, None)) is not None), default)
     dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if dtype not in _FLOAT_DTYPES:
         raise ConfigError(f"{reader.where}: dtype is {dtype!r}; supported: {', '.join(_FLOAT_DTYPES)}")

@@ -7,9 +7,10 @@ from dataclasses import replace
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.quantization import KEYS
 from cb_backend.models.spec import ModelSpec, Names
+from cb_backend.models.stored_dtype import DTYPE_KEYS
 
 # Said of the whole checkpoint, and true of its model of text.
-_SHARED = ("dtype", "torch_dtype", "eos_token_id", *KEYS)
+_SHARED = (*DTYPE_KEYS, "eos_token_id", *KEYS)
 _NAMES = (
     Names(),
     Names("language_model.model.", "language_model.lm_head.weight"),
@@ -23,7 +24,8 @@ def text_reader(reader: ConfigReader) -> ConfigReader:
     """Access to `text_config`, with what is said outside of it."""
     text = reader.section("text_config")
     shared = {key: reader.values[key] for key in _SHARED if reader.values.get(key) is not None}
-    return text.with_defaults(**shared)
+    own = {key: value for key, value in text.values.items() if not (value is None and key in DTYPE_KEYS)}
+    return ConfigReader(own, text.where).with_defaults(**shared)
 
 
 def as_text_part(spec: ModelSpec, reader: ConfigReader) -> ModelSpec:

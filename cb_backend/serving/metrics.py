@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from cb_backend.contracts.messages import EngineStats, ModelInfo
+from cb_backend.kv_cache.block_needs import BlockNeeds
+from cb_backend.kv_cache.layout import ALL_TOKENS
 from cb_backend.serving import latency
 from cb_backend.serving.adapter_metrics import publish_adapter_counts, publish_adapter_state
 from cb_backend.serving.latency import Totals
@@ -110,6 +112,17 @@ class EngineReport(NamedTuple):
     is_up: bool = True
 
 
+def _tokens_in(num_blocks: int, info: ModelInfo) -> int:
+    """Blocks times their tokens, where all layers keep the same. Else a token takes a block of each group of layers,
+    but for those whose windows it has fallen out of: the longer requests are, the more of them are held.
+    """
+    if info.kv_windows == (ALL_TOKENS,):
+        return num_blocks * info.block_size
+    needs = BlockNeeds(info.kv_windows, info.block_size, most_in_flight=1)
+    length = min(info.max_model_len, needs.most_tokens(num_blocks))
+    return num_blocks * length // max(needs.num_blocks_for(length), 1)
+
+
 class Metrics:
     """Publishes totals since the start, of this front end and (where it is the one) of the engine."""
 
@@ -146,16 +159,19 @@ class Metrics:
 
     def publish_engines(self, reports: Mapping[int, EngineReport]) -> None:
         """State and counts of all engines together, by the engine's index: sums, of several as of one."""
-        running, waiting, swapped, num_used, num_blocks, num_seqs = 0, 0, 0, 0, 0, 0
+        running, waiting, swapped, num_used, num_blocks, num_tokens, num_seqs = 0, 0, 0, 0, 0, 0, 0
         for stats, info, is_up in reports.values():
             running += stats.num_running * is_up
             waiting += stats.num_waiting * is_up
             swapped += stats.num_swapped * is_up
             num_used += (stats.num_blocks - stats.num_free_blocks) * is_up
             num_blocks += stats.num_blocks
+            num_tokens += _tokens_in(stats.num_blocks, info)
             num_seqs += info.max_num_seqs
         block_size = next(report.info.block_size for report in reports.values())
         self._publish_state(running, waiting, num_used, num_blocks, num_seqs, block_size)
+        tokens_text = "Tokens that the KV cache holds, of requests as long as the model takes or the cache holds one"
+        self._exporter.set("cb_kv_cache_tokens", tokens_text, num_tokens)
         num_up = sum(report.is_up for report in reports.values())
         swap_text = "Of the waiting, preempted requests whose KV blocks are in host memory"
         self._exporter.set("cb_requests_swapped", swap_text, swapped)

@@ -137,7 +137,9 @@ def _expert_bytes(config: ModelSpec, experts: MoESpec, size: float) -> float:
     index = next(index for index, layer in enumerate(config.layers) if layer.mlp is experts)
     names = experts.names
     found = config.formats(f"{config.layer_name(index)}.{names.module}.{names.experts}.0.{names.gate}")
-    return found.bytes_per_weight if isinstance(found, PackedFormat) else 1.0 if isinstance(found, Fp8Format) else size
+    if isinstance(found, PackedFormat):
+        return found.bytes_per_expert_weight
+    return 1.0 if isinstance(found, Fp8Format) else size
 
 
 def measure_card(device: str, dtype: str) -> CardLimits | None:

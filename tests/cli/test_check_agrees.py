@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.engine.llm_engine import LLMEngine, create_engine
 from cb_backend.engine.runner.runner_factory import create_runner
+from cb_backend.layers.moe import MoE
 from cb_backend.layers.ops import resolve_ops
+from cb_backend.layers.packed_experts import PackedMixture
 from cb_backend.layers.packed_linear import PackedLinear
 from cb_backend.models.checkpoint import resolve_checkpoint
 from cb_backend.models.decoder import DecoderForCausalLM
@@ -28,6 +31,7 @@ from tests.models.published_gguf import published_gguf
 from tests.models.published_shape import PublishedShape
 from tests.models.quantised_models import FORMATS, pair
 from tests.models.test_gguf_packed import file_of
+from tests.models.test_packed_experts import as_mxfp4
 from tests.models.tiny_checkpoints import CONFIGS, write_checkpoint
 
 
@@ -38,6 +42,8 @@ def load(folder: Path, dtype: torch.dtype, **options: Any) -> DecoderForCausalLM
 
 def bytes_of(model: DecoderForCausalLM) -> int:
     """Of the tensors that were really made."""
+    mixtures = [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoE)]
+    of_mixtures = {placement.name for experts in mixtures for placement in experts.placements()}
     packed: dict[int, int] = {}
     plain = 0
     for placement in model.placements():
@@ -45,9 +51,15 @@ def bytes_of(model: DecoderForCausalLM) -> int:
         linear = getattr(target, "_linear", None)
         if isinstance(linear, PackedLinear):
             packed[id(linear)] = sum(piece.weight.num_bytes for piece in linear.pieces)
-        else:
+        elif placement.name not in of_mixtures:
             plain += target.nbytes
-    return plain + sum(packed.values())
+    return plain + sum(packed.values()) + sum(each for experts in mixtures for each in _bytes_of_experts(experts))
+
+
+def _bytes_of_experts(experts: Any) -> Iterator[int]:
+    for product in (experts.gate_up, experts.down):
+        yield product.weight.num_bytes if isinstance(experts, PackedMixture) else product.nbytes
+    yield from (bias.nbytes for bias in experts.biases if bias is not None)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -105,6 +117,47 @@ def engine_says(path: Path) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_says_of_experts_in_every_format_what_the_engine_says(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """What they cannot be is known before a weight is read."""
+    plain, folder = pair(tmp_path, "qwen3-moe", *FORMATS[name])
+    said, found = engine_says(folder), look_at(folder, tokenizer, dtype="bfloat16")
+    assert found.refusals[:1] == ([] if said is None else [said])
+    if said is None:
+        assert found.weight_bytes == bytes_of(load(folder, torch.bfloat16))
+        assert found.num_parameters == look_at(plain, tokenizer).num_parameters
+    else:
+        assert any(kind in name for kind in ("act-order", "nvfp4", "8 bits, 32", "w8a16, 32"))
+
+
+def test_experts_of_gpt_oss_take_what_is_said(tmp_path: Path, tokenizer: Path) -> None:
+    """Those of all experts in one tensor; their scales are a byte each on the device, as in the file."""
+    plain = write_checkpoint("gpt-oss-mxfp4", tmp_path / "plain")
+    folder = as_mxfp4(plain)
+    found = look_at(folder, tokenizer, dtype="bfloat16")
+    assert found.refusals == []
+    assert found.weight_bytes == bytes_of(load(folder, torch.bfloat16))
+    assert found.num_parameters == look_at(plain, tokenizer).num_parameters
+    modules = {group.modules: group for group in found.groups or []}
+    experts = [group for name, group in modules.items() if name.endswith(".experts")]
+    assert {group.served for group in experts} == {"mxfp4"}
+    assert sum(group.num_parameters for group in experts) > 0.5 * (found.num_parameters or 0)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "granitemoe", "qwen3-moe"])
+def test_experts_that_are_to_be_quantised_take_what_is_said(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """However the checkpoint stores them: interleaved, stacked or apart."""
+    is_apart = name == "qwen3-moe"  # whose parts are padded together: of a size that needs none
+    folder = pair(tmp_path, name, *FORMATS["w4a16"])[0] if is_apart else write_checkpoint(name, tmp_path)
+    found = look_at(folder, tokenizer, quantization="fp8", dtype="bfloat16")
+    assert found.refusals == []
+    assert found.weight_bytes == bytes_of(load(folder, torch.bfloat16, quantization="fp8"))
+    plain = look_at(folder, tokenizer, dtype="bfloat16")
+    assert found.num_parameters == plain.num_parameters
+    for served, kinds in ((found, {"bfloat16", "fp8"}), (plain, {"bfloat16"})):
+        assert {group.served for group in served.groups or []} - {"float32"} == kinds
 
 
 # Those that transformers saved and nobody changed are the families above.

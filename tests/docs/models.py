@@ -71,23 +71,20 @@ HEAD = (
 
 def formats() -> str:
     """A line a way of storing, of those that the tests read."""
-    rows: dict[tuple[str, str], list[str]] = {("`fp8`, `compressed-tensors`, `modelopt`", FP8_ROW): ["1.00", "fp8"]}
+    rows = {("`fp8`, `compressed-tensors`, `modelopt`", FP8_ROW, "1.00"): ["fp8"]}
     for title, (config, _) in FORMATS.items():
         found = read_quantization(config)
         assert found is not None, title
         assert found.formats is not None, title
         default = found.formats.default
         assert isinstance(default, PackedFormat), title
-        cells = rows.setdefault(
-            (f"`{config['quant_method']}`", default.name), [f"{default.bytes_per_weight:.2f}", title]
-        )
-        if title not in cells[1]:
-            cells[1] += f"; {title}"
+        cells = f"`{config['quant_method']}`", default.name, f"{default.bytes_per_weight:.2f}"
+        rows.setdefault(cells, []).append(title)
     for kind in BLOCK_KINDS:
-        rows["`gguf`", f"GGUF {kind}"] = [f"{PackedFormat(GgufReader(kind)).bytes_per_weight:.2f}", "a .gguf file"]
-    share = f"{PackedFormat(Mxfp4BlocksReader()).bytes_per_weight:.2f}"
-    rows["`mxfp4`", "mxfp4 of experts, as gpt-oss has them"] = [share, "gpt-oss"]
-    return table(FORMATS_HEAD, [[*key, *cells] for key, cells in rows.items()])
+        rows["`gguf`", f"GGUF {kind}", f"{PackedFormat(GgufReader(kind)).bytes_per_weight:.2f}"] = ["a .gguf file"]
+    share = f"{PackedFormat(Mxfp4BlocksReader()).bytes_per_expert_weight:.2f}"
+    rows["`mxfp4`", "mxfp4 of experts, as gpt-oss has them", share] = ["gpt-oss"]
+    return table(FORMATS_HEAD, [[*cells, "; ".join(titles)] for cells, titles in rows.items()])
 
 
 def refused() -> str:

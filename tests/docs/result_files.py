@@ -13,6 +13,11 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "results"
 _CARD = re.compile(r"card: NVIDIA ([^,;]+)")
 _COMMIT = re.compile(r"commit ([0-9a-f]{7})")
+# A line that tells card, versions and code of what stands below it, as it was written at different times. The card's
+# machine may stand in brackets or behind a comma, and may be `one of two of a host`.
+_HEADER = re.compile(
+    r"(?:card: |One )?(?:NVIDIA )?([A-Z]+\d+\w*)[^,(;]*(?:\([^)]*\))?, (.*?); code of (?:commit )?([0-9a-f]{7})"
+)
 _EXPERT_STEP = re.compile(
     r"(\S+) +rows +(\d+) context (\d+) equal +([\d.]+) ms, floor ([\d.]+), ([\d.]+ ?%), ([\d.]+) experts hit"
 )
@@ -88,13 +93,19 @@ def interference_blocks() -> list[Block]:
     return blocks
 
 
+def header_of(line: str) -> tuple[str, str, str] | None:
+    """(card, versions and machine, commit) where a line begins what was measured by one code."""
+    found = _HEADER.match(line)
+    return None if found is None else (found[1], found[2], found[3])
+
+
 def expert_blocks() -> list[Block]:
     """The steps in `experts.txt`, a block a model and context; a row: rows, ms, limit, share, distinct experts."""
     blocks: list[Block] = []
     card = commit = about = ""
     for line in (RESULTS / "experts.txt").read_text().splitlines():
-        if found := _CARD.match(line):
-            card, about, commit = card_of(found[1]), line.split(", ", 1)[1].split(";")[0], _COMMIT.search(line)[1]  # type: ignore[index]
+        if header := header_of(line):
+            card, about, commit = header
         elif found := _EXPERT_STEP.match(line):
             name, rows, context, *figures = found.groups()
             model = f"{name}, context {int(context):,}: rows"

@@ -32,6 +32,21 @@ def use(monkeypatch: pytest.MonkeyPatch, *gibibytes: float) -> None:
     monkeypatch.setattr(start_account, "free_memory", lambda device: (int((80 - next(used)) * GIB), 80 * GIB))
 
 
+@pytest.mark.parametrize(("products", "told"), [
+    ([], None), (["linear n=1 k=2"], "linear n=1 k=2 are"),
+    ([f"linear n={n} k=2" for n in range(9)], "linear n=5 k=2 and 3 more are"),
+])  # fmt: skip
+def test_shapes_on_default_parameters_are_one_line(
+    products: list[str], told: str | None, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    use(monkeypatch, 1.0)
+    monkeypatch.setattr(start_account, "products_on_defaults", lambda device: products)
+    StartAccount(CUDA, said.append).tell_defaults()
+    assert len(said) == (told is not None)
+    assert told is None or (told in said[0] and "kernels/README.md" in said[0])
+
+
 def test_holders_are_what_the_device_has_more_of(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     use(monkeypatch, 0.5, 15.5, 15.75, 16.0, 76.0, 77.25)

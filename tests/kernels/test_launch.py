@@ -20,6 +20,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in place of `tuned`, and nothing remembered."""
     monkeypatch.setattr(launch, "TUNED", tmp_path)
     monkeypatch.setattr(launch, "tuned_files", lambda device: ("some-gpu.json", "default.json"))
+    monkeypatch.setattr(launch, "_products", set())
     for cached in (launch._read, launch._tuned_parameters):
         cached.cache_clear()
     yield tmp_path
@@ -40,6 +41,28 @@ def test_gpu_file_goes_before_default_and_conditions_select(tuned: Path) -> None
     assert launch.launch_parameters("other", CPU) == {"n": 3}
     with pytest.raises(KeyError, match="no launch parameters for missing"):
         launch.launch_parameters("missing", CPU)
+
+
+def test_products_without_an_entry_of_the_gpu_are_told(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, whatever the rows; what has an entry for some rows was searched, and other ops have no shapes."""
+    monkeypatch.setattr(launch, "max_shared_bytes", lambda device: 1 << 30)
+    default = {"linear": [{"use": {"n": 1}}], "grouped_down": [{"use": {"n": 2}}], "sample": [{"use": {"n": 3}}]}
+    (tuned / "default.json").write_text(json.dumps(default))
+    own = {
+        "linear": [{"when": {"n": 64, "k": 32, "m": 4}, "use": {"n": 4}}],
+        "grouped_down": [{"when": {"m": 16}, "use": {}}],
+    }
+    (tuned / "some-gpu.json").write_text(json.dumps(own))
+    gpu = torch.device("cuda")
+    for device in (gpu, CPU):
+        for m in (1, 4, 8):
+            launch.launch_parameters("linear", device, n=64, k=32, m=m)
+            launch.launch_parameters("grouped_down", device, n=8, k=16, e=4, m=m)
+            launch.launch_parameters("sample", device)
+        assert launch.products_on_defaults(CPU) == []
+    assert launch.products_on_defaults(gpu) == ["grouped_down n=8 k=16 e=4"]
+    launch.launch_parameters("linear", gpu, n=32, k=64, m=1)
+    assert launch.products_on_defaults(gpu) == ["grouped_down n=8 k=16 e=4", "linear n=32 k=64"]
 
 
 def test_overrides_hold_for_the_conditions_they_name_and_the_inner_one_goes_first(tuned: Path) -> None:

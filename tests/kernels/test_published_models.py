@@ -56,6 +56,14 @@ def test_models_are_as_large_as_their_names_say(name: str, models: SimpleNamespa
     assert built == pytest.approx(shape.layer_params + shape.head_params + embedding, rel=0.001)
 
 
+def test_all_are_computed_in_bfloat16(models: SimpleNamespace) -> None:
+    """Those whose published configs name no dtype are here without one, too."""
+    assert {models.published.spec_of(name).dtype for name in SIZES} == {"bfloat16"}
+    assert {name for name in SIZES if "dtype" not in models.published.config_values(name)} == {
+        "gpt-oss-20b", "gpt-oss-120b",
+    }  # fmt: skip
+
+
 def test_gemma_slides_in_five_of_six_layers(models: SimpleNamespace) -> None:
     spec = models.published.spec_of("gemma3-4b")
     assert spec.windows[:7] == (1024,) * 5 + (0, 1024)

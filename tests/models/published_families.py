@@ -212,7 +212,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "truncate": False,
         },
         "rope_theta": 150000, "sliding_window": 16, "swiglu_limit": 7.0, "tie_word_embeddings": False,
-        "torch_dtype": "float32",
     },
     "Qwen3-30B-A3B": {
         **_SMALL, **_LENGTHS, "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.quantised_writers import Written
 
 PROJECTION = re.compile(r".*\.(?:(?:q|k|v|o|gate|up|down|qkv|gate_up)_proj|w1|w2|w3)\.weight")
+ROUTER = re.compile(r".*\.(?:mlp|block_sparse_moe)\.gate\.weight")
 HEAD = "lm_head"
 Writer = Callable[[int, int, int], Written]  # out_size, in_size, seed
 
@@ -29,11 +30,12 @@ def write_pair(
     writer: Writer,
     is_kept: Callable[[str], bool] = lambda name: False,
     has_head: bool = False,
+    has_routers: bool = False,
 ) -> None:
     """Turn the checkpoint in `plain` into its quantised form in `quantised`; `plain` gets the numbers of that.
 
     is_kept: modules that stay as they are, by their names. has_head: `lm_head` is quantised too; a tied model gets a
-    head of its own.
+    head of its own. has_routers: those of mixtures are, too.
     """
     tensors = load_file(plain / "model.safetensors")
     if has_head:
@@ -42,6 +44,7 @@ def write_pair(
     for seed, name in enumerate(sorted(tensors)):
         module = name.removesuffix(".weight")
         is_quantised = PROJECTION.fullmatch(name) is not None or (has_head and module == HEAD)
+        is_quantised |= has_routers and ROUTER.fullmatch(name) is not None
         if not is_quantised or is_kept(module):
             stored[name] = tensors[name]
             continue

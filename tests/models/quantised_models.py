@@ -132,6 +132,10 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True},
     ),
+    "qwen3-moe, 8 experts": (
+        Qwen3MoeConfig,
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
 }
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cb_backend.contracts.errors import ConfigError
 from cb_backend.models.registry import read_model_config
 from cb_backend.models.spec import ModelSpec
 from tests.models.paged_model import PagedModel
@@ -102,9 +103,20 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("gpt-oss", {"layer_types": [FULL, SLIDING] * 2}),
     ("gpt-oss", {"sliding_window": 30}),
     ("gpt-oss", {"num_experts_per_tok": 1}),
+    ("gpt-oss", {"num_experts_per_tok": None, "experts_per_token": 1}),
     ("mixtral-window", {"sliding_window": None}),
     ("ministral3", {"rope_parameters.llama_4_scaling_beta": 0.0}),
     ("ministral3", {"rope_parameters.original_max_position_embeddings": 40}),
+]
+
+# Changes that would move them and that nothing here follows.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt-oss", {"swiglu_limit": 0.01}, r"swiglu_limit is 0.01; supported is 7.0"),
+    ("gpt-oss", {"swiglu_alpha": 3}, r"swiglu_alpha is 3.0; supported is 1.702"),
+    ("gpt-oss", {"swiglu_limit": "7"}, r"'swiglu_limit' must be of type float, found '7'"),
+    ("gpt-oss", {"experts_per_token": 3}, r"num_experts_per_tok is 2, experts_per_token is 3; they mean the same"),
+    ("mixtral", {"num_experts_per_token": 1}, r"num_experts_per_tok is 2, num_experts_per_token is 1; they mean the"),
+    ("gpt-oss", {"num_experts_per_tok": None, "experts_per_token": 9}, r"experts_per_token is 9, but there are \d"),
 ]
 
 # Fields that another type of model sets, or that change which weights there are: loading fails, or the tests of
@@ -158,6 +170,15 @@ def changed(name: str, change: dict[str, Any], root: Path) -> tuple[Path, Path]:
 def test_a_change_of_the_configuration_moves_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
     before, after = changed(name, change, tmp_path)
     assert (logits_of(before) - logits_of(after)).abs().max() > MOVED
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED, ids=str)
+def test_a_change_that_is_not_followed_is_refused_by_key_and_value(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, after = changed(name, change, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(after)
 
 
 def values_of(spec: Any, found: dict[str, set[Any]]) -> None:

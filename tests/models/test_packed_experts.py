@@ -16,7 +16,7 @@ from cb_backend.kernels.packed import dequantise_packed_torch
 from cb_backend.layers.moe import MoE
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.layers.packed_experts import PackedMixture
-from cb_backend.models.registry import load_model, read_model_config
+from cb_backend.models.registry import load_model, outline_model, read_model_config
 from tests.models.paged_model import CPU, PagedModel
 from tests.models.quantised_models import FORMATS, logits, pair
 from tests.models.quantised_writers import write_mxfp4
@@ -167,15 +167,39 @@ def test_a_mixture_in_fp8_by_channels_is_taken_over(tmp_path: Path) -> None:
     ("family", "name", "message"),
     [
         ("qwen3-moe", "w8a16, 32", "experts of 8 bits are not supported in groups of 32"),
-        ("qwen3-moe", "gptq act-order", "not supported where gate and up differ in their groups, or input features"),
-        ("qwen3-moe", "nvfp4", "without a global scale"),
-        ("mixtral", "gptq act-order", "w1|not supported where gate and up differ"),
+        (
+            "qwen3-moe",
+            "gptq act-order",
+            r"0\.mlp\.experts: experts in GPTQ int4, .* desc_act is true; use .* without act",
+        ),
+        (
+            "mixtral",
+            "gptq act-order",
+            r"moe\.experts: experts in GPTQ int4, groups of 32 are not supported, because desc_act",
+        ),
+        ("qwen3-moe", "w4a16, act-order", "experts in pack-quantized int4, .* because actorder is not by weight; use"),
+        ("qwen3-moe", "nvfp4", "experts in nvfp4 are not supported, because each matrix has a global scale; use"),
+        ("mixtral", "nvfp4 of ModelOpt", "experts in nvfp4 of ModelOpt are not supported, because each matrix has a"),
     ],
 )
-def test_what_experts_cannot_be_is_refused_by_name(family: str, name: str, message: str, tmp_path: Path) -> None:
-    config, writer = FORMATS[name]
+def test_what_experts_cannot_be_is_refused_by_name_before_a_weight_is_read(
+    family: str, name: str, message: str, tmp_path: Path
+) -> None:
+    folder = pair(tmp_path, family, *FORMATS[name])[1]
     with pytest.raises(ConfigError, match=message):
-        PagedModel(pair(tmp_path, family, config, writer)[1])
+        outline_model(folder, read_model_config(folder), torch.float32)
+    with pytest.raises(ConfigError, match=message):
+        PagedModel(folder)
+
+
+@pytest.mark.parametrize(
+    "beside", [{"group_size": -1}, {"static_groups": True}, {"dynamic": {"-:.*experts": {}}, "group_size": 32}], ids=str
+)
+def test_an_order_of_the_quantising_alone_is_no_reason(beside: dict[str, Any], tmp_path: Path) -> None:
+    """A scale an output, groups fixed beforehand, experts left out: their features lie as they did."""
+    config, writer = FORMATS["gptq one group" if beside.get("group_size") == -1 else "gptq 64"]
+    folder = pair(tmp_path, "qwen3-moe", {**config, "desc_act": True, **beside}, writer)[1]
+    outline_model(folder, read_model_config(folder), torch.float32, complain=lambda fault: None)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "mixtral"])

@@ -29,7 +29,11 @@ from tests.models.quantised_models import (
     pair,
 )
 
-WITH_EXPERTS = ("qwen3-moe", "mixtral")  # of `test_packed_experts`, which tells what of these formats is refused
+WITH_EXPERTS = (
+    "qwen3-moe",
+    "qwen3-moe, 8 experts",
+    "mixtral",
+)  # of `test_packed_experts`, which tells what of these formats is refused
 
 
 @pytest.mark.parametrize("name", FORMATS)

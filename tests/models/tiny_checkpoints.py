@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from cb_backend.models.registry import family_names
 from tests.models.tiny_dense_models import DENSE
-from tests.models.tiny_expert_models import WITH_EXPERTS
+from tests.models.tiny_expert_models import SEEDS, WITH_EXPERTS
 from tests.models.tiny_options import BASE
 
 # The others are of pictures and text: `test_text_parts`.
@@ -26,7 +26,7 @@ CONFIGS = {**DENSE, **WITH_EXPERTS}
 def write_checkpoint(name: str, folder: Path, **save_options: Any) -> Path:
     """Save the checkpoint called `name` in CONFIGS; return the folder."""
     config_class, options = CONFIGS[name]
-    torch.manual_seed(sum(name.encode()))
+    torch.manual_seed(SEEDS.get(name, sum(name.encode())))
     model = AutoModelForCausalLM.from_config(config_class(**{**BASE, **options}))
     draw_what_starts_alike(model)
     model.save_pretrained(folder, **save_options)

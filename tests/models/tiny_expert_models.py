@@ -132,3 +132,9 @@ WITH_EXPERTS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral-window": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 11}),
 }
+
+# Of those whose weights by the usual seed choose between experts that are nearly as good (`test_experts`).
+SEEDS = {
+    "qwen3-moe-window": 0, "qwen2-moe": 6, "qwen2-moe-normed": 1, "granitemoe": 1, "granitemoe-tied": 0,
+    "glm4-moe-plain": 1, "gpt-oss": 0,
+}  # fmt: skip

@@ -210,6 +210,7 @@ def check_gauges(now: Reading, running: int, waiting: int, least_blocks: int, mo
     for usage in (now.blocks("fraction"), now.gauge("cb_kv_cache_usage"), now.gauge("vllm:kv_cache_usage_perc")):
         assert usage == pytest.approx(used / num_blocks)
     assert now.blocks("tokens_per") == BLOCK_SIZE
+    assert now.gauge("cb_kv_cache_tokens") == num_blocks * BLOCK_SIZE, "its layers are one group"
     sizes = {"block_size": str(BLOCK_SIZE), "num_gpu_blocks": str(int(num_blocks))}
     assert now.gauge("vllm:cache_config_info", **sizes) == 1
     ours = {name for name in exported(now, "gauge") if name.startswith(("cb_", "vllm:", "nv_trt_llm_"))}

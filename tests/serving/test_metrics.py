@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from cb_backend.contracts.messages import Buckets, EngineStats, ModelInfo, StepStats
@@ -68,6 +69,30 @@ def exported(name: str, **labels: str) -> float:
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     MetricFamily.exported.clear()
+
+
+@pytest.mark.parametrize(("windows", "max_model_len", "tokens"), [
+    ((0,), 64, 1600),  # one group: every block's
+    ((0, 0), 64, 800),  # two that keep all: a token takes a block of each
+    ((0, 32), 64, 914),  # a request of 64: four blocks of the first group, three of the second
+    ((0, 32), 1024, 1528),  # of 1,024: 64 and 3
+    ((0, 32), 1 << 20, 1552),  # of 1,552, the longest that fits: 97 and 3
+    ((32,), 160, 5333),  # none keeps all: 3 blocks, however long
+])  # fmt: skip
+def test_tokens_that_the_cache_holds(windows: tuple[int, ...], max_model_len: int, tokens: int) -> None:
+    """Blocks times their tokens are that of models without groups of layers alone."""
+    info = msgspec.structs.replace(INFO, kv_windows=windows, max_model_len=max_model_len)
+    publish_engine(make_metrics(), stats(num_blocks=100, num_free_blocks=75), info)
+    assert exported("cb_kv_cache_tokens") == tokens
+    two = {index: EngineReport(stats(num_blocks=100, num_free_blocks=75), info) for index in range(2)}
+    make_metrics().publish_engines(two)
+    assert exported("cb_kv_cache_tokens") == 2 * tokens
+
+
+def test_a_cache_that_is_not_there_yet_holds_nothing() -> None:
+    for windows in ((0,), (0, 32)):
+        publish_engine(make_metrics(), stats(num_blocks=0), msgspec.structs.replace(INFO, kv_windows=windows))
+        assert exported("cb_kv_cache_tokens") == 0
 
 
 def test_engine_state_and_counts() -> None:

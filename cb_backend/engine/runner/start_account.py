@@ -1,4 +1,4 @@
-"""What a start takes: seconds by stage, and bytes of the device by what holds them. Two lines of the log."""
+"""What a start takes: seconds by stage, and bytes of the device by what holds them. A few lines of the log."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from cb_backend.kernels.launch import products_on_defaults
 from cb_backend.kv_cache.storage import free_memory, show_bytes
 from cb_backend.models.decoder import DecoderForCausalLM
+
+_MOST_SHAPES = 6  # that one line names
 
 
 class StartAccount:
@@ -63,3 +66,13 @@ class StartAccount:
         )
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self._seconds.items())
         self._log(f"started in {sum(self._seconds.values()):.2f} s: {stages}")
+
+    def tell_defaults(self) -> None:
+        """One line, where products of the model have launch parameters that no search on this GPU has left."""
+        found = products_on_defaults(self._device)
+        if found:
+            more = f" and {len(found) - _MOST_SHAPES} more" if len(found) > _MOST_SHAPES else ""
+            self._log(
+                f"launch parameters of {', '.join(found[:_MOST_SHAPES])}{more} are the defaults: no search on this GPU "
+                "has left others; kernels/README.md tells how to look for better ones"
+            )

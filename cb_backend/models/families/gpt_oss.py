@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cb_backend.layers.layer_spec import ExpertNames
 from cb_backend.models.config_reader import ConfigReader
-from cb_backend.models.expert_fields import read_experts
+from cb_backend.models.expert_fields import read_experts, refuse_other_swiglu
 from cb_backend.models.rope_reader import read_rope
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.spec_fields import (
@@ -36,6 +36,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         reader = reader.with_defaults(rope_scaling=_ROPE)
     has_bias = reader.get("attention_bias", bool, True)
     attention = read_attention(reader, default_head_dim=64, has_qkv_bias=has_bias, has_o_bias=has_bias, has_sinks=True)
+    refuse_other_swiglu(reader)
     experts = read_experts(
         reader,
         default_experts=128,
@@ -49,7 +50,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
     )
     kinds = read_layer_types(reader) or [FULL if index % 2 else SLIDING for index in range(num_layers(reader))]
     return ModelSpec(
-        **read_basics(reader),
+        **read_basics(reader, default_dtype="bfloat16"),  # published configs name none
         attention=attention,
         norm=read_norm(reader, default_eps=1e-5, rounds_first=False),
         ropes=(read_rope(reader, attention.rotary_dim, default_theta=150_000.0),),
