@@ -7,7 +7,8 @@ from functools import partial
 
 from cb_backend.contracts.errors import UnavailableError
 from cb_backend.engine import adapters
-from cb_backend.engine.adapters import READ_TIMEOUT_S, WITHOUT_ROOM, AdapterStore, AdapterWait
+from cb_backend.engine.adapter_wait import AdapterWait
+from cb_backend.engine.adapters import READ_TIMEOUT_S, WITHOUT_ROOM, AdapterStore
 from tests.engine.adapter_reader import Packed, Reader, refusal, source
 from tests.waiting import eventually
 

@@ -12,7 +12,8 @@ import pytest
 from cb_backend.contracts.errors import ConfigError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AdapterStats
 from cb_backend.engine import adapters
-from cb_backend.engine.adapters import REFUSAL_LASTS_S, AdapterStore, AdapterWait
+from cb_backend.engine.adapter_wait import AdapterWait
+from cb_backend.engine.adapters import REFUSAL_LASTS_S, AdapterStore
 from tests.engine.adapter_reader import Packed, Reader, found, refusal, source
 from tests.waiting import eventually
 
