@@ -13,6 +13,7 @@ import pytest
 from cb_backend.gateway.adapters import AdapterNames, Chosen
 from cb_backend.gateway.errors import ApiError
 from cb_backend.gateway.triton import Model
+from cb_backend.support import adapter_files
 
 
 def model(name: str) -> Model:
@@ -84,7 +85,8 @@ def test_without_a_repository_the_server_decides() -> None:
     assert chosen(names, "plain_lora_any") == ("plain", "any")
 
 
-def test_a_changed_list_counts_and_a_half_written_one_does_not(tmp_path: Path) -> None:
+def test_a_changed_list_counts_and_a_half_written_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "changed_ns", lambda status: status.st_mtime_ns)
     listed = add_model(tmp_path, "llm", {"model": "m", "enable_lora": True}, {"doll": "d"})
     names = AdapterNames("_lora_", str(tmp_path))
     models = {"llm": model("llm")}
