@@ -42,7 +42,6 @@ class AdapterWait:
         try:
             key = self._store.find(self._source, now, self._turn)
         except CbError as refusal:
-            line.leave(self._turn)
             return refusal
         if key is not None:
             line.leave(self._turn)

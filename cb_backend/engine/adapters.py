@@ -1,8 +1,10 @@
 """Adapters in host memory: read by threads beside the engine's loop, kept for those who ask again.
 
 An adapter is known by its contents: two names for the same files share everything, and a name whose files have changed
-shares nothing with what it was. Files are told apart by path, time, size and inode, as front ends saw them, so that
-nothing is read twice. What cannot be served is an error of the request that named it, and of nobody else.
+shares nothing with what it was. Files are told apart by path, times, size and inode, as front ends saw them, so that
+nothing is read twice. Files that had changed again when they were read are no more than what those get who asked for
+them by then: another time the old ones may be back. What cannot be served is an error of the request that named it,
+and of nobody else.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from cb_backend.contracts.errors import CbError, InvalidRequestError, Unavailabl
 from cb_backend.contracts.messages import AdapterStats, ModelInfo
 from cb_backend.contracts.step import Runner
 from cb_backend.engine.adapter_line import RoomLine, Turn
+from cb_backend.support.adapter_files import Stamp
 
 NUM_THREADS = 2
 READ_TIMEOUT_S = 30.0  # of a request that waits, from when it is its turn
@@ -40,6 +43,9 @@ class PackedAdapter(Protocol):
 
     @property
     def key(self) -> AdapterKey: ...
+
+    @property
+    def stamp(self) -> Stamp | None: ...  # of the files that were read; None: they never change
 
 
 class AdapterReader(Protocol):
@@ -68,6 +74,7 @@ class AdapterStore:
         self._most_kept = most_kept
         self._kept: OrderedDict[AdapterKey, PackedAdapter] = OrderedDict()  # least recently used first
         self._known: OrderedDict[AdapterSource, AdapterKey] = OrderedDict()
+        self._passing: dict[AdapterSource, AdapterKey] = {}  # in this round: what was found in place of these files
         self._reading: dict[AdapterSource, Future[PackedAdapter]] = {}
         self._refused: dict[AdapterSource, tuple[float, CbError]] = {}  # until when, and why
         self._stuck: dict[AdapterSource, Future[PackedAdapter]] = {}  # reads that were given up and may still end
@@ -87,11 +94,12 @@ class AdapterStore:
         """The adapter in these files; None while they are read, wait for room in memory, or others wait for it whom
         `turn` may not pass (None: it is nobody's). Raises a `CbError` for what cannot be served."""
         may_have = turn is None or self.line.may_pass(turn)
-        key = self._known.get(source)
+        key = self._known.get(source) or self._passing.get(source)
         if key is not None and key in self._kept:
             if not may_have:
                 return None
-            self._known.move_to_end(source)
+            if source in self._known:
+                self._known.move_to_end(source)
             self._kept.move_to_end(key)
             return key
         until, refusal = self._refused.get(source, (now, None))
@@ -156,6 +164,7 @@ class AdapterStore:
         num_too_many = len(self._kept) + len(self._reading) - self._most_kept + len(self._wanted)
         self._wanted.clear()
         self._awaited.clear()
+        self._passing.clear()
         self.line.end_round()
         if num_too_many > 0:
             used = in_use()
@@ -188,6 +197,9 @@ class AdapterStore:
     def _keep(self, source: AdapterSource, packed: PackedAdapter) -> AdapterKey:
         self._kept.setdefault(packed.key, packed)
         self._kept.move_to_end(packed.key)
+        if packed.stamp is not None and not packed.stamp.is_of(source):
+            self._passing[source] = packed.key
+            return packed.key
         self._known[source] = packed.key
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)

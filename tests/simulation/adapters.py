@@ -108,6 +108,7 @@ class Packed:
 
     def __init__(self, key: AdapterKey) -> None:
         self.key = key
+        self.stamp = None
 
 
 class Reader:
