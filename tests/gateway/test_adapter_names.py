@@ -109,3 +109,13 @@ def test_a_model_of_an_engine_has_that_engines_adapters(repository: Path) -> Non
     assert AdapterNames("_lora_", str(repository)).names({"front": model("front")})[1:] == [
         "front_lora_sheep", "front_lora_a_lora_b", "front_lora_doll"
     ]  # fmt: skip
+
+
+def test_a_model_that_is_an_adapter_has_no_adapters(repository: Path) -> None:
+    """Its engine's list is not its own: the server refuses every other name."""
+    add_model(repository, "own", {"engine_of": "llm", "lora": "files"})
+    names, models = AdapterNames("_lora_", str(repository)), {"llm": model("llm"), "own": model("own")}
+    assert [name for name in names.names(models) if name.startswith("own")] == ["own"]
+    assert names.choose("own", models) == Chosen(models["own"])
+    with pytest.raises(ApiError, match="own_lora_sheep"):
+        names.choose("own_lora_sheep", models)
