@@ -32,6 +32,9 @@ _MOST_READS = 3  # of a folder that changes while it is read
 _MOST_SCALE = torch.finfo(torch.float32).max
 _WRAPPING = "base_model.model."  # PEFT's own, before the names of the model's modules
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_EMBEDDING_OR_HEAD = re.compile(r"(^|\.)(embed_tokens|lm_head)(\.|$)")
+# As the families call it: qwen's and glm's, mixtral's, granite's, gpt-oss's. (`gate_proj` is none.)
+_ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router|router\.layer)(\.(lora_|base_layer)|$)")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # What the model around a decoder calls it; a family's names may say more.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -160,6 +163,9 @@ def _placed(
     """Where a tensor goes; None, with a complaint, for one that has no place."""
     name = stored.name.removeprefix(_WRAPPING)
     match = _TENSOR.fullmatch(name)
+    if match is None and (why := _part_without_adapters(name)):  # before its form: PEFT saves those in one of their own
+        complain(f"{WEIGHTS_NAME}: tensor {stored.name} {why}")
+        return None
     if match is None:
         complain(
             f"{WEIGHTS_NAME}: tensor {stored.name} is not one of a plain adapter (lora_A, lora_B): merge it instead"
@@ -188,14 +194,21 @@ def _without(name: str, prefixes: set[str]) -> Iterator[str]:
 
 
 def _why_no_place(module: str) -> str:
-    if ".experts." in f".{module}.":
-        return "is of experts, whose matrices take no adapters; train the adapter on the other modules, or merge it"
-    if module.rpartition(".")[2] in ("embed_tokens", "lm_head"):
-        return "is of the embedding or the head, which take no adapters; train it on the layers alone, or merge it"
-    return (
+    return _part_without_adapters(module) or (
         f"is of {module}, which is no projection of this model's layers: the adapter is of another model, or must be "
         "merged"
     )
+
+
+def _part_without_adapters(name: str) -> str | None:
+    """What to tell of a tensor or module in a part of the model that takes no adapters; None for any other."""
+    if ".experts." in f".{name}.":
+        return "is of experts, whose matrices take no adapters; train the adapter on the other modules, or merge it"
+    if _EMBEDDING_OR_HEAD.search(name):
+        return "is of the embedding or the head, which take no adapters; train it on the layers alone, or merge it"
+    if _ROUTER.search(name):
+        return "is of the router of experts, which takes no adapter; train it on the other modules, or merge it"
+    return None
 
 
 def _check_shape(half: _Half, config: LoraConfig, table: AdapterTable, complain: Complain) -> None:
