@@ -19,7 +19,7 @@ from cb_backend.contracts.scheduling import Rank
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 
 
-@dataclass(order=True, slots=True)
+@dataclass(order=True)
 class Turn:
     """A request's, in the queue's order."""
 

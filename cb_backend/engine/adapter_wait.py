@@ -34,7 +34,7 @@ class AdapterWait:
         self._source = source
         self._found = found
         self._since = since
-        self._num_before: int | None = 0
+        self._num_before: int | None = WITHOUT_ROOM
         self._turn = store.line.new_turn(rank or (0, since))
 
     def __call__(self, now: float) -> CbError | bool:

@@ -81,6 +81,7 @@ class AdapterStore:
         self.line = RoomLine()
         self._wanted: set[AdapterSource] = set()  # asked for in this round, and not read for want of room
         self._awaited: set[AdapterSource] = set()  # asked for in this round, and being read
+        self._asked_at: dict[AdapterSource, float] = {}  # of those that are read: when last
         self._new_pool: Callable[[], Executor] = partial(ThreadPoolExecutor, NUM_THREADS, thread_name_prefix="adapter")
         self._pool: Executor | None = None  # the first read makes it, and the first after one that was given up
         self._lock = threading.Lock()  # guards the counts
@@ -119,6 +120,7 @@ class AdapterStore:
             future = self._submit(source)
         if not future.done():
             self._awaited.add(source)
+            self._asked_at[source] = now
             return None
         del self._reading[source]
         try:
@@ -155,12 +157,16 @@ class AdapterStore:
         """Forget the least recently used where others want their room; those in use stay.
 
         To be called when whoever waits has asked for what he waits for: a round. What has been read for nobody is kept,
-        or is forgotten, like all else; what somebody waits for is his in the next round.
+        or is forgotten, like all else; what somebody waits for is his in the next round. What hangs gives its room back
+        though nobody waits for it who could give it up.
         """
-        for source in [source for source, future in self._reading.items() if future.done()]:
-            if source not in self._awaited:
+        for source in [source for source in self._reading if source not in self._awaited]:
+            if self._reading[source].done():
                 with contextlib.suppress(CbError):
                     self.find(source, now)
+            elif now - self._asked_at[source] > READ_TIMEOUT_S:
+                self.give_up(source)
+        self._asked_at = {source: self._asked_at[source] for source in self._reading}
         num_too_many = len(self._kept) + len(self._reading) - self._most_kept + len(self._wanted)
         self._wanted.clear()
         self._awaited.clear()
