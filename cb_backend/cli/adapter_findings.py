@@ -11,7 +11,7 @@ import torch
 
 from cb_backend.cli.paths import CliError
 from cb_backend.contracts.config import EngineConfig
-from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError, UnavailableError
 from cb_backend.layers.adapter_table import AdapterTable
 from cb_backend.models.checkpoint import find_checkpoint
 from cb_backend.models.gguf.outline import outline_gguf
@@ -120,7 +120,7 @@ def examine(found: AdapterFindings, spec: ModelSpec, table: AdapterTable) -> Non
         check_adapter(folder, spec, table, found.refuse)
         if not found.refusals:
             found.num_modules = read_adapter(folder, spec, table).num_modules
-    except ConfigError as error:
+    except (ConfigError, UnavailableError) as error:
         found.refuse(str(error))
 
 

@@ -22,6 +22,7 @@ class AdapterSource(msgspec.Struct, frozen=True):
     mtime_ns: int  # of the newer of its files; 0: they are not there
     size: int  # bytes of both
     file_id: int = 0  # another one where other files have come to their place, of whatever time and size
+    ctime_ns: int = 0  # as `mtime_ns`, of changes of any kind: a copy that keeps the former does not keep it
 
 
 def num_kept(max_cpu_loras: int | None, num_slots: int) -> int:

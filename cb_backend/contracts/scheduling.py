@@ -16,6 +16,8 @@ MAX_PRIORITY = 100  # either sign
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 MAX_NAME_BYTES = 256
 
+Rank = tuple[int, float]  # a place in the queue, but for what tells equal ones apart; the least is first
+
 
 class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Travels to the engine as it is. None: what the engine's configuration says."""
@@ -25,6 +27,10 @@ class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     queue_timeout_ms: int | None = None  # until it runs for the first time
     cache_salt: str = ""  # cached prefixes are shared only between requests of one salt
     tenant: str = ""  # requests of one priority start in turns of their tenants; all that name none are one
+
+    def rank(self, arrival: float, aging_s: float) -> Rank:
+        """Where a request belongs that arrives at this time. aging_s: `priority_aging_s`."""
+        return (0, arrival + self.priority * aging_s) if aging_s else (self.priority, arrival)
 
     def within(self, timeout_us: int) -> SchedulingParams:
         """The same with a timeout in microseconds that the request carries elsewhere (0: none); the shorter counts."""

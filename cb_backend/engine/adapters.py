@@ -1,8 +1,10 @@
 """Adapters in host memory: read by threads beside the engine's loop, kept for those who ask again.
 
 An adapter is known by its contents: two names for the same files share everything, and a name whose files have changed
-shares nothing with what it was. Files are told apart by path, time, size and inode, as front ends saw them, so that
-nothing is read twice. What cannot be served is an error of the request that named it, and of nobody else.
+shares nothing with what it was. Files are told apart by path, times, size and inode, as front ends saw them, so that
+nothing is read twice. Files that had changed again when they were read are no more than what those get who asked for
+them by then: another time the old ones may be back. What cannot be served is an error of the request that named it,
+and of nobody else.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from cb_backend.contracts.adapters import AdapterKey, AdapterSource, num_kept
 from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import CbError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AdapterStats, ModelInfo
-from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import Runner
-from cb_backend.engine.held_requests import Condition
+from cb_backend.engine.adapter_line import RoomLine, Turn
+from cb_backend.support.adapter_files import Stamp
 
 NUM_THREADS = 2
 READ_TIMEOUT_S = 30.0  # of a request that waits, from when it is its turn
@@ -41,6 +43,9 @@ class PackedAdapter(Protocol):
 
     @property
     def key(self) -> AdapterKey: ...
+
+    @property
+    def stamp(self) -> Stamp | None: ...  # of the files that were read; None: they never change
 
 
 class AdapterReader(Protocol):
@@ -69,10 +74,14 @@ class AdapterStore:
         self._most_kept = most_kept
         self._kept: OrderedDict[AdapterKey, PackedAdapter] = OrderedDict()  # least recently used first
         self._known: OrderedDict[AdapterSource, AdapterKey] = OrderedDict()
+        self._passing: dict[AdapterSource, AdapterKey] = {}  # in this round: what was found in place of these files
         self._reading: dict[AdapterSource, Future[PackedAdapter]] = {}
         self._refused: dict[AdapterSource, tuple[float, CbError]] = {}  # until when, and why
         self._stuck: dict[AdapterSource, Future[PackedAdapter]] = {}  # reads that were given up and may still end
-        self._num_without_room = 0  # asked for in this round, and not read for that
+        self.line = RoomLine()
+        self._wanted: set[AdapterSource] = set()  # asked for in this round, and not read for want of room
+        self._awaited: set[AdapterSource] = set()  # asked for in this round, and being read
+        self._asked_at: dict[AdapterSource, float] = {}  # of those that are read: when last
         self._new_pool: Callable[[], Executor] = partial(ThreadPoolExecutor, NUM_THREADS, thread_name_prefix="adapter")
         self._pool: Executor | None = None  # the first read makes it, and the first after one that was given up
         self._lock = threading.Lock()  # guards the counts
@@ -82,12 +91,16 @@ class AdapterStore:
         """One that is kept. Those of requests that are waiting or running are."""
         return self._kept[key]
 
-    def find(self, source: AdapterSource, now: float) -> AdapterKey | None:
-        """The adapter in these files; None while they are read, or wait for room in memory. Raises a `CbError` for what
-        cannot be served."""
-        key = self._known.get(source)
+    def find(self, source: AdapterSource, now: float, turn: Turn | None = None) -> AdapterKey | None:
+        """The adapter in these files; None while they are read, wait for room in memory, or others wait for it whom
+        `turn` may not pass (None: it is nobody's). Raises a `CbError` for what cannot be served."""
+        may_have = turn is None or self.line.may_pass(turn)
+        key = self._known.get(source) or self._passing.get(source)
         if key is not None and key in self._kept:
-            self._known.move_to_end(source)
+            if not may_have:
+                return None
+            if source in self._known:
+                self._known.move_to_end(source)
             self._kept.move_to_end(key)
             return key
         until, refusal = self._refused.get(source, (now, None))
@@ -100,11 +113,14 @@ class AdapterStore:
             self._reading[source] = self._stuck.pop(source)
         future = self._reading.get(source)
         if future is None:
-            if len(self._kept) + len(self._reading) >= self._most_kept:
-                self._num_without_room += 1
+            has_room = len(self._kept) + len(self._reading) < self._most_kept
+            if not has_room or (turn is not None and not self.line.is_first(turn)):
+                self._wanted.add(source)
                 return None
             future = self._submit(source)
         if not future.done():
+            self._awaited.add(source)
+            self._asked_at[source] = now
             return None
         del self._reading[source]
         try:
@@ -113,7 +129,8 @@ class AdapterStore:
             self._refused = {other: told for other, told in self._refused.items() if now < told[0]}
             self._refused[source] = now + REFUSAL_LASTS_S, error
             raise
-        return self._keep(source, packed)
+        key = self._keep(source, packed)
+        return key if may_have else None
 
     def turn_of(self, source: AdapterSource) -> int | None:
         """Files that are not read yet: how many others have been by now, or `WITHOUT_ROOM`; None once a thread is at
@@ -139,14 +156,22 @@ class AdapterStore:
     def tidy(self, in_use: Callable[[], Container[AdapterKey]], now: float) -> None:
         """Forget the least recently used where others want their room; those in use stay.
 
-        To be called when whoever waits has asked for what he waits for: what has been read for nobody is kept, or is
-        forgotten, like all else.
+        To be called when whoever waits has asked for what he waits for: a round. What has been read for nobody is kept,
+        or is forgotten, like all else; what somebody waits for is his in the next round. What hangs gives its room back
+        though nobody waits for it who could give it up.
         """
-        for source in [source for source, future in self._reading.items() if future.done()]:
-            with contextlib.suppress(CbError):
-                self.find(source, now)
-        num_too_many = len(self._kept) - self._most_kept + self._num_without_room
-        self._num_without_room = 0
+        for source in [source for source in self._reading if source not in self._awaited]:
+            if self._reading[source].done():
+                with contextlib.suppress(CbError):
+                    self.find(source, now)
+            elif now - self._asked_at[source] > READ_TIMEOUT_S:
+                self.give_up(source)
+        self._asked_at = {source: self._asked_at[source] for source in self._reading}
+        num_too_many = len(self._kept) + len(self._reading) - self._most_kept + len(self._wanted)
+        self._wanted.clear()
+        self._awaited.clear()
+        self._passing.clear()
+        self.line.end_round()
         if num_too_many > 0:
             used = in_use()
             for key in [key for key in self._kept if key not in used][:num_too_many]:
@@ -178,6 +203,9 @@ class AdapterStore:
     def _keep(self, source: AdapterSource, packed: PackedAdapter) -> AdapterKey:
         self._kept.setdefault(packed.key, packed)
         self._kept.move_to_end(packed.key)
+        if packed.stamp is not None and not packed.stamp.is_of(source):
+            self._passing[source] = packed.key
+            return packed.key
         self._known[source] = packed.key
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
@@ -212,65 +240,11 @@ def _refusal(source: AdapterSource, error: Exception) -> CbError:
     return InvalidRequestError(f"adapter {source.name!r} could not be read: {type(error).__name__}: {error}")
 
 
-class AdapterWait:
-    """A condition of a held request: met once its adapter is in host memory. `found` is told which one it is.
-
-    The time that it may take begins when a thread is at its files; while it stands behind others, whenever one of
-    these is done: many that are asked for at once are no fault of the disk. For room in memory it waits as long as its
-    request does.
-    """
-
-    def __init__(
-        self, store: AdapterStore, source: AdapterSource, found: Callable[[AdapterKey], None], since: float
-    ) -> None:
-        self._store = store
-        self._source = source
-        self._found = found
-        self._since = since
-        self._turn: int | None = 0
-
-    def __call__(self, now: float) -> CbError | bool:
-        try:
-            key = self._store.find(self._source, now)
-        except CbError as refusal:
-            return refusal
-        if key is not None:
-            self._found(key)
-            return True
-        if (turn := self._store.turn_of(self._source)) != self._turn or turn == WITHOUT_ROOM:
-            self._turn, self._since = turn, now
-        if now - self._since > READ_TIMEOUT_S:
-            return self._store.give_up(self._source)
-        return False
-
-
 def _overdue(source: AdapterSource) -> CbError:
     return UnavailableError(
         f"adapter {source.name!r} was not read from {source.path} within {READ_TIMEOUT_S:.0f} s; look at the disk that"
         " it is on, and try again"
     )
-
-
-def take_adapter(request: Request, key: AdapterKey) -> None:
-    """The request goes through it from now on; it must not have started."""
-    request.adapter = key
-    request.cache_salt += b"lora" + key  # what is cached is of these weights
-
-
-def adapter_wait(store: AdapterStore, request: Request, now: float) -> list[Condition]:
-    """Give the request the adapter that it wants, if it is known already, or say what it must wait for.
-
-    Raises a `CbError` for one that is known not to be servable.
-    """
-    source = request.adapter_source
-    if source is None:
-        return []
-
-    wait = AdapterWait(store, source, partial(take_adapter, request), now)
-    met = wait(now)
-    if isinstance(met, CbError):
-        raise met
-    return [] if met else [wait]
 
 
 def new_adapter_store(config: EngineConfig, info: ModelInfo, runner: Runner) -> AdapterStore | None:

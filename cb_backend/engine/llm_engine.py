@@ -27,7 +27,8 @@ from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import EngineOutput, Pending, Runner, StepPlan, StepResult, WatchedRunner
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.engine.adapters import adapter_wait, new_adapter_store
+from cb_backend.engine.adapter_wait import adapter_wait
+from cb_backend.engine.adapters import new_adapter_store
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
 from cb_backend.engine.grammar.grammar_wait import grammar_wait
 from cb_backend.engine.grammar.guide import Guide
@@ -142,7 +143,7 @@ class LLMEngine:
         self.scheduler.set_time(now)
         waits: list[Condition] = []
         if self.adapters is not None:
-            waits += adapter_wait(self.adapters, request, now)
+            waits += adapter_wait(self.adapters, request, now, self.config.priority_aging_s)
         if (grammar := grammar_wait(self.grammars, request, now)) is not None:
             waits.append(grammar)
         self.scheduler.add_request(request, is_held=bool(waits))

@@ -79,11 +79,7 @@ class AdapterFolder:
                 f"adapter {self._name!r}: its folder {shown_path(self.folder)} does not answer (within"
                 f" {LOOK_TIMEOUT_S:g} s); look at the file system that it is on, and try again"
             )
-        mtime_ns, size, inode = self._stamp or Stamp(0, 0, 0)
-        # Files that have just changed may change once more without another time: once they have settled, the same
-        # stamp is another source, and the engine reads them again.
-        file_id = inode if self._is_settled else ~inode
-        return AdapterSource(self._name, shown_path(self.folder), mtime_ns, size, file_id)
+        return (self._stamp or Stamp(0, 0, 0, 0)).source(self._name, shown_path(self.folder), self._is_settled)
 
     def _look(self) -> None:
         try:

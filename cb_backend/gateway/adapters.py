@@ -14,7 +14,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.gateway.triton import Model, no_such_model
 from cb_backend.support.adapter_files import LIST_NAME, Stamp, read_adapter_list, stamp_of
 from cb_backend.support.json_files import read_json_object
-from cb_backend.support.version_folder import engine_folder
+from cb_backend.support.version_folder import engine_folder, own_adapter
 
 DEFAULT_SEPARATOR = "_lora_"
 
@@ -71,6 +71,8 @@ class AdapterNames:
             return None
         newest = max(versions, key=lambda path: int(path.name))
         try:
+            if own_adapter(newest) is not None:
+                return []  # the server takes no other adapter for it
             engine = engine_folder(newest)
             arguments = read_json_object(engine / "model.json")
         except ConfigError:

@@ -16,21 +16,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cb_backend.contracts.errors import ConfigError
+from cb_backend.contracts.errors import ConfigError, UnavailableError
 from cb_backend.layers.adapter_table import AdapterSite, AdapterTable
 from cb_backend.models.lora_config import LoraConfig, read_lora_config
 from cb_backend.models.safetensors_files import StoredTensor, read_header
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weight_reader import Read, read_tensors
 from cb_backend.models.weights import Complain, refuse
-from cb_backend.support.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from cb_backend.support.adapter_files import CONFIG_NAME, WEIGHTS_NAME, Stamp, folder_stamp
 
 KEY_BYTES = 16
 _PIECE_BYTES = 4 << 20
 _HASH_THREADS, _READ_THREADS = 4, 2
+_MOST_READS = 3  # of a folder that changes while it is read
 _MOST_SCALE = torch.finfo(torch.float32).max
 _WRAPPING = "base_model.model."  # PEFT's own, before the names of the model's modules
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_EMBEDDING_OR_HEAD = re.compile(r"(^|\.)(embed_tokens|lm_head)(\.|$)")
+# As the families call it: qwen's and glm's, mixtral's, granite's, gpt-oss's. (`gate_proj` is none.)
+_ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router|router\.layer)(\.(lora_|base_layer)|$)")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # What the model around a decoder calls it; a family's names may say more.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -43,6 +47,7 @@ class PackedAdapter(NamedTuple):
     data: Tensor  # uint8 [bytes_per_adapter] on the CPU, pinned where the slab is on a GPU
     rank: int  # the largest of its modules'
     num_modules: int
+    stamp: Stamp | None = None  # of the files that it was read from
 
     @property
     def nbytes(self) -> int:
@@ -62,14 +67,32 @@ class _Half(NamedTuple):
 def read_adapter(
     folder: Path, spec: ModelSpec, table: AdapterTable, new_memory: Callable[[], Tensor] | None = None
 ) -> PackedAdapter:
-    """The adapter, as a row of `table`'s slab, in `new_memory` of zeros; None: in memory of the table's.
+    """The adapter, as a row of `table`'s slab, in `new_memory` of zeros; None: in memory of the table's. Config and
+    weights are of one state of the folder: where it changes meanwhile, it is read again.
 
     table: of whole adapters (`AdapterTable.whole`). Raises `ConfigError` that names file, field or tensor, and value,
-    for what `check_adapter` complains of, for numbers that are not finite in the table's dtype, and for a file that
-    changes while it is read. Raises `MemoryError`.
+    for what `check_adapter` complains of, and for numbers that are not finite in the table's dtype; `UnavailableError`
+    for files that do not stop to change. Raises `MemoryError`.
     """
-    config, halves = _checked(folder, spec, table, refuse)
     data = (new_memory or table.new_host_memory)()
+    for _ in range(_MOST_READS):
+        stamp = folder_stamp(folder)
+        try:
+            packed = _read_once(folder, spec, table, data)
+        except ConfigError:
+            if folder_stamp(folder) == stamp:
+                raise
+        else:
+            if folder_stamp(folder) == stamp:
+                return packed._replace(stamp=stamp)
+        data.zero_()
+    raise UnavailableError(
+        f"its files have changed {_MOST_READS} times while they were read; write them into a new folder, and name that"
+    )
+
+
+def _read_once(folder: Path, spec: ModelSpec, table: AdapterTable, data: Tensor) -> PackedAdapter:
+    config, halves = _checked(folder, spec, table, refuse)
     reads = [Read(half.stored.name, half.stored, take=_taking(half, data, table.rank)) for half in halves]
     read_tensors(reads, data.device, num_lanes=_READ_THREADS)
     if not is_finite(data, table.dtype):
@@ -140,6 +163,9 @@ def _placed(
     """Where a tensor goes; None, with a complaint, for one that has no place."""
     name = stored.name.removeprefix(_WRAPPING)
     match = _TENSOR.fullmatch(name)
+    if match is None and (why := _part_without_adapters(name)):  # before its form: PEFT saves those in one of their own
+        complain(f"{WEIGHTS_NAME}: tensor {stored.name} {why}")
+        return None
     if match is None:
         complain(
             f"{WEIGHTS_NAME}: tensor {stored.name} is not one of a plain adapter (lora_A, lora_B): merge it instead"
@@ -168,14 +194,21 @@ def _without(name: str, prefixes: set[str]) -> Iterator[str]:
 
 
 def _why_no_place(module: str) -> str:
-    if ".experts." in f".{module}.":
-        return "is of experts, whose matrices take no adapters; train the adapter on the other modules, or merge it"
-    if module.rpartition(".")[2] in ("embed_tokens", "lm_head"):
-        return "is of the embedding or the head, which take no adapters; train it on the layers alone, or merge it"
-    return (
+    return _part_without_adapters(module) or (
         f"is of {module}, which is no projection of this model's layers: the adapter is of another model, or must be "
         "merged"
     )
+
+
+def _part_without_adapters(name: str) -> str | None:
+    """What to tell of a tensor or module in a part of the model that takes no adapters; None for any other."""
+    if ".experts." in f".{name}.":
+        return "is of experts, whose matrices take no adapters; train the adapter on the other modules, or merge it"
+    if _EMBEDDING_OR_HEAD.search(name):
+        return "is of the embedding or the head, which take no adapters; train it on the layers alone, or merge it"
+    if _ROUTER.search(name):
+        return "is of the router of experts, which takes no adapter; train it on the other modules, or merge it"
+    return None
 
 
 def _check_shape(half: _Half, config: LoraConfig, table: AdapterTable, complain: Complain) -> None:

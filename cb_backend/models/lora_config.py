@@ -42,8 +42,8 @@ _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pa
 _OF_NO_MATTER = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "enable_lora", "ensure_weight_tying", "eva_config",
     "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
-    "megatron_core", "merge_weights", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "target_modules", "task_type", "velora_config",
+    "lora_dtype", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core", "merge_weights", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
 }  # fmt: skip
 
 _MOST_REPEATS = 3  # in a key of a pattern

@@ -21,7 +21,7 @@ from cb_backend.contracts.errors import CbError
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import EngineOutput
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.engine.adapters import take_adapter
+from cb_backend.engine.adapter_wait import take_adapter
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.study.answer_lengths import AnswerLengths

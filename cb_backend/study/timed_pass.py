@@ -13,7 +13,7 @@ from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.messages import EngineStats
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.engine.adapters import take_adapter
+from cb_backend.engine.adapter_wait import take_adapter
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.study.latencies import Latencies
 from cb_backend.study.replay import drive, no_collections, token_latencies

@@ -5,10 +5,12 @@ It does not look into adapters, and remembers nothing.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.scheduling import MAX_NAME_BYTES
 from cb_backend.support.json_files import read_json_object
@@ -27,12 +29,24 @@ class Stamp(NamedTuple):
     mtime_ns: int
     size: int
     inode: int  # another one where a file was renamed into the place of this
+    ctime_ns: int  # of the last change, whatever mtime says: copies (rsync -a, tar, kubectl cp) bring that along
 
     @property
     def is_settled(self) -> bool:
         """Whether it has not changed just now. A time in the future is some other machine's clock, and no reason to
         wait for it."""
-        return not 0 <= time.time() - self.mtime_ns / 1e9 < SETTLED_S
+        now = time.time()
+        return not any(0 <= now - at / 1e9 < SETTLED_S for at in (self.mtime_ns, self.ctime_ns))
+
+    def source(self, name: str, path: str, is_settled: bool) -> AdapterSource:
+        """An adapter's files in this state. Those that have just changed may change once more without another time:
+        once they have settled they are another source, and are read again."""
+        file_id = self.inode if is_settled else ~self.inode
+        return AdapterSource(name, path, self.mtime_ns, self.size, file_id, self.ctime_ns)
+
+    def is_of(self, source: AdapterSource) -> bool:
+        """Whether the source's files were in this state, settled or not."""
+        return source in (self.source(source.name, source.path, is_settled) for is_settled in (True, False))
 
 
 def stamp_of(path: Path) -> Stamp | None:
@@ -41,15 +55,25 @@ def stamp_of(path: Path) -> Stamp | None:
         status = path.stat()
     except OSError:
         return None
-    return Stamp(status.st_mtime_ns, status.st_size, status.st_ino)
+    return Stamp(status.st_mtime_ns, status.st_size, status.st_ino, changed_ns(status))
+
+
+def changed_ns(status: os.stat_result) -> int:
+    """When the file was last changed, renamed or given another mtime; nobody can set it."""
+    return status.st_ctime_ns
 
 
 def folder_stamp(folder: Path) -> Stamp | None:
-    """Of an adapter, whose two files are one thing: the newer time, the sum of the sizes. None if one is missing."""
+    """Of an adapter, whose two files are one thing: the newer times, the sum of the sizes. None if one is missing."""
     weights, config = stamp_of(folder / WEIGHTS_NAME), stamp_of(folder / CONFIG_NAME)
     if weights is None or config is None:
         return None
-    return Stamp(max(weights.mtime_ns, config.mtime_ns), weights.size + config.size, weights.inode ^ config.inode)
+    return Stamp(
+        max(weights.mtime_ns, config.mtime_ns),
+        weights.size + config.size,
+        weights.inode ^ config.inode,
+        max(weights.ctime_ns, config.ctime_ns),
+    )
 
 
 def read_adapter_list(path: Path) -> dict[str, Path]:

@@ -7,15 +7,15 @@ from typing import Any
 
 from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.support.adapter_files import folder_stamp
 from tests.engine.drive import engine_for
 
 
 def source_of(folder: Path) -> AdapterSource:
     """An adapter's files as they are now, under the folder's name."""
-    status = [(folder / name).stat() for name in ("adapter_config.json", "adapter_model.safetensors")]
-    return AdapterSource(
-        folder.name, str(folder), max(each.st_mtime_ns for each in status), sum(each.st_size for each in status)
-    )
+    stamp = folder_stamp(folder)
+    assert stamp is not None, f"{folder} holds no adapter"
+    return stamp.source(folder.name, str(folder), is_settled=True)
 
 
 def adapted_engine(folder: Path, kind: str = "slots", **settings: Any) -> LLMEngine:

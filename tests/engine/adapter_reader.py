@@ -11,12 +11,14 @@ import pytest
 from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.errors import CbError, ConfigError
 from cb_backend.engine.adapters import AdapterStore
+from cb_backend.support.adapter_files import Stamp
 from tests.waiting import eventually
 
 
 @dataclass
 class Packed:
     key: bytes
+    stamp: Stamp | None = None
 
 
 @dataclass

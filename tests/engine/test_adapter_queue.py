@@ -7,7 +7,8 @@ from functools import partial
 
 from cb_backend.contracts.errors import UnavailableError
 from cb_backend.engine import adapters
-from cb_backend.engine.adapters import READ_TIMEOUT_S, WITHOUT_ROOM, AdapterStore, AdapterWait
+from cb_backend.engine.adapter_wait import AdapterWait
+from cb_backend.engine.adapters import READ_TIMEOUT_S, WITHOUT_ROOM, AdapterStore
 from tests.engine.adapter_reader import Packed, Reader, refusal, source
 from tests.waiting import eventually
 
@@ -135,4 +136,28 @@ def test_what_waits_behind_others_and_is_given_up_is_read_by_nobody() -> None:
     reader.answers.set()
     eventually(lambda: store.num_reads == 2, "both end")
     assert "/adapters/doll" not in reader.asked
+    store.close()
+
+
+def test_a_read_that_hangs_and_that_nobody_waits_for_keeps_no_room() -> None:
+    """Its client went away before it could be told that it was late."""
+    reader = HungReader({"/adapters/hung0": b"0", "/adapters/doll": b"doll"}, {"/adapters/hung0"})
+    store = AdapterStore(reader, 1)
+    assert store.find(source("hung0"), 0.0) is None
+    eventually(lambda: len(reader.asked) == 1, "it hangs")
+    keys: list[bytes] = []
+    doll = AdapterWait(store, source("doll"), keys.append, 1.0)
+    for now in (1.0, READ_TIMEOUT_S):
+        assert doll(now) is False
+        assert store.turn_of(source("doll")) == WITHOUT_ROOM
+        store.tidy(set, now)
+
+    reader.gate.clear()
+    store.tidy(set, READ_TIMEOUT_S + 0.1)
+    doll(READ_TIMEOUT_S + 0.1)
+    assert store.turn_of(source("doll")) != WITHOUT_ROOM, "it has the room of what hangs"
+    reader.gate.set()
+    eventually(lambda: doll(READ_TIMEOUT_S + 0.2) is True, "the other adapter")
+    assert keys == [b"doll"]
+    reader.answers.set()
     store.close()

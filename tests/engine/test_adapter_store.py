@@ -9,10 +9,13 @@ import weakref
 
 import pytest
 
+from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.errors import ConfigError, InvalidRequestError, UnavailableError
 from cb_backend.contracts.messages import AdapterStats
 from cb_backend.engine import adapters
-from cb_backend.engine.adapters import REFUSAL_LASTS_S, AdapterStore, AdapterWait
+from cb_backend.engine.adapter_wait import AdapterWait
+from cb_backend.engine.adapters import REFUSAL_LASTS_S, WITHOUT_ROOM, AdapterStore
+from cb_backend.support.adapter_files import Stamp
 from tests.engine.adapter_reader import Packed, Reader, found, refusal, source
 from tests.waiting import eventually
 
@@ -46,6 +49,56 @@ def test_changed_files_are_read_anew_and_the_same_content_is_kept_once() -> None
     reader.content["/adapters/doll"] = b"new"
     assert found(store, source("doll", mtime_ns=2)) == b"new"
     assert store.packed_of(b"d").key == b"d", "who still runs with it finds it"
+    store.close()
+
+
+def stamp_of(wanted: AdapterSource) -> Stamp:
+    return Stamp(wanted.mtime_ns, wanted.size, wanted.file_id, wanted.ctime_ns)
+
+
+def test_files_that_are_back_are_what_they_were_though_others_were_read_in_their_place() -> None:
+    """A front end has seen the first version, the folder has the second when it is read, and then the first again."""
+    first, second = source("doll", mtime_ns=1), source("doll", mtime_ns=2)
+    reader, store = (made := Reader({})), AdapterStore(made, 4)
+    versions = {b"1": stamp_of(first), b"2": stamp_of(second)}
+    on_disk = b"2"
+
+    def read(path: str) -> Packed:
+        reader.read_paths.append(path)
+        return Packed(on_disk, versions[on_disk])
+
+    store._read = read
+    assert found(store, first) == found(store, second) == b"2", "what is there is what they get"
+    on_disk = b"1"
+    assert found(store, first, now=10.0) == b"1"
+    num_read = len(reader.read_paths)
+    assert found(store, first, now=20.0) == b"1"
+    assert found(store, second, now=20.0) == b"2"
+    assert len(reader.read_paths) == num_read, "both are known"
+    store.close()
+
+
+def test_all_who_wait_for_files_get_what_was_read_in_their_place() -> None:
+    store = AdapterStore(reader := Reader({}), 4)
+    reads = []
+
+    def read(path: str) -> Packed:
+        reads.append(path)
+        return Packed(b"2", stamp_of(source("doll", mtime_ns=2)))
+
+    store._read = read
+    waits = [AdapterWait(store, source("doll"), lambda key: None, 0.0) for _ in range(3)]
+    met: list[list[object]] = []
+
+    def is_met() -> bool:
+        met.append([wait(0.0) for wait in waits])
+        store.tidy(set, 0.0)
+        return met[-1][-1] is True
+
+    eventually(is_met, "the adapter")
+    assert met[-1] == [True] * 3
+    assert len(reads) == 1
+    assert reader.packed_of is not None
     store.close()
 
 
@@ -146,6 +199,21 @@ def test_while_all_that_have_room_are_in_use_no_other_is_read_nor_late() -> None
     eventually(has_come, "the adapter, in the room of one that nobody uses")
     assert keys == [b"c"]
     assert store.packed_of(b"b")
+    store.close()
+
+
+def test_as_many_begin_at_once_as_there_is_room_for() -> None:
+    reader = Reader({f"/adapters/{name}": name.encode() for name in "abcde"})
+    store = AdapterStore(reader, 2)
+    for name in "ab":
+        found(store, source(name))
+    reader.gate.clear()
+    waits = [AdapterWait(store, source(name), lambda key: None, 0.0) for name in "cde"]
+    assert [wait(0.0) for wait in waits] == [False] * 3
+    store.tidy(set, 0.0)
+    assert [wait(1.0) for wait in waits] == [False] * 3
+    assert [store.turn_of(source(name)) == WITHOUT_ROOM for name in "cde"] == [False, False, True]
+    reader.gate.set()
     store.close()
 
 

@@ -15,6 +15,7 @@ from cb_backend.front_end.adapters import (
     NoAdapters,
     OneAdapter,
 )
+from cb_backend.support import adapter_files
 from cb_backend.support.adapter_files import CONFIG_NAME, LIST_NAME, WEIGHTS_NAME
 
 AGE_S = 100.0  # of a settled file
@@ -37,6 +38,12 @@ def write_list(folder: Path, value: object, age_s: float = AGE_S) -> Path:
     path = folder / LIST_NAME
     path.write_text(value if isinstance(value, str) else json.dumps(value))
     return aged(path, age_s)
+
+
+@pytest.fixture(autouse=True)
+def whole_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are as old as a test says: it can set the time of their contents, and no test the time of a change."""
+    monkeypatch.setattr(adapter_files, "changed_ns", lambda status: status.st_mtime_ns)
 
 
 def aged(path: Path, age_s: float) -> Path:

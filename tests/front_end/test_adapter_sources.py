@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -18,9 +19,9 @@ from cb_backend.front_end.adapters import (
 )
 from cb_backend.support import adapter_files
 from cb_backend.support.adapter_files import CONFIG_NAME, WEIGHTS_NAME
-from tests.front_end.adapter_folders import AGE_S, Clock, aged, clock, write_adapter, write_list
+from tests.front_end.adapter_folders import AGE_S, Clock, aged, clock, whole_age, write_adapter, write_list
 
-__all__ = ["clock"]  # a fixture
+__all__ = ["clock", "whole_age"]  # fixtures
 
 
 def test_a_changed_file_is_another_source_once_it_has_settled(tmp_path: Path, clock: Clock) -> None:
@@ -37,6 +38,28 @@ def test_a_changed_file_is_another_source_once_it_has_settled(tmp_path: Path, cl
     second = folder.source()
     assert second.size == len(b"whole and other") + len(b"{}")
     assert second.mtime_ns > first.mtime_ns
+
+
+def test_a_copy_that_keeps_times_counts_once_both_its_files_are_there(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rsync -a makes it, and tar: each file is as old as where it came from."""
+    live, new = write_adapter(tmp_path / "live"), write_adapter(tmp_path / "new", b"other weights", age_s=AGE_S / 2)
+    changed_at: dict[int, int] = {}  # by inode
+    now = time.time_ns()
+    monkeypatch.setattr(adapter_files, "changed_ns", lambda status: changed_at.get(status.st_ino, status.st_mtime_ns))
+    monkeypatch.setattr(adapter_files.time, "time", lambda: now / 1e9)
+    folder = AdapterFolder("doll", live, clock)
+    first = folder.source()
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        shutil.copy2(new / name, live / f".{name}")
+        changed_at[(live / f".{name}").stat().st_ino] = now
+        (live / f".{name}").replace(live / name)
+        clock.now += LOOK_INTERVAL_S
+        assert folder.source() == first, "the other file may be on its way"
+    now += 2 * 10**9
+    clock.now += LOOK_INTERVAL_S
+    assert folder.source().size == len(b"other weights") + len(b"{}")
 
 
 def test_files_that_are_gone_stay_what_they_were(

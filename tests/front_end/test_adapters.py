@@ -20,9 +20,9 @@ from cb_backend.front_end.adapters import (
     with_places,
 )
 from cb_backend.support.adapter_files import LIST_NAME, read_adapter_list
-from tests.front_end.adapter_folders import Clock, clock, refusal, write_adapter, write_list
+from tests.front_end.adapter_folders import Clock, clock, refusal, whole_age, write_adapter, write_list
 
-__all__ = ["clock"]  # a fixture
+__all__ = ["clock", "whole_age"]  # fixtures
 
 
 # ---- names and texts ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from cb_backend.gateway.adapters import AdapterNames, Chosen
 from cb_backend.gateway.errors import ApiError
 from cb_backend.gateway.triton import Model
+from cb_backend.support import adapter_files
 
 
 def model(name: str) -> Model:
@@ -84,7 +85,8 @@ def test_without_a_repository_the_server_decides() -> None:
     assert chosen(names, "plain_lora_any") == ("plain", "any")
 
 
-def test_a_changed_list_counts_and_a_half_written_one_does_not(tmp_path: Path) -> None:
+def test_a_changed_list_counts_and_a_half_written_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "changed_ns", lambda status: status.st_mtime_ns)
     listed = add_model(tmp_path, "llm", {"model": "m", "enable_lora": True}, {"doll": "d"})
     names = AdapterNames("_lora_", str(tmp_path))
     models = {"llm": model("llm")}
@@ -107,3 +109,13 @@ def test_a_model_of_an_engine_has_that_engines_adapters(repository: Path) -> Non
     assert AdapterNames("_lora_", str(repository)).names({"front": model("front")})[1:] == [
         "front_lora_sheep", "front_lora_a_lora_b", "front_lora_doll"
     ]  # fmt: skip
+
+
+def test_a_model_that_is_an_adapter_has_no_adapters(repository: Path) -> None:
+    """Its engine's list is not its own: the server refuses every other name."""
+    add_model(repository, "own", {"engine_of": "llm", "lora": "files"})
+    names, models = AdapterNames("_lora_", str(repository)), {"llm": model("llm"), "own": model("own")}
+    assert [name for name in names.names(models) if name.startswith("own")] == ["own"]
+    assert names.choose("own", models) == Chosen(models["own"])
+    with pytest.raises(ApiError, match="own_lora_sheep"):
+        names.choose("own_lora_sheep", models)

@@ -17,11 +17,15 @@ from tests.models.tiny_checkpoints import load_reference
 ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED_MODULES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]  # as phi3 stores them
 HALF_FUSED_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]  # as glm4 does
+# In some families PEFT takes the name of any other projection for the experts', which it adapts as whole parameters.
+ATTENTION_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 STD = 0.2
 
 
 def modules_of(checkpoint: str) -> list[str]:
     """Those of a family's projections, as its checkpoint calls them."""
+    if checkpoint.startswith(("qwen3-moe", "glm4-moe")):
+        return ATTENTION_MODULES
     if checkpoint.startswith("phi3"):
         return FUSED_MODULES
     return HALF_FUSED_MODULES if checkpoint.startswith("glm4") else ALL_MODULES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cb_backend.contracts.errors import UnavailableError
 from cb_backend.layers.adapter_table import AdapterTable
+from cb_backend.models import lora_checkpoint
 from cb_backend.models.lora_checkpoint import PackedAdapter, read_adapter
-from cb_backend.models.lora_config import ByModule
+from cb_backend.models.lora_config import ByModule, LoraConfig, read_lora_config
 from cb_backend.models.registry import read_model_config
+from cb_backend.support.adapter_files import folder_stamp
 from tests.models.adapters import ALL_MODULES, modules_of, write_adapter
 from tests.models.spoiled_adapters import (
     PREFIX,
@@ -105,6 +109,51 @@ def test_the_key_is_of_the_content(model: Path, made: Path, adapter: Path) -> No
     with_config(adapter, lora_alpha=8)
     with_tensors(adapter, lambda tensors: tensors[f"{PREFIX}.mlp.up_proj.lora_A.weight"].add_(1e-3))
     assert len({key, scaled, read(model, adapter).key}) == 3
+
+
+def replaced_while_it_is_read(monkeypatch: pytest.MonkeyPatch, folder: Path, versions: list[Path]) -> list[int]:
+    """The folder's files are those of the next version whenever its config has been read; how often that was."""
+    reads = [0]
+
+    def reading(path: Path) -> LoraConfig:
+        config = read_lora_config(path)
+        for file in versions[min(reads[0], len(versions) - 1)].iterdir():
+            if reads[0] < len(versions):
+                shutil.copy(file, folder / f".{file.name}")
+                (folder / f".{file.name}").replace(folder / file.name)
+        reads[0] += 1
+        return config
+
+    monkeypatch.setattr(lora_checkpoint, "read_lora_config", reading)
+    return reads
+
+
+def test_config_and_weights_are_of_one_version(
+    model: Path, made: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the factor has changed, and where the old config does not fit the new weights."""
+    other = Path(shutil.copytree(adapter, tmp_path / "other"))
+    with_config(other, lora_alpha=99)
+    with_tensors(other, lambda tensors: tensors[f"{PREFIX}.mlp.up_proj.lora_A.weight"].add_(1.0))
+    larger = write_adapter(model, tmp_path / "larger", r=7, target_modules=["q_proj"])
+    for version in (other, larger):
+        wanted = read(model, version)
+        with monkeypatch.context() as patch:
+            reads = replaced_while_it_is_read(patch, adapter, [version])
+            packed = read(model, adapter)
+        assert packed.key == wanted.key
+        assert packed.stamp == folder_stamp(adapter)
+        assert reads == [2]
+
+
+def test_files_that_do_not_stop_to_change_are_not_served(
+    model: Path, made: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = [Path(shutil.copytree(made, tmp_path / str(number))) for number in range(9)]
+    reads = replaced_while_it_is_read(monkeypatch, adapter, versions)
+    with pytest.raises(UnavailableError, match=r"changed 3 times while they were read; write them into a new folder"):
+        read(model, adapter)
+    assert reads == [3]
 
 
 @pytest.mark.parametrize("name", ["phi3", "glm4"])

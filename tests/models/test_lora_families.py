@@ -1,4 +1,4 @@
-"""Every dense family with adapters computes what PEFT's merged model computes, rows of several adapters in one step."""
+"""Every family with adapters computes what PEFT's merged model computes, rows of several adapters in one step."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ FAMILIES = [
     "llama-gqa", "llama-biases", "mistral-window", "qwen2-bias", "qwen3", "phi3", "phi3-partial", "glm4", "granite",
     "smollm3", "ministral", "olmo2", "olmo3", "exaone4", "gemma2", "gemma3", "ministral3",
 ]  # fmt: skip
+# Adapters of attention, and in qwen2-moe of layers without experts and of the expert that all tokens go through.
+WITH_EXPERTS = ["qwen3-moe", "qwen2-moe", "glm4-moe", "gpt-oss", "granitemoe"]
 ADAPTERS: list[dict[str, Any]] = [
     {"r": 3, "lora_alpha": 6},
     {"r": 8, "lora_alpha": 8, "use_rslora": True},
@@ -31,7 +33,7 @@ def reference(folder: Path, adapter: Path | None, tokens: list[int]) -> Tensor:
         return load_merged(folder, adapter)(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + WITH_EXPERTS)
 def test_rows_of_several_adapters_are_the_merged_models(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(name, tmp_path / "model")
     adapters: list[Path | None] = [

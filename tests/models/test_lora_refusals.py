@@ -80,16 +80,29 @@ _Q_A = f"{PREFIX}.self_attn.q_proj.lora_A.weight"
     (lambda t: _rename(t, _Q_A, _Q_A.replace("model.layers", "vision.layers")), "which is no projection"),
     (lambda t: _rename(t, _Q_A, f"{PREFIX}.mlp.experts.3.gate_proj.lora_A.weight"), "is of experts, whose matrices"),
     (lambda t: _rename(t, _Q_A, "base_model.model.lm_head.lora_A.weight"), "is of the embedding or the head"),
-    (lambda t: _rename(t, _Q_A, "base_model.model.model.embed_tokens.lora_embedding_A"), "not one of a plain adapter"),
+    (lambda t: _rename(t, _Q_A, "base_model.model.model.embed_tokens.lora_embedding_A"), "is of the embedding or the"),
+    (lambda t: _rename(t, _Q_A, "base_model.model.model.embed_tokens.base_layer.weight"), "is of the embedding or the"),
+    (lambda t: _rename(t, _Q_A, "base_model.model.lm_head.base_layer.weight"), "is of the embedding or the head"),
+    (lambda t: _rename(t, _Q_A, f"{PREFIX}.mlp.gate.lora_A.weight"), "mlp.gate.lora_A.weight is of the router"),
+    (lambda t: _rename(t, _Q_A, f"{PREFIX}.block_sparse_moe.router.layer.lora_A.weight"), "is of the router of exp"),
+    (lambda t: _rename(t, _Q_A, f"{PREFIX}.block_sparse_moe.gate.lora_A.weight"), "is of the router of experts"),
+    (lambda t: _rename(t, _Q_A, f"{PREFIX}.mlp.router.lora_B.weight"), "is of the router of experts"),
+    (lambda t: _rename(t, _Q_A, f"{PREFIX}.mlp.shared_expert_gate.lora_A.weight"), "shared_expert_gate, which is no"),
     (lambda t: t.update({f"{PREFIX}.self_attn.q_proj.lora_magnitude_vector": torch.ones(48)}), "vector is not one of"),
     (lambda t: t.update({f"{PREFIX}.self_attn.q_proj.lora_B.bias": torch.ones(48)}), "lora_B.bias is not one of"),
     (lambda t: t.clear(), "holds no weights of an adapter"),
-], ids=range(15))  # fmt: skip
+], ids=range(22))  # fmt: skip
 def test_tensors_that_are_refused(
     change: Callable[[dict[str, Tensor]], object], match: str, model: Path, adapter: Path
 ) -> None:
     with_tensors(adapter, change)
     refused(model, adapter, match)
+
+
+def test_what_trainers_add_and_nothing_depends_on_is_taken(model: Path, adapter: Path) -> None:
+    """As ms-swift writes it."""
+    with_config(adapter, lora_dtype="bfloat16", lorap_lr_ratio=16.0, lorap_emb_lr=1e-6)
+    read(model, adapter)
 
 
 def test_a_rank_above_the_limit_names_both(model: Path, adapter: Path) -> None:

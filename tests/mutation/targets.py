@@ -25,6 +25,7 @@ _REUSE = _of("scheduler", "prefix_cache_use")
 _GROUPS = _of("kv_cache", "grouped_manager", "grouped_needs", "promises", "block_needs")
 _POOL = _of("kv_cache", "block_pool", "kv_manager", "coming_prefixes")
 _TEXT = _of("front_end", "stop_strings", "output_text", "detokenizer")
+_ADAPTERS = ("adapter_store", "adapter_queue", "adapted_requests", "adapter_room")
 _SCHEDULER = "cb_backend.engine.scheduler"
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scheduler": (
@@ -33,7 +34,9 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "admission": (f"{_SCHEDULER}.admission", (*_SCHEDULING, *_SCHEDULER_AND_POINTS, *_REUSE)),
     "adapter_slots": (f"{_SCHEDULER}.adapter_slots", (*_of("scheduler", "adapter_slots", "adapters"), *_WORLDS)),
-    "adapters": ("cb_backend.engine.adapters", _of("engine", "adapter_store", "adapter_queue", "adapted_requests")),
+    "adapter_line": ("cb_backend.engine.adapter_line", _of("engine", "adapter_line", "adapter_room")),
+    "adapter_wait": ("cb_backend.engine.adapter_wait", _of("engine", *_ADAPTERS)),
+    "adapters": ("cb_backend.engine.adapters", _of("engine", *_ADAPTERS)),
     "order": (
         f"{_SCHEDULER}.order",
         _of(

@@ -16,6 +16,7 @@ import pytest
 from cb_backend.contracts.adapters import AdapterSource
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.contracts.messages import AddRequest
+from cb_backend.support import adapter_files
 from cb_backend.support.adapter_files import CONFIG_NAME, LIST_NAME, WEIGHTS_NAME
 from tests.serving.driven_model import ask, make_repository, server_args
 from tests.serving.fake_server import InferenceRequest, TritonError
@@ -45,6 +46,7 @@ def folder() -> Iterator[Path]:
     """A short path: sockets live below it."""
     folder = Path(tempfile.mkdtemp(prefix="cb-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_files, "changed_ns", lambda status: status.st_mtime_ns)  # as old as `write_folder` says
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         yield folder
     assert list((folder / f"cb_backend-{os.getuid()}").iterdir()) == []
@@ -91,7 +93,7 @@ def test_a_named_adapter_goes_to_the_engine_as_its_files(model: Any, folder: Pat
     assert ask(model, "a", sampling={"lora_name": "doll", "max_tokens": 2}).sender.wait().error is None
     path = str(version_of(folder) / "adapters" / "doll")
     inode = os.stat(f"{path}/{WEIGHTS_NAME}").st_ino ^ os.stat(f"{path}/{CONFIG_NAME}").st_ino
-    assert [request.adapter for request in submitted] == [AdapterSource("doll", path, 10**18, 4, inode)]
+    assert [request.adapter for request in submitted] == [AdapterSource("doll", path, 10**18, 4, inode, 10**18)]
 
 
 @pytest.mark.parametrize("name", [None, ""])

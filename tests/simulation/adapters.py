@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey, AdapterSource
 from cb_backend.contracts.errors import InvalidRequestError
+from cb_backend.contracts.request import make_request_id
 from cb_backend.contracts.step import StepPlan
-from cb_backend.engine.adapters import READ_TIMEOUT_S
+from cb_backend.engine.adapter_line import Turn
+from cb_backend.engine.adapters import READ_TIMEOUT_S, WITHOUT_ROOM, AdapterStore
+from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from tests.fakes.hash_rule import adapter_salt
 from tests.simulation.scenario import Arrival, Scenario
 
 SHARE = 0.3  # of worlds that have adapters
+NUM_CROWDED = 80  # arrivals that are added to a crowded world
 
 
 def with_adapters(scenario: Scenario, share_of_worlds: float = SHARE) -> Scenario:
@@ -48,6 +54,29 @@ def with_adapters(scenario: Scenario, share_of_worlds: float = SHARE) -> Scenari
     config = replace(scenario.config, enable_lora=True, max_loras=num_slots, max_cpu_loras=most_kept)
     arrivals = tuple(map(wanted, scenario.arrivals))
     return replace(scenario, config=config, arrivals=arrivals, num_adapter_slots=num_slots)
+
+
+def crowded(scenario: Scenario) -> Scenario:
+    """The same world, to which many more requests come: for as many adapters as are kept, step by step, and few for
+    others, which have no room until one of those is needed by nobody."""
+    rng, config = random.Random(f"crowd of {scenario.seed}"), scenario.config
+    popular = [f"popular{number}/{number}/slow/0" for number in range(config.max_cpu_loras or 1)]
+    added = [
+        replace(
+            arrival := rng.choice(scenario.arrivals),
+            request_id=make_request_id(rng.randint(0, 2), len(scenario.arrivals) + number),
+            at_step=rng.randint(0, 2 * len(popular)) if number < len(popular) else rng.randint(0, NUM_CROWDED),
+            params=msgspec.structs.replace(arrival.params, structured_output=None),
+            scheduling=msgspec.structs.replace(arrival.scheduling, timeout_ms=None, queue_timeout_ms=None),
+            cancel_at=None,
+            cancel_in=None,
+            adapter=f"rare{number}/{number}/slow/1" if number % 20 == 19 else popular[number % len(popular)],
+        )
+        for number in range(NUM_CROWDED)
+    ]
+    arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.at_step)
+    config = replace(config, max_queue_size=1000, max_queue_tokens=1 << 24)
+    return replace(scenario, config=config, arrivals=tuple(arrivals))
 
 
 def key_of(path: str) -> AdapterKey:
@@ -79,6 +108,7 @@ class Packed:
 
     def __init__(self, key: AdapterKey) -> None:
         self.key = key
+        self.stamp = None
 
 
 class Reader:
@@ -161,3 +191,40 @@ class AdapterChecks:
         """Nobody knows what its loads have done: they are made again before anything else uses their slots."""
         for device_slot, _ in plan.adapter_loads:
             self._resident.pop(device_slot, None)
+
+
+class RoomChecks:
+    """Stands around the adapters in host memory. I23 nobody waits for room there while more than `MAX_OVERTAKEN` later
+    requests are given their adapters · I24 no more adapters have room than are to be kept.
+
+    `expect` is told what must be so, and what is wrong where it is not.
+    """
+
+    def __init__(self, store: AdapterStore, expect: Callable[[bool, str], None], counters: Counter[str]) -> None:
+        self._store, self._expect, self._counters = store, expect, counters
+        self._find, self._tidy = store.find, store.tidy
+        self._passed: dict[int, tuple[Turn, int]] = {}  # who found no room, and how many have passed
+        self._asked: set[int] = set()  # in this round
+        store.find, store.tidy = self.find, self.tidy  # type: ignore[method-assign]
+
+    def find(self, source: AdapterSource, now: float, turn: Turn | None = None) -> AdapterKey | None:
+        if turn is None:
+            return self._find(source, now)
+        self._asked.add(turn.number)
+        known = self._passed.pop(turn.number, (turn, 0))  # nor does it wait if this is an error
+        key = self._find(source, now, turn)
+        if key is None and self._store.turn_of(source) == WITHOUT_ROOM:
+            self._passed[turn.number] = known
+        if key is not None:
+            for number, (other, num_passed) in self._passed.items():
+                self._passed[number] = other, num_passed + (turn > other)
+                self._expect(num_passed + (turn > other) <= MAX_OVERTAKEN, "I23: passed too often on the host")
+                self._counters["passed on the host"] += turn > other
+        return key
+
+    def tidy(self, in_use: Callable[[], Container[AdapterKey]], now: float) -> None:
+        self._tidy(in_use, now)
+        self._passed = {number: told for number, told in self._passed.items() if number in self._asked}
+        self._asked.clear()
+        num_kept = len(self._store._kept) + len(self._store._reading)
+        self._expect(num_kept <= self._store._most_kept, "I24: more adapters than there is room for")

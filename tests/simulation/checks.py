@@ -17,7 +17,7 @@ from cb_backend.contracts.step import EngineOutput, MaskSource, Pending, StepPla
 from cb_backend.engine.llm_engine import LLMEngine
 from tests.fakes.plan_follower import FakePending
 from tests.fakes.runners import HashRunner
-from tests.simulation.adapters import AdapterChecks
+from tests.simulation.adapters import AdapterChecks, RoomChecks
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue
 from tests.simulation.plan_checks import check_plan
@@ -57,6 +57,8 @@ class CheckedEngine:
         self.planned: StepPlan | None = None  # and not handed to the runner
         self.plans: dict[int, StepPlan] = {}  # by step id
         self.adapters = AdapterChecks(scenario.num_adapter_slots, counters)
+        if engine.adapters is not None:
+            RoomChecks(engine.adapters, self._expect, counters)
         self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
         self.has_classes = len({arrival.scheduling.priority for arrival in scenario.arrivals}) > 1
         self.has_tenants = len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1

@@ -11,10 +11,12 @@ import pytest
 
 from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey
 from cb_backend.contracts.step import StepPlan
+from cb_backend.engine.adapter_line import RoomLine
 from cb_backend.engine.scheduler.adapter_slots import AdapterSlots
 from cb_backend.engine.scheduler.plan import InFlightSteps
 from cb_backend.kv_cache.manager import KVCacheManager
 from tests.fakes.runners import HashRunner
+from tests.simulation.adapters import crowded
 from tests.simulation.draw import Kind, make_scenario
 from tests.simulation.scenario import Scenario
 from tests.simulation.sweep import run_seed
@@ -56,6 +58,18 @@ def first_violation(match: str) -> str:
             if match in str(error):
                 return str(error)
     raise AssertionError(f"no world has found out: {match}")
+
+
+def test_who_is_passed_without_end_while_he_waits_for_room_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In worlds where others ask for what is kept in every step."""
+
+    def run_all() -> Counter[str]:
+        return sum((World(crowded(world)).run() for world in islice(worlds(), 8)), Counter[str]())
+
+    assert run_all()["passed on the host"] > 100
+    monkeypatch.setattr(RoomLine, "may_pass", lambda line, turn: True)
+    with pytest.raises(AssertionError, match="I23"):
+        run_all()
 
 
 def _early(

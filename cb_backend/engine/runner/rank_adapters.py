@@ -30,6 +30,7 @@ from cb_backend.models.lora_checkpoint import read_adapter
 from cb_backend.models.spec import ModelSpec
 from cb_backend.parallel.hand_over import LABEL_BYTES, Giver, NotTakenError, new_memory, take_all
 from cb_backend.parallel.worker_plan import encode_plan
+from cb_backend.support.adapter_files import Stamp
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,7 @@ class SharedAdapter:
     key: bytes  # of the whole adapter; where it was handed over the label, which plans for that rank have in its place
     label: bytes  # what the ranks call this hand-over
     data: Tensor  # as `PackedAdapter.data`, of this rank's table
+    stamp: Stamp | None = None  # as `PackedAdapter.stamp`
 
 
 class SharingAdapters:
@@ -81,7 +83,7 @@ class SharingAdapters:
             raise UnavailableError(str(error)) from None
         finally:
             os.close(descriptor)
-        shared = SharedAdapter(packed.key, label, data)
+        shared = SharedAdapter(packed.key, label, data, packed.stamp)
         weakref.finalize(shared, self._forgotten.append, label).atexit = False
         return shared
 

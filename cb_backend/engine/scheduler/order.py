@@ -99,11 +99,9 @@ class RequestQueue:
         if refusal is not None:
             self.num_refused += 1
             raise UnavailableError(refusal)
-        priority, now = request.scheduling.priority, self.now
         self._num_arrived += 1
-        request.arrival_time = now
-        rank = (0, now + priority * self._aging_s) if self._aging_s else (priority, now)
-        request.queue_key = (*rank, self._num_arrived)
+        request.arrival_time = self.now
+        request.queue_key = (*request.scheduling.rank(self.now, self._aging_s), self._num_arrived)
         self._share.arrive(request.scheduling.tenant)
         if is_held:
             self._held.add(request.request_id)
