@@ -22,6 +22,7 @@ from cb_backend.models.compressed_tensors import with_zeros_apart
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.decoder import DecoderForCausalLM
 from cb_backend.models.generation_config import read_generation_eos_ids
+from cb_backend.models.placement_checks import check_placements
 from cb_backend.models.quantization import FP8, module_formats, quantization_values
 from cb_backend.models.sharding import check_shares
 from cb_backend.models.spec import ModelSpec
@@ -221,7 +222,7 @@ def open_weights(
     if not spec.has_head:
         ignored.append(re.escape(spec.names.head_module) + r"\.")
     patterns = "|".join(f"(?:{each})" for each in ignored) or None
-    weights.check_placements(list(outline.placements()), source, patterns, complain)
+    check_placements(list(outline.placements()), source, patterns, complain)
     return spec, make, source, outline
 
 

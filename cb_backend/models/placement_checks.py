@@ -1,0 +1,73 @@
+"""What a model needs against what its checkpoint's files hold, before the first byte is copied.
+
+Each tensor the model needs is there with the right shape, and nothing is there that the model would silently ignore.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from cb_backend.layers.fp8_linear import QuantizedRows
+from cb_backend.layers.placement import Placement
+from cb_backend.models.weights import FP8_TYPE, CheckpointFiles, Complain, refuse
+
+_HEAD = "lm_head.weight"
+# Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
+_IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
+
+
+def check_placements(
+    placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None = None, complain: Complain = refuse
+) -> None:
+    """Compare what the model needs with the files' headers; the targets may lie on the device "meta".
+
+    ignored: regular expression of names that need no place. Complains of every tensor which is missing, misshapen or
+    unknown, by its name.
+    """
+    names = sorted({stored.path.name for stored in source.tensors.values()})
+    where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
+    for placement in placements:
+        name = placement.name
+        if name not in source.tensors:
+            complain(f"tensor {name} is missing in {where}{_hint(name, source)}")
+            continue
+        if source.shape(name) != placement.shape:
+            complain(
+                f"{source.file_name(name)}: tensor {name} has shape {list(source.shape(name))}, "
+                f"config.json asks for {list(placement.shape)}"
+            )
+        elif name in source.quantised and placement.is_read:
+            _check_scales(placement, source, complain)
+    is_other = re.compile(ignored or "(?!)").match
+    known = {placement.name for placement in placements}
+    modules = [name.removesuffix("weight") for name in source.quantised]
+    scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
+    for name, stored in source.tensors.items():
+        if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
+            complain(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
+
+
+def _hint(missing: str, source: CheckpointFiles) -> str:
+    """What may lie behind a tensor that is missing."""
+    if any(name.endswith(".attention.wq.weight") for name in source.tensors):
+        return ", whose tensors have their makers' own names; fetch the model*.safetensors of the same repository"
+    return "; the config does not tie the head (tie_word_embeddings)" if missing == _HEAD else ""
+
+
+def _check_scales(placement: Placement, source: CheckpointFiles, complain: Complain) -> None:
+    """Of a matrix that is fp8 in the file: that its place is too, and that it has one scale, or one a row."""
+    name = placement.name
+    where, scale = source.file_name(name), f"{name}_scale"
+    if not isinstance(placement.target, QuantizedRows):
+        complain(
+            f"{where}: tensor {name} is {FP8_TYPE}; embedding, head and norms, and what quantization_config leaves "
+            "out, are supported unquantised only"
+        )
+    elif scale not in source.tensors:
+        complain(f"{where}: tensor {name} is {FP8_TYPE} but there is no {scale}; fetch the checkpoint again")
+    elif source.shape(scale) not in ((), (1,), placement.shape[:1], (placement.shape[0], 1)):
+        complain(
+            f"{source.file_name(scale)}: tensor {scale} has shape {list(source.shape(scale))}; supported are one "
+            f"scale, or one for each of the {placement.shape[0]} rows"
+        )
