@@ -22,9 +22,10 @@ from cb_backend.models.spec import Names
 from cb_backend.models.weight_files import find_weight_files
 from cb_backend.models.weight_reader import Progress, Read, read_tensor, read_tensors
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_TYPE = "F8_E4M3"
-_PACKED = (*_FLOATS, FP8_TYPE, "I64", "I32", "I8", "U8")
+_PACKED = (*FLOAT_TYPES, FP8_TYPE, "I64", "I32", "I8", "U8")
+_OF_FEW_BITS = ("weight_scale", "weight_scale_inv", "scales", "qweight", "weight_packed")
 _DUMMY_STD = 0.02
 
 Transform = Callable[[Tensor], Tensor]
@@ -62,7 +63,7 @@ class CheckpointFiles:
 
     def has_scales(self, module: str) -> bool:
         """Whether the module's weight is not all there is of it: it is stored in few bits."""
-        return any(f"{module}.{suffix}" in self.tensors for suffix in ("weight_scale", "weight_scale_inv", "scales"))
+        return any(f"{module}.{suffix}" in self.tensors for suffix in _OF_FEW_BITS)
 
     def with_head_as(self, embedding: str, names: Names) -> CheckpointFiles:
         """Of a tied checkpoint, whose one matrix may be stored as the head: the matrix as the embedding."""
@@ -91,7 +92,7 @@ def open_checkpoint(
         for stored in _header(path, complain):
             if stored.dtype == FP8_TYPE and is_fp8:
                 quantised.add(stored.name)
-            elif stored.dtype not in (_PACKED if is_packed else _FLOATS):
+            elif stored.dtype not in (_PACKED if is_packed else FLOAT_TYPES):
                 complain(
                     f"{path.name}: tensor {stored.name} is {stored.dtype}; supported are unquantised checkpoints, "
                     "and fp8 (e4m3) ones whose config.json says so"
