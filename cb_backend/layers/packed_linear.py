@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ from cb_backend.parallel.group import Group
 from cb_backend.parallel.shares import Share
 
 _SPREAD = {"int4": 4.6, "int8": 74.0, "fp8": 1.0, "fp4": 2.9}  # standard deviation of random elements
+
+
+class StoredAs(NamedTuple):
+    """What a checkpoint has for one tensor of a module."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]  # any of these
 
 
 class StoredReader(Protocol):
@@ -57,8 +64,8 @@ class StoredReader(Protocol):
         """Whether groups have a number that is added to their elements."""
         ...
 
-    def tensors(self, out_size: int, in_size: int) -> Mapping[str, tuple[int, ...]]:
-        """The module's tensors and their shapes, by the last part of their names."""
+    def tensors(self, out_size: int, in_size: int) -> Mapping[str, StoredAs]:
+        """The module's tensors, by the last part of their names."""
         ...
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
@@ -73,7 +80,7 @@ class _Module:
     rows: slice  # of the projection, with those that pad a share
     shares: tuple[Share, ...]  # of the module's rows: one a part that it stores
     transform: Callable[[Tensor], Tensor] | None
-    shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, StoredAs]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -130,9 +137,9 @@ class PackedLinear(Linear):
         if self.projection.stored_as is not None:  # one module has the rows of all parts, in their order
             if any(part.transform is not None for part in parts):
                 raise ConfigError(f"{parts[0].name}: {self.reader.name} weights of this family are not supported")
-            shapes = self.reader.tensors(sum(self.projection.parts.values()), self.projection.in_size)
+            stored = self.reader.tensors(sum(self.projection.parts.values()), self.projection.in_size)
             shares = tuple(part.share for part in parts)
-            return {parts[0].name: _Module(slice(0, self.size[0]), shares, None, shapes)}
+            return {parts[0].name: _Module(slice(0, self.size[0]), shares, None, stored)}
         sizes = self.projection.parts.values()
         return {
             part.name: _Module(
@@ -145,13 +152,13 @@ class PackedLinear(Linear):
         module = self._modules[part.name]
         if part.rows.start != module.rows.start:
             return  # of a module that another part has listed
-        for suffix, shape in module.shapes.items():
-            yield Placement(f"{part.name}.{suffix}", _StoredTensor(self, module, suffix, shape))
+        for suffix in module.stored:
+            yield Placement(f"{part.name}.{suffix}", ModuleTensor(self, module, suffix))
 
     def take(self, module: _Module, suffix: str, tensor: Tensor) -> None:
         """A tensor of the checkpoint. Raises `ValueError` or `ConfigError` for what cannot be used."""
         module.tensors[suffix] = tensor
-        if len(module.tensors) < len(module.shapes):
+        if len(module.tensors) < len(module.stored):
             return
         stored = self.reader.read(module.tensors)
         module.tensors = {}
@@ -215,10 +222,11 @@ class PackedLinear(Linear):
         return pieces
 
 
-class _StoredTensor:
+class ModuleTensor:
     """Where one tensor of a module goes."""
 
-    def __init__(self, linear: PackedLinear, module: _Module, suffix: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, linear: PackedLinear, module: _Module, suffix: str) -> None:
+        shape, self.dtypes = module.stored[suffix]
         self.shape = torch.Size(shape)
         self.device = linear.device
         self._linear, self._module, self._suffix = linear, module, suffix
@@ -250,7 +258,7 @@ class _StoredTensor:
 
     @property
     def _is_first(self) -> bool:
-        return self._suffix == next(iter(self._module.shapes))
+        return self._suffix == next(iter(self._module.stored))
 
     def numel(self) -> int:
         return self.shape.numel()

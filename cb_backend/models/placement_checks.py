@@ -1,6 +1,7 @@
 """What a model needs against what its checkpoint's files hold, before the first byte is copied.
 
-Each tensor the model needs is there with the right shape, and nothing is there that the model would silently ignore.
+Each tensor the model needs is there with the right shape and type, and nothing is there that the model would silently
+ignore.
 """
 
 from __future__ import annotations
@@ -8,9 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from cb_backend.layers.fp8_linear import QuantizedRows
-from cb_backend.layers.placement import Placement
-from cb_backend.models.weights import FP8_TYPE, CheckpointFiles, Complain, refuse
+from cb_backend.layers.packed_linear import ModuleTensor
+from cb_backend.layers.placement import FLOATS, Placement
+from cb_backend.models.weight_reader import DTYPES
+from cb_backend.models.weights import FLOAT_TYPES, FP8_TYPE, PACKED_TYPES, CheckpointFiles, Complain, refuse
 
 _HEAD = "lm_head.weight"
 # Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
@@ -32,7 +37,9 @@ def check_placements(
         if name not in source.tensors:
             complain(f"tensor {name} is missing in {where}{_hint(name, source)}")
             continue
-        if source.shape(name) != placement.shape:
+        if (fault := _wrong_type(placement, source)) is not None:
+            complain(fault)
+        elif source.shape(name) != placement.shape:
             complain(
                 f"{source.file_name(name)}: tensor {name} has shape {list(source.shape(name))}, "
                 f"config.json asks for {list(placement.shape)}"
@@ -46,6 +53,21 @@ def check_placements(
     for name, stored in source.tensors.items():
         if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
             complain(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
+
+
+def _wrong_type(placement: Placement, source: CheckpointFiles) -> str | None:
+    """Numbers of another type would be taken for what they are not. None: all is well, or has been told already."""
+    name, target, stored = placement.name, placement.target, source.tensors[placement.name]
+    if not source.is_packed or stored.dtype not in PACKED_TYPES:
+        return None  # `open_checkpoint` has looked at its types
+    where = f"{source.file_name(name)}: tensor {name} is {stored.dtype}"
+    if isinstance(target, ModuleTensor):
+        if DTYPES[stored.dtype] not in target.dtypes:
+            types = " or ".join(kind for kind, dtype in DTYPES.items() if dtype in target.dtypes)
+            return f"{where}; {target.format_name} stores {types}. Write it anew with what quantised the model"
+    elif isinstance(target, Tensor | QuantizedRows) and DTYPES[stored.dtype] not in FLOATS:
+        return f"{where}; embedding, norms and what is left unquantised are supported in {', '.join(FLOAT_TYPES)}"
+    return None
 
 
 def _hint(missing: str, source: CheckpointFiles) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from cb_backend.models.weight_reader import Progress, Read, read_tensor, read_te
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_TYPE = "F8_E4M3"
-_PACKED = (*FLOAT_TYPES, FP8_TYPE, "I64", "I32", "I8", "U8")
+PACKED_TYPES = (*FLOAT_TYPES, FP8_TYPE, "I64", "I32", "I8", "U8")
 _OF_FEW_BITS = ("weight_scale", "weight_scale_inv", "scales", "qweight", "weight_packed")
 _DUMMY_STD = 0.02
 
@@ -43,12 +43,14 @@ class CheckpointFiles:
 
     tensors: dict[str, StoredTensor]  # by the names that the model has for them
     quantised: frozenset[str]  # names of the fp8 matrices
+    is_packed: bool = False  # types are those that readers know, of whatever tensor
 
     def renamed(self, names: Mapping[str, str]) -> CheckpointFiles:
         """The same tensors, those in `names` called by the names they have there."""
-        return CheckpointFiles(
-            {names.get(name, name): stored for name, stored in self.tensors.items()},
-            frozenset(names.get(name, name) for name in self.quantised),
+        return replace(
+            self,
+            tensors={names.get(name, name): stored for name, stored in self.tensors.items()},
+            quantised=frozenset(names.get(name, name) for name in self.quantised),
         )
 
     def under(self, names: Names) -> CheckpointFiles:
@@ -92,13 +94,13 @@ def open_checkpoint(
         for stored in _header(path, complain):
             if stored.dtype == FP8_TYPE and is_fp8:
                 quantised.add(stored.name)
-            elif stored.dtype not in (_PACKED if is_packed else FLOAT_TYPES):
+            elif stored.dtype not in (PACKED_TYPES if is_packed else FLOAT_TYPES):
                 complain(
                     f"{path.name}: tensor {stored.name} is {stored.dtype}; supported are unquantised checkpoints, "
                     "and fp8 (e4m3) ones whose config.json says so"
                 )
             tensors[stored.name] = stored
-    return CheckpointFiles(tensors, frozenset(quantised)).renamed(_usual_scales(quantised))
+    return CheckpointFiles(tensors, frozenset(quantised), is_packed).renamed(_usual_scales(quantised))
 
 
 def _usual_scales(quantised: Iterable[str]) -> dict[str, str]:
