@@ -30,6 +30,18 @@ def check_placements(
     ignored: regular expression of names that need no place. Complains of every tensor which is missing, misshapen or
     unknown, by its name.
     """
+    check_tensors(placements, source, complain)
+    is_other = re.compile(ignored or "(?!)").match
+    known = {placement.name for placement in placements}
+    modules = [name.removesuffix("weight") for name in source.quantised]
+    scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
+    for name, stored in source.tensors.items():
+        if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
+            complain(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
+
+
+def check_tensors(placements: Sequence[Placement], source: CheckpointFiles, complain: Complain = refuse) -> None:
+    """What of `check_placements` is of the tensors that the model needs: complains of those that cannot be used."""
     names = sorted({stored.path.name for stored in source.tensors.values()})
     where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
     for placement in placements:
@@ -46,13 +58,6 @@ def check_placements(
             )
         elif name in source.quantised and placement.is_read:
             _check_scales(placement, source, complain)
-    is_other = re.compile(ignored or "(?!)").match
-    known = {placement.name for placement in placements}
-    modules = [name.removesuffix("weight") for name in source.quantised]
-    scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
-    for name, stored in source.tensors.items():
-        if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
-            complain(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
 
 
 def _wrong_type(placement: Placement, source: CheckpointFiles) -> str | None:

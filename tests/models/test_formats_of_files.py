@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.fp8_linear import Fp8Linear
+from cb_backend.models.registry import read_model_config
+from cb_backend.models.replacement import ModelWeights
 from tests.models.paged_model import PagedModel
 from tests.models.quantised_checkpoints import write_pair
 from tests.models.quantised_models import FORMATS, logits, pair
@@ -109,3 +112,18 @@ def test_names_as_saved_and_names_in_memory(name: str, ignored: str, tmp_path: P
         is_kept=lambda module: "vision" in module or module.endswith("layers.1.mlp.down_proj"),
     )  # fmt: skip
     torch.testing.assert_close(logits_of(quantised), logits_of(plain), atol=1e-4, rtol=0)
+
+
+def test_a_model_of_other_formats_is_no_replacement(tmp_path: Path) -> None:
+    """A configuration alone does not tell which modules are packed, so both may have the same."""
+    config, writer = FORMATS["w8a8"]
+    folders = []
+    for name, is_kept in (("all", lambda module: False), ("some", lambda module: module == DOWN)):
+        (tmp_path / name).mkdir()
+        folders.append(pair(tmp_path / name, "llama", config, writer, is_kept=is_kept)[1])
+    for own, other in (folders, folders[::-1]):
+        paged = PagedModel(own)
+        weights = ModelWeights(paged.model, own, read_model_config(own), quantization=None, has_kv_scales=False)
+        with pytest.raises(ConfigError, match=rf"{DOWN}\.weight.*; load it as a model of its own$"):
+            weights.check(other)
+        weights.check(Path(shutil.copytree(own, tmp_path / f"same-{own.parent.name}")))
