@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.packed_linear import ModuleTensor
 from cb_backend.layers.placement import FLOATS, Placement
-from cb_backend.models.weight_reader import DTYPES
+from cb_backend.models.safetensors_files import StoredTensor
+from cb_backend.models.weight_reader import DTYPES, Read, read_tensors
 from cb_backend.models.weights import FLOAT_TYPES, FP8_TYPE, PACKED_TYPES, CheckpointFiles, Complain, refuse
 
 _HEAD = "lm_head.weight"
@@ -35,9 +38,37 @@ def check_placements(
     known = {placement.name for placement in placements}
     modules = [name.removesuffix("weight") for name in source.quantised]
     scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
-    for name, stored in source.tensors.items():
-        if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
-            complain(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
+    unknown = [
+        stored._replace(name=name)
+        for name, stored in source.tensors.items()
+        if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name)
+    ]
+    biases = [stored for stored in unknown if _is_bias_of_few_bits(stored.name, source)]
+    zeros = _all_zeros(biases)
+    for stored in unknown:
+        if stored.name not in zeros:
+            fault = f"{stored.path.name}: tensor {stored.name} has no place in the model that config.json describes"
+            complain(f"{fault}, and it is not all zeros" if stored in biases else fault)
+
+
+def _is_bias_of_few_bits(name: str, source: CheckpointFiles) -> bool:
+    """AutoGPTQ writes a bias for every matrix that it quantised, zeros where the model has none."""
+    is_bias = name.endswith(".bias") and source.tensors[name].dtype in FLOAT_TYPES
+    return is_bias and f"{name.removesuffix('bias')}qweight" in source.tensors
+
+
+def _all_zeros(tensors: Sequence[StoredTensor]) -> set[str]:
+    """The names of those that hold nothing but zeros. Reads them."""
+    found: set[str] = set()
+
+    def look(name: str, tensor: Tensor) -> None:
+        if not bool(tensor.any()):
+            found.add(name)
+
+    reads = [Read(stored.name, stored, take=partial(look, stored.name)) for stored in tensors]
+    if reads:
+        read_tensors(reads, torch.device("cpu"), num_lanes=1)
+    return found
 
 
 def check_tensors(placements: Sequence[Placement], source: CheckpointFiles, complain: Complain = refuse) -> None:
