@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat
+from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat, WeightFormat
 from cb_backend.models.compressed_tensors import read_compressed_tensors
 from cb_backend.models.gguf_blocks import BLOCK_KINDS
 from cb_backend.models.packed_formats import (
@@ -132,16 +132,14 @@ def _read_gptq(config: dict[str, Any]) -> Quantization:
         bits = bits_of(merged, "bits", (4, 8))
         return GptqReader(bits, group_of(merged, bits, "group_size"), bool(merged.get("sym", True)), form == "gptq_v2")
 
-    kept, others = [] if config.get("lm_head") else [HEAD], []
+    kept = [] if config.get("lm_head") else [HEAD]
+    others: list[tuple[str, WeightFormat]] = []  # the first that matches decides, as in GPTQModel
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise UnsupportedError(f"dynamic {dynamic!r}")
     for pattern, settings in dynamic.items():
-        wanted = f"{pattern.removeprefix('-:').removeprefix('+:')}.*"  # GPTQModel matches from a name's start on
-        if pattern.startswith("-:"):
-            kept.append(wanted)
-        else:
-            others.append((wanted, PackedFormat(reader(settings))))
+        wanted = f"(?:{pattern.removeprefix('-:').removeprefix('+:')}).*"  # GPTQModel matches from a name's start on
+        others.append((wanted, PlainFormat() if pattern.startswith("-:") else PackedFormat(reader(settings))))
     return packed("gptq", reader({}), [*kept, *map(ending, names_of(config, "modules_to_not_convert"))], others)
 
 
