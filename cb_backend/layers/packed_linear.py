@@ -156,11 +156,14 @@ class PackedLinear(Linear):
             yield Placement(f"{part.name}.{suffix}", ModuleTensor(self, module, suffix))
 
     def take(self, module: _Module, suffix: str, tensor: Tensor) -> None:
-        """A tensor of the checkpoint. Raises `ValueError` or `ConfigError` for what cannot be used."""
+        """A tensor of the checkpoint. Raises `ValueError` for a matrix that cannot be used, and `ConfigError`."""
         module.tensors[suffix] = tensor
         if len(module.tensors) < len(module.stored):
             return
-        stored = self.reader.read(module.tensors)
+        try:
+            stored = self.reader.read(module.tensors)
+        except ConfigError as error:  # whoever fills knows the file and the tensor's name
+            raise ValueError(f"belongs to a matrix that cannot be read: {error}") from None
         module.tensors = {}
         if not bool(stored.scales.float().isfinite().all()):
             raise ValueError("belongs to a matrix with a scale that is not finite")
