@@ -23,6 +23,7 @@ from cb_backend.models.quantization_fields import (
     group_of,
     in_fp8,
     names_of,
+    starting,
 )
 
 _IN_ORDER_OF_GROUPS = ("group", "dynamic", True)  # columns are stored as they were; others are sorted already
@@ -68,11 +69,13 @@ def _refuse_others(config: dict[str, Any]) -> None:
     if form != "dense":
         raise UnsupportedError(f"sparse weights of the format {form!r}")
     transforms = config.get("transform_config") or {}
-    schemes = transforms.get("config_groups", {}) if isinstance(transforms, dict) else {"": transforms}
-    for scheme in (schemes or {}).values():
-        places = [place.get("location") for place in scheme.get("apply", [])] if isinstance(scheme, dict) else [scheme]
-        if online := [place for place in places if place not in _OFFLINE]:
-            raise UnsupportedError(f"a transform_config that turns what layers are given, at {online[0]!r}")
+    schemes = (transforms.get("config_groups") or {}) if isinstance(transforms, dict) else transforms
+    for scheme in schemes.values() if isinstance(schemes, dict) else [schemes]:
+        places = (scheme.get("apply") or []) if isinstance(scheme, dict) else [scheme]
+        for place in places if isinstance(places, list) else [places]:
+            location = place.get("location") if isinstance(place, dict) else place
+            if location not in _OFFLINE:
+                raise UnsupportedError(f"a transform_config that turns what layers are given, at {location!r}")
 
 
 def _reader_of(config: dict[str, Any], group: Any) -> StoredReader:
@@ -126,4 +129,4 @@ def _read_fp8(group: Any, kept: list[str]) -> Quantization | None:
 
 def _targeted(name: str) -> str:
     """The modules that compressed-tensors means: an expression is one of a name's start."""
-    return f"(?:{name.removeprefix('re:')}).*" if name.startswith("re:") else exactly(name)
+    return starting(name.removeprefix("re:"), name) if name.startswith("re:") else exactly(name)

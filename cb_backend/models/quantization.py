@@ -36,6 +36,7 @@ from cb_backend.models.quantization_fields import (
     in_fp8,
     names_of,
     packed,
+    starting,
 )
 
 # What vLLM calls a method whose kernels it chooses by itself.
@@ -93,7 +94,7 @@ def module_formats(quantization: str | None) -> ModuleFormats:
 
 
 def _read_fp8(config: dict[str, Any]) -> Quantization:
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+    if (config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise UnsupportedError(f"numbers of the format {config['fmt']!r}")
     kept = names_of(config, "ignored_layers", "modules_to_not_convert")
     block = config.get("weight_block_size")
@@ -138,8 +139,13 @@ def _read_gptq(config: dict[str, Any]) -> Quantization:
     if not isinstance(dynamic, dict):
         raise UnsupportedError(f"dynamic {dynamic!r}")
     for pattern, settings in dynamic.items():
-        wanted = f"(?:{pattern.removeprefix('-:').removeprefix('+:')}).*"  # GPTQModel matches from a name's start on
-        others.append((wanted, PlainFormat() if pattern.startswith("-:") else PackedFormat(reader(settings))))
+        wanted = starting(pattern.removeprefix("-:").removeprefix("+:"), pattern)
+        if pattern.startswith("-:"):
+            others.append((wanted, PlainFormat()))
+        elif isinstance(settings, dict):
+            others.append((wanted, PackedFormat(reader(settings))))
+        else:
+            raise UnsupportedError(f"{settings!r} in dynamic for {pattern!r}")
     return packed("gptq", reader({}), [*kept, *map(ending, names_of(config, "modules_to_not_convert"))], others)
 
 
@@ -163,12 +169,15 @@ def _read_gguf(config: dict[str, Any]) -> Quantization:
         raise UnsupportedError("no 'modules', which the conversion of a .gguf file lists; name that file as the model")
     by_kind: dict[str, list[str]] = {}
     for module, kind in modules.items():
-        if kind not in BLOCK_KINDS:
+        if not isinstance(kind, str) or kind not in BLOCK_KINDS:
             raise UnsupportedError(f"{module} of the kind {kind!r}")
         by_kind.setdefault(kind, []).append(exactly(module))
     usual = max(by_kind, key=lambda kind: len(by_kind[kind]))
     others = [("|".join(names), PackedFormat(GgufReader(kind))) for kind, names in by_kind.items() if kind != usual]
-    plain = [exactly(module) for module in config.get("written_out") or {}]
+    written_out = config.get("written_out") or {}
+    if not isinstance(written_out, dict):
+        raise UnsupportedError(f"written_out {written_out!r}")
+    plain = [exactly(module) for module in written_out]
     kept = [] if "lm_head" in modules else [HEAD]
     return packed("gguf", GgufReader(usual), [*kept, *plain], others)
 
