@@ -44,6 +44,7 @@ class CheckpointFiles:
     tensors: dict[str, StoredTensor]  # by the names that the model has for them
     quantised: frozenset[str]  # names of the fp8 matrices
     is_packed: bool = False  # types are those that readers know, of whatever tensor
+    is_whole: bool = True  # False: there is more that could not be read
 
     def renamed(self, names: Mapping[str, str]) -> CheckpointFiles:
         """The same tensors, those in `names` called by the names they have there."""
@@ -90,8 +91,11 @@ def open_checkpoint(
     """
     tensors: dict[str, StoredTensor] = {}
     quantised = set()
+    is_whole = True
     for path in find_weight_files(folder):
-        for stored in _header(path, complain):
+        header = _header(path, complain)
+        is_whole = is_whole and header is not None
+        for stored in header or ():
             if stored.dtype == FP8_TYPE and is_fp8:
                 quantised.add(stored.name)
             elif stored.dtype not in (PACKED_TYPES if is_packed else FLOAT_TYPES):
@@ -100,7 +104,7 @@ def open_checkpoint(
                     "and fp8 (e4m3) ones whose config.json says so"
                 )
             tensors[stored.name] = stored
-    return CheckpointFiles(tensors, frozenset(quantised), is_packed).renamed(_usual_scales(quantised))
+    return CheckpointFiles(tensors, frozenset(quantised), is_packed, is_whole).renamed(_usual_scales(quantised))
 
 
 def _usual_scales(quantised: Iterable[str]) -> dict[str, str]:
@@ -112,12 +116,13 @@ def _usual_scales(quantised: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _header(path: Path, complain: Complain) -> list[StoredTensor]:
+def _header(path: Path, complain: Complain) -> list[StoredTensor] | None:
+    """None: it is broken, and that has been told."""
     try:
         return read_header(path)
     except ConfigError as error:
         complain(str(error))
-        return []
+        return None
 
 
 def fill_from_checkpoint(
