@@ -21,6 +21,7 @@ from cb_backend.models.gguf_blocks import BLOCK_KINDS, GROUP, read_blocks
 GGUF_BLOCKS = "weight_blocks"  # of a converted module: the file's own rows
 Stored = Mapping[str, StoredAs]
 FP8, INT8, WORDS, BYTES = (torch.float8_e4m3fn,), (torch.int8,), (torch.int32,), (torch.uint8,)
+POWERS = (torch.float8_e8m0fnu,)  # of two
 _NUMBERS = (torch.int32, torch.int64)  # of groups, of sizes
 
 
@@ -183,7 +184,7 @@ class Fp8BlockReader(_Reader):
 
     def tensors(self, out_size: int, in_size: int) -> Stored:
         scales = (-(-out_size // self.block[0]), -(-in_size // self.block[1]))
-        return {"weight": StoredAs((out_size, in_size), FP8), self.scale_name: StoredAs(scales, FLOATS)}
+        return {"weight": StoredAs((out_size, in_size), FP8), self.scale_name: StoredAs(scales, (*FLOATS, *POWERS))}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         return stored_weights.read_fp8(tensors["weight"], tensors[self.scale_name], self.block)
@@ -242,7 +243,10 @@ class Mxfp4Reader(_Reader):
     def tensors(self, out_size: int, in_size: int) -> Stored:
         if in_size % 32:
             raise ConfigError(f"mxfp4: {in_size} inputs of a matrix are not a multiple of 32")
-        values, scales = StoredAs((out_size, in_size // 2), BYTES), StoredAs((out_size, in_size // 32), BYTES)
+        values, scales = (
+            StoredAs((out_size, in_size // 2), BYTES),
+            StoredAs((out_size, in_size // 32), (*BYTES, *POWERS)),
+        )
         return {"weight_packed": values, "weight_scale": scales}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:

@@ -24,7 +24,7 @@ from cb_backend.models.weight_reader import Progress, Read, read_tensor, read_te
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_TYPE = "F8_E4M3"
-PACKED_TYPES = (*FLOAT_TYPES, FP8_TYPE, "I64", "I32", "I8", "U8")
+PACKED_TYPES = (*FLOAT_TYPES, FP8_TYPE, "F8_E8M0", "I64", "I32", "I8", "U8")
 _OF_FEW_BITS = ("weight_scale", "weight_scale_inv", "scales", "qweight", "weight_packed")
 _DUMMY_STD = 0.02
 

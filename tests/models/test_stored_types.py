@@ -29,7 +29,7 @@ WRONG = [
     ("fp8 blocks", "down_proj.weight_scale_inv", torch.uint8, "is U8; fp8, blocks of 128 x 128 stores"),
     ("nvfp4", "k_proj.weight_packed", torch.int8, "is I8; nvfp4 stores U8"),
     ("nvfp4 of ModelOpt", "k_proj.weight_scale_2", torch.int8, "is I8; nvfp4 of ModelOpt stores"),
-    ("mxfp4", "k_proj.weight_scale", torch.bfloat16, "is BF16; mxfp4 stores U8"),
+    ("mxfp4", "k_proj.weight_scale", torch.bfloat16, "is BF16; mxfp4 stores F8_E8M0 or U8"),
     ("w4a16", "model.norm.weight", torch.int8, "is I8; embedding, norms and what is left unquantised are supported in"),
     ("w4a16", "embed_tokens.weight", torch.float8_e4m3fn, "is F8_E4M3; embedding, norms and what is left"),
 ]  # fmt: skip
