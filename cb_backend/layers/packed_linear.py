@@ -267,7 +267,8 @@ class ModuleTensor:
         return self.shape.numel()
 
     def copy_(self, source: Tensor) -> None:
-        self._linear.take(self._module, self._suffix, source.to(self.device))
+        """Some writers leave dimensions of one out, and some add them."""
+        self._linear.take(self._module, self._suffix, source.to(self.device).reshape(self.shape))
 
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
         """All of the module at its first tensor."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from cb_backend.layers.layer_spec import MoESpec
-from cb_backend.layers.weight_format import ModuleFormats, PlainFormat, WeightFormat
+from cb_backend.layers.weight_format import ModuleFormats, PackedFormat, PlainFormat, WeightFormat
 from cb_backend.models.compressed_tensors import with_zeros_apart
+from cb_backend.models.packed_formats import GptqReader
 from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import FLOAT_TYPES, CheckpointFiles
 
@@ -40,6 +42,8 @@ def as_in_files(told: ModuleFormats, spec: ModelSpec, source: CheckpointFiles) -
     """The formats of a quantised checkpoint's modules, from what its configuration says and its files hold."""
     if any(name.endswith(".weight_zero_point") and each.dtype == "I8" for name, each in source.tensors.items()):
         told = told.changed(with_zeros_apart)
+    if not any(name.endswith(".g_idx") for name in source.tensors):
+        told = told.changed(_without_group_index)
     plain = [module for module in _plain_modules(spec, source) if not isinstance(told(module), PlainFormat)]
     if not plain:
         return told
@@ -51,6 +55,14 @@ def as_in_files(told: ModuleFormats, spec: ModelSpec, source: CheckpointFiles) -
             len(others), ", ".join(others[:3]), ", ..." if len(others) > 3 else "",
         )  # fmt: skip
     return FormatsOfFiles(told, plain)
+
+
+def _without_group_index(weight_format: WeightFormat) -> WeightFormat:
+    """Of GPTQ files that do not tell the groups of inputs, where these are in their own order."""
+    reader = weight_format.reader if isinstance(weight_format, PackedFormat) else None
+    if not isinstance(reader, GptqReader) or reader.is_act_order:
+        return weight_format
+    return PackedFormat(replace(reader, has_group_index=False))
 
 
 def _plain_modules(spec: ModelSpec, source: CheckpointFiles) -> list[str]:

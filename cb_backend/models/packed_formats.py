@@ -83,6 +83,8 @@ class GptqReader(_Reader):
     group: int
     is_symmetric: bool
     is_v2: bool
+    is_act_order: bool = False  # inputs are in groups by their activations
+    has_group_index: bool = True  # as nearly all files do, whatever the order
 
     @property
     def kind(self) -> str:
@@ -104,12 +106,12 @@ class GptqReader(_Reader):
             "qweight": StoredAs((in_size // per_word, out_size), WORDS),
             "qzeros": StoredAs((groups, out_size // per_word), WORDS),
             "scales": StoredAs((groups, out_size), FLOATS),
-            "g_idx": StoredAs((in_size,), _NUMBERS),
+            **({"g_idx": StoredAs((in_size,), _NUMBERS)} if self.has_group_index else {}),
         }
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         return stored_weights.read_gptq(
-            tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"],
+            tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"),
             bits=self.bits, is_v2=self.is_v2, is_symmetric=self.is_symmetric,
         )  # fmt: skip
 

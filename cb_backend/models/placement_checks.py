@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.packed_linear import ModuleTensor
-from cb_backend.layers.placement import FLOATS, Placement
+from cb_backend.layers.placement import FLOATS, Elsewhere, Placement
 from cb_backend.models.safetensors_files import StoredTensor
 from cb_backend.models.weight_reader import DTYPES, Read, read_tensors
 from cb_backend.models.weights import FLOAT_TYPES, FP8_TYPE, PACKED_TYPES, CheckpointFiles, Complain, refuse
@@ -85,13 +85,20 @@ def check_tensors(placements: Sequence[Placement], source: CheckpointFiles, comp
             continue
         if (fault := _wrong_type(placement, source)) is not None:
             complain(fault)
-        elif source.shape(name) != placement.shape:
+        elif not _fits(placement, source.shape(name)):
             complain(
                 f"{source.file_name(name)}: tensor {name} has shape {list(source.shape(name))}, "
                 f"config.json asks for {list(placement.shape)}"
             )
         elif name in source.quantised and placement.is_read:
             _check_scales(placement, source, complain)
+
+
+def _fits(placement: Placement, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has a place's shape. Those of few bits may have dimensions of one or not, as writers please."""
+    if isinstance(placement.target, ModuleTensor | Elsewhere):
+        return [size for size in shape if size != 1] == [size for size in placement.shape if size != 1]
+    return shape == placement.shape
 
 
 def _wrong_type(placement: Placement, source: CheckpointFiles) -> str | None:

@@ -83,6 +83,8 @@ def _method_by_its_keys(config: dict[str, Any]) -> str:
     """Of a configuration that names none, as some writers' do."""
     if "quant_algo" in config:
         return "modelopt"
+    if isinstance(config.get("config_groups"), dict):
+        return "compressed-tensors"
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
         return "bitsandbytes"
     return "MLX's way" if config.keys() >= {"bits", "group_size"} else "unknown"
@@ -109,7 +111,7 @@ def _read_awq(config: dict[str, Any]) -> Quantization:
             raise UnsupportedError(f"{key} {config[key]!r}")
     if config.get("zero_point", True) is not True:
         raise UnsupportedError(f"zero_point {config['zero_point']!r}")
-    bits_of(config, "bits", (4,))
+    bits_of(config, "bits" if "bits" in config else "w_bit", (4,))  # its own name for it
     # Parts of names, in AWQ, which has no quantised head.
     kept = [HEAD, *(f".*{re.escape(name)}.*" for name in names_of(config, "modules_to_not_convert"))]
     group = group_of(config, 4, "group_size", "q_group_size")
@@ -131,7 +133,8 @@ def _read_gptq(config: dict[str, Any]) -> Quantization:
     def reader(settings: dict[str, Any]) -> GptqReader:
         merged = {**config, **settings}
         bits = bits_of(merged, "bits", (4, 8))
-        return GptqReader(bits, group_of(merged, bits, "group_size"), bool(merged.get("sym", True)), form == "gptq_v2")
+        group, is_symmetric = group_of(merged, bits, "group_size"), bool(merged.get("sym", True))
+        return GptqReader(bits, group, is_symmetric, form == "gptq_v2", is_act_order=bool(merged.get("desc_act")))
 
     kept = [] if config.get("lm_head") else [HEAD]
     others: list[tuple[str, WeightFormat]] = []  # the first that matches decides, as in GPTQModel

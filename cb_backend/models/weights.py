@@ -87,23 +87,28 @@ def open_checkpoint(
 ) -> CheckpointFiles:
     """Read the headers of the folder's safetensors files; `is_fp8`: matrices may be; `is_packed`: they are stored in
     types that their readers know. Complains of a broken file, or a type that is not supported. Raises `ConfigError` for
-    files that are missing.
+    files that are missing, and for a quantised checkpoint of which nothing says so.
     """
     tensors: dict[str, StoredTensor] = {}
-    quantised = set()
     is_whole = True
     for path in find_weight_files(folder):
         header = _header(path, complain)
         is_whole = is_whole and header is not None
-        for stored in header or ():
-            if stored.dtype == FP8_TYPE and is_fp8:
-                quantised.add(stored.name)
-            elif stored.dtype not in (PACKED_TYPES if is_packed else FLOAT_TYPES):
-                complain(
-                    f"{path.name}: tensor {stored.name} is {stored.dtype}; supported are unquantised checkpoints, "
-                    "and fp8 (e4m3) ones whose config.json says so"
-                )
-            tensors[stored.name] = stored
+        tensors |= {stored.name: stored for stored in header or ()}
+    quantised = {stored.name for stored in tensors.values() if stored.dtype == FP8_TYPE and is_fp8}
+    types = PACKED_TYPES if is_packed else FLOAT_TYPES
+    others = [stored for stored in tensors.values() if stored.dtype not in types and stored.name not in quantised]
+    if others and not (is_fp8 or is_packed) and any(name.rpartition(".")[2] in _OF_FEW_BITS for name in tensors):
+        raise ConfigError(
+            f"{others[0].path.name}: tensor {others[0].name} is {others[0].dtype}; the checkpoint is quantised, but "
+            "config.json does not say how (quantization_config). Fetch config.json again, or write into it what a "
+            "file beside it says, such as quantize_config.json"
+        )
+    for stored in others:
+        complain(
+            f"{stored.path.name}: tensor {stored.name} is {stored.dtype}; supported are unquantised checkpoints, and "
+            "quantised ones whose config.json says so"
+        )
     return CheckpointFiles(tensors, frozenset(quantised), is_packed, is_whole).renamed(_usual_scales(quantised))
 
 
