@@ -97,6 +97,8 @@ def _reader_of(config: dict[str, Any], group: Any) -> StoredReader:
         raise UnsupportedError(f"4-bit float weights of the format {form!r} in groups of {size}")
     if (kind, bits, strategy) == ("float", 8, "block"):
         return Fp8BlockReader(block_of(weights.get("block_structure")), scale_name="weight_scale")
+    if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
+        raise UnsupportedError("fp8 groups beside other groups")
     if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         raise UnsupportedError(f"{bits}-bit {kind} weights, a scale a {strategy}")
     if form == "int-quantized":
@@ -122,8 +124,10 @@ def _read_fp8(group: Any, kept: list[str]) -> Quantization | None:
     if strategy not in ("tensor", "channel"):
         raise UnsupportedError(f"a scale a {strategy}")
     inputs = group.get("input_activations")
-    if not isinstance(inputs, dict) or (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
-        raise UnsupportedError("fp8 weights but other inputs")
+    if not isinstance(inputs, dict):
+        raise UnsupportedError("fp8 weights whose inputs stay in 16 bits")
+    if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
+        raise UnsupportedError(f"fp8 weights whose inputs are to be {inputs.get('num_bits')}-bit {inputs.get('type')}")
     return in_fp8((name, _targeted(name)) for name in kept)
 
 

@@ -220,7 +220,11 @@ def edited(groups: dict[str, Any]) -> dict[str, Any]:
         (edited({"weights": {**ARGUMENTS, "strategy": "block"}}), "a scale a block"),
         (edited({"weights": None}), "a group of layers"),
         (edited({"targets": ["re:.*mlp.*"]}), "something else than all linear layers"),
-        (edited({"input_activations": None}), "fp8 weights but other inputs"),
+        (edited({"input_activations": None}), "fp8 weights whose inputs stay in 16 bits"),
+        (
+            edited({"input_activations": {**ARGUMENTS, "type": "int"}}),
+            "fp8 weights whose inputs are to be 8-bit int",
+        ),
     ],
 )
 def test_other_quantisation_is_refused_by_name(config: Any, message: str, tmp_path: Path) -> None:
