@@ -15,8 +15,8 @@ from cb_backend.kernels.packed import StoredWeight, pack, packed_bytes
 from cb_backend.layers.experts import Inner, halves_of_rows
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.packed_experts import ExpertProjection, PackedMixture, Stack
-from cb_backend.layers.packed_linear import bytes_a_group
-from cb_backend.layers.placement import Placement
+from cb_backend.layers.packed_linear import StoredAs, bytes_a_group
+from cb_backend.layers.placement import FLOATS, Placement
 from cb_backend.layers.projection import Part
 from cb_backend.layers.stored_shares import columns_of, rows_of
 from cb_backend.parallel.shares import Share
@@ -27,8 +27,8 @@ class Fp8Reader:
 
     name, kind, group, has_zeros, has_shifts, fault_in_experts = "fp8", "fp8", -1, False, False, ""
 
-    def tensors(self, out_size: int, in_size: int) -> dict[str, tuple[int, ...]]:
-        return {"weight": (out_size, in_size), "weight_scale": (out_size,)}
+    def tensors(self, out_size: int, in_size: int) -> dict[str, StoredAs]:
+        return {"weight": StoredAs((out_size, in_size), (FP8, *FLOATS)), "weight_scale": StoredAs((out_size,), FLOATS)}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         """Of rows that have been quantised: `weight` [out_size, in_size] and `weight_scale` [out_size]."""

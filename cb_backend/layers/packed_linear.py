@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ from cb_backend.parallel.group import Group
 from cb_backend.parallel.shares import Share
 
 _SPREAD = {"int4": 4.6, "int8": 74.0, "fp8": 1.0, "fp4": 2.9}  # standard deviation of random elements
+
+
+class StoredAs(NamedTuple):
+    """What a checkpoint has for one tensor of a module."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]  # any of these
 
 
 class StoredReader(Protocol):
@@ -62,8 +69,8 @@ class StoredReader(Protocol):
         """Why experts cannot be stored so, and what to do; empty: they can."""
         ...
 
-    def tensors(self, out_size: int, in_size: int) -> Mapping[str, tuple[int, ...]]:
-        """The module's tensors and their shapes, by the last part of their names."""
+    def tensors(self, out_size: int, in_size: int) -> Mapping[str, StoredAs]:
+        """The module's tensors, by the last part of their names."""
         ...
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
@@ -86,7 +93,7 @@ class _Module:
     rows: slice  # of the projection, with those that pad a share
     shares: tuple[Share, ...]  # of the module's rows: one a part that it stores
     transform: Callable[[Tensor], Tensor] | None
-    shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, StoredAs]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -148,9 +155,9 @@ class PackedLinear(Linear):
         if self.projection.stored_as is not None:  # one module has the rows of all parts, in their order
             if any(part.transform is not None for part in parts):
                 raise ConfigError(f"{parts[0].name}: {self.reader.name} weights of this family are not supported")
-            shapes = self.reader.tensors(sum(self.projection.parts.values()), self.projection.in_size)
+            stored = self.reader.tensors(sum(self.projection.parts.values()), self.projection.in_size)
             shares = tuple(part.share for part in parts)
-            return {parts[0].name: _Module(slice(0, self.size[0]), shares, None, shapes)}
+            return {parts[0].name: _Module(slice(0, self.size[0]), shares, None, stored)}
         sizes = self.projection.parts.values()
         return {
             part.name: _Module(
@@ -163,15 +170,18 @@ class PackedLinear(Linear):
         module = self._modules[part.name]
         if part.rows.start != module.rows.start:
             return  # of a module that another part has listed
-        for suffix, shape in module.shapes.items():
-            yield Placement(f"{part.name}.{suffix}", _StoredTensor(self, module, suffix, shape))
+        for suffix in module.stored:
+            yield Placement(f"{part.name}.{suffix}", ModuleTensor(self, module, suffix))
 
     def take(self, module: _Module, suffix: str, tensor: Tensor) -> None:
-        """A tensor of the checkpoint. Raises `ValueError` or `ConfigError` for what cannot be used."""
+        """A tensor of the checkpoint. Raises `ValueError` for a matrix that cannot be used, and `ConfigError`."""
         module.tensors[suffix] = tensor
-        if len(module.tensors) < len(module.shapes):
+        if len(module.tensors) < len(module.stored):
             return
-        stored = self.reader.read(module.tensors)
+        try:
+            stored = self.reader.read(module.tensors)
+        except ConfigError as error:  # whoever fills knows the file and the tensor's name
+            raise ValueError(f"belongs to a matrix that cannot be read: {error}") from None
         module.tensors = {}
         if not bool(stored.scales.float().isfinite().all()):
             raise ValueError("belongs to a matrix with a scale that is not finite")
@@ -233,10 +243,11 @@ class PackedLinear(Linear):
         return pieces
 
 
-class _StoredTensor:
+class ModuleTensor:
     """Where one tensor of a module goes."""
 
-    def __init__(self, linear: PackedLinear, module: _Module, suffix: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, linear: PackedLinear, module: _Module, suffix: str) -> None:
+        shape, self.dtypes = module.stored[suffix]
         self.shape = torch.Size(shape)
         self.device = linear.device
         self._linear, self._module, self._suffix = linear, module, suffix
@@ -254,6 +265,10 @@ class _StoredTensor:
         return self._linear.reader.name
 
     @property
+    def stored_format(self) -> str:
+        return self._linear.reader.name
+
+    @property
     def num_weights(self) -> int:
         """All of the module's at its first tensor."""
         out_size, in_size = self._size
@@ -266,13 +281,14 @@ class _StoredTensor:
 
     @property
     def _is_first(self) -> bool:
-        return self._suffix == next(iter(self._module.shapes))
+        return self._suffix == next(iter(self._module.stored))
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def copy_(self, source: Tensor) -> None:
-        self._linear.take(self._module, self._suffix, source.to(self.device))
+        """Some writers leave dimensions of one out, and some add them."""
+        self._linear.take(self._module, self._suffix, source.to(self.device).reshape(self.shape))
 
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
         """All of the module at its first tensor."""

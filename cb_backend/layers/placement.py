@@ -13,6 +13,8 @@ from torch import Tensor
 
 from cb_backend.parallel.shares import Share, whole
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what a plain tensor may be in a checkpoint
+
 
 class Fillable(Protocol):
     """A tensor, or what takes a checkpoint's tensor as one would. The latter may say of itself its `format_name`, and

@@ -29,8 +29,8 @@ class WrittenOutLinear(Linear):
             yield from super()._placements_of(part)
             return
         matrix = _Matrix(reader, self.weight[part.rows])
-        for suffix, shape in matrix.shapes.items():
-            yield Placement(f"{part.name}.{suffix}", _StoredTensor(matrix, suffix, shape))
+        for suffix in matrix.stored:
+            yield Placement(f"{part.name}.{suffix}", WrittenOutTensor(matrix, suffix))
 
 
 class _Matrix:
@@ -39,29 +39,31 @@ class _Matrix:
     def __init__(self, reader: StoredReader, weight: Tensor) -> None:
         self.weight = weight
         out_size, in_size = weight.shape
-        self.shapes = reader.tensors(out_size, in_size)
-        self._reader = reader
+        self.stored = reader.tensors(out_size, in_size)
+        self.reader = reader
         self._come: dict[str, Tensor] = {}
 
     def take(self, suffix: str, tensor: Tensor) -> None:
         """Raises `ValueError` or `ConfigError` for what cannot be used."""
         self._come[suffix] = tensor
-        if len(self._come) < len(self.shapes):
+        if len(self._come) < len(self.stored):
             return
-        stored, self._come = self._reader.read(self._come), {}
+        stored, self._come = self.reader.read(self._come), {}
         if not bool(stored.scales.float().isfinite().all()):
             raise ValueError("belongs to a matrix with a scale that is not finite")
         self.weight.copy_(written_out(stored))
 
 
-class _StoredTensor:
+class WrittenOutTensor:
     """Where one tensor of a matrix goes; what becomes of all of them counts at the first."""
 
-    def __init__(self, matrix: _Matrix, suffix: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, matrix: _Matrix, suffix: str) -> None:
+        shape, self.dtypes = matrix.stored[suffix]
         self.shape = torch.Size(shape)
+        self.stored_format = matrix.reader.name
         self.device = matrix.weight.device
         self.format_name = str(matrix.weight.dtype).removeprefix("torch.")
-        self._is_first = suffix == next(iter(matrix.shapes))
+        self._is_first = suffix == next(iter(matrix.stored))
         self.nbytes = matrix.weight.nbytes if self._is_first else 0
         self.num_weights = matrix.weight.numel() if self._is_first else 0
         self._matrix, self._suffix = matrix, suffix
@@ -70,7 +72,7 @@ class _StoredTensor:
         return self.shape.numel()
 
     def copy_(self, source: Tensor) -> None:
-        self._matrix.take(self._suffix, source.to(self.device))
+        self._matrix.take(self._suffix, source.to(self.device).reshape(self.shape))  # as `ModuleTensor` does
 
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
         if self._is_first:

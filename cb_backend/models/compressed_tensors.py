@@ -23,6 +23,7 @@ from cb_backend.models.quantization_fields import (
     group_of,
     in_fp8,
     names_of,
+    starting,
 )
 
 _IN_ORDER_OF_GROUPS = ("group", "dynamic", True)  # columns are stored as they were; others are sorted already
@@ -68,11 +69,13 @@ def _refuse_others(config: dict[str, Any]) -> None:
     if form != "dense":
         raise UnsupportedError(f"sparse weights of the format {form!r}")
     transforms = config.get("transform_config") or {}
-    schemes = transforms.get("config_groups", {}) if isinstance(transforms, dict) else {"": transforms}
-    for scheme in (schemes or {}).values():
-        places = [place.get("location") for place in scheme.get("apply", [])] if isinstance(scheme, dict) else [scheme]
-        if online := [place for place in places if place not in _OFFLINE]:
-            raise UnsupportedError(f"a transform_config that turns what layers are given, at {online[0]!r}")
+    schemes = (transforms.get("config_groups") or {}) if isinstance(transforms, dict) else transforms
+    for scheme in schemes.values() if isinstance(schemes, dict) else [schemes]:
+        places = (scheme.get("apply") or []) if isinstance(scheme, dict) else [scheme]
+        for place in places if isinstance(places, list) else [places]:
+            location = place.get("location") if isinstance(place, dict) else place
+            if location not in _OFFLINE:
+                raise UnsupportedError(f"a transform_config that turns what layers are given, at {location!r}")
 
 
 def _reader_of(config: dict[str, Any], group: Any) -> StoredReader:
@@ -94,6 +97,8 @@ def _reader_of(config: dict[str, Any], group: Any) -> StoredReader:
         raise UnsupportedError(f"4-bit float weights of the format {form!r} in groups of {size}")
     if (kind, bits, strategy) == ("float", 8, "block"):
         return Fp8BlockReader(block_of(weights.get("block_structure")), scale_name="weight_scale")
+    if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
+        raise UnsupportedError("fp8 groups beside other groups")
     if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         raise UnsupportedError(f"{bits}-bit {kind} weights, a scale a {strategy}")
     if form == "int-quantized":
@@ -119,11 +124,13 @@ def _read_fp8(group: Any, kept: list[str]) -> Quantization | None:
     if strategy not in ("tensor", "channel"):
         raise UnsupportedError(f"a scale a {strategy}")
     inputs = group.get("input_activations")
-    if not isinstance(inputs, dict) or (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
-        raise UnsupportedError("fp8 weights but other inputs")
+    if not isinstance(inputs, dict):
+        raise UnsupportedError("fp8 weights whose inputs stay in 16 bits")
+    if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
+        raise UnsupportedError(f"fp8 weights whose inputs are to be {inputs.get('num_bits')}-bit {inputs.get('type')}")
     return in_fp8((name, _targeted(name)) for name in kept)
 
 
 def _targeted(name: str) -> str:
     """The modules that compressed-tensors means: an expression is one of a name's start."""
-    return f"(?:{name.removeprefix('re:')}).*" if name.startswith("re:") else exactly(name)
+    return starting(name.removeprefix("re:"), name) if name.startswith("re:") else exactly(name)

@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import StoredWeight
+from cb_backend.layers.packed_linear import StoredAs
+from cb_backend.layers.placement import FLOATS
 from cb_backend.models import stored_weights
 from cb_backend.models.gguf_blocks import BLOCK_KINDS, GROUP, read_blocks
 
 GGUF_BLOCKS = "weight_blocks"  # of a converted module: the file's own rows
-Shapes = Mapping[str, tuple[int, ...]]
+Stored = Mapping[str, StoredAs]
+FP8, INT8, WORDS, BYTES = (torch.float8_e4m3fn,), (torch.int8,), (torch.int32,), (torch.uint8,)
+POWERS = (torch.float8_e8m0fnu,)  # of two
+_NUMBERS = (torch.int32, torch.int64)  # of groups, of sizes
 _WITHOUT_ORDER = "use a quantisation of the model without act-order, or the unquantised one"
 
 
@@ -57,14 +63,14 @@ class AwqReader(_Reader):
     def name(self) -> str:
         return f"AWQ int4, {_told(self.group)}"
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         groups = _groups(in_size, self.group, "AWQ")
         if out_size % 8:
             raise ConfigError(f"AWQ: {out_size} outputs of a matrix are not a multiple of 8")
         return {
-            "qweight": (in_size, out_size // 8),
-            "qzeros": (groups, out_size // 8),
-            "scales": (groups, out_size),
+            "qweight": StoredAs((in_size, out_size // 8), WORDS),
+            "qzeros": StoredAs((groups, out_size // 8), WORDS),
+            "scales": StoredAs((groups, out_size), FLOATS),
         }
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
@@ -80,6 +86,7 @@ class GptqReader(_Reader):
     is_symmetric: bool
     is_v2: bool
     has_group_order: bool = False  # g_idx is not one group after the other
+    has_group_index: bool = True  # as nearly all files do, whatever the order
 
     @property
     def kind(self) -> str:
@@ -97,20 +104,20 @@ class GptqReader(_Reader):
     def fault_in_experts(self) -> str:  # type: ignore[override]
         return f"desc_act is true; {_WITHOUT_ORDER}" if self.has_group_order else ""
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         groups, per_word = _groups(in_size, self.group, "GPTQ"), 32 // self.bits
         if out_size % per_word or in_size % per_word:
             raise ConfigError(f"GPTQ: a matrix of {out_size} x {in_size} is not a multiple of {per_word}")
         return {
-            "qweight": (in_size // per_word, out_size),
-            "qzeros": (groups, out_size // per_word),
-            "scales": (groups, out_size),
-            "g_idx": (in_size,),
+            "qweight": StoredAs((in_size // per_word, out_size), WORDS),
+            "qzeros": StoredAs((groups, out_size // per_word), WORDS),
+            "scales": StoredAs((groups, out_size), FLOATS),
+            **({"g_idx": StoredAs((in_size,), _NUMBERS)} if self.has_group_index else {}),
         }
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         return stored_weights.read_gptq(
-            tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors["g_idx"],
+            tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"),
             bits=self.bits, is_v2=self.is_v2, is_symmetric=self.is_symmetric,
         )  # fmt: skip
 
@@ -141,19 +148,19 @@ class PackQuantizedReader(_Reader):
     def fault_in_experts(self) -> str:  # type: ignore[override]
         return f"actorder is not by weight; {_WITHOUT_ORDER}" if self.has_group_order else ""
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         groups, per_word = _groups(in_size, self.group, "compressed-tensors"), 32 // self.bits
-        shapes: dict[str, tuple[int, ...]] = {
-            "weight_packed": (out_size, -(-in_size // per_word)),
-            "weight_scale": (out_size, groups),
-            "weight_shape": (2,),
+        stored = {
+            "weight_packed": StoredAs((out_size, -(-in_size // per_word)), WORDS),
+            "weight_scale": StoredAs((out_size, groups), FLOATS),
+            "weight_shape": StoredAs((2,), _NUMBERS),
         }
         if not self.is_symmetric:
             rows = -(-out_size // per_word) if self.are_zeros_packed else out_size
-            shapes["weight_zero_point"] = (rows, groups)
+            stored["weight_zero_point"] = StoredAs((rows, groups), WORDS if self.are_zeros_packed else INT8)
         if self.has_group_order:
-            shapes["weight_g_idx"] = (in_size,)
-        return shapes
+            stored["weight_g_idx"] = StoredAs((in_size,), _NUMBERS)
+        return stored
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         return stored_weights.read_pack_quantized(**tensors, bits=self.bits)
@@ -167,8 +174,8 @@ class IntQuantizedReader(_Reader):
     group: int = -1
     name: str = "int-quantized int8"
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
-        return {"weight": (out_size, in_size), "weight_scale": (out_size, 1)}
+    def tensors(self, out_size: int, in_size: int) -> Stored:
+        return {"weight": StoredAs((out_size, in_size), INT8), "weight_scale": StoredAs((out_size, 1), FLOATS)}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         return stored_weights.read_int_quantized(tensors["weight"], tensors["weight_scale"])
@@ -187,9 +194,9 @@ class Fp8BlockReader(_Reader):
     def name(self) -> str:
         return f"fp8, blocks of {self.block[0]} x {self.block[1]}"
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         scales = (-(-out_size // self.block[0]), -(-in_size // self.block[1]))
-        return {"weight": (out_size, in_size), self.scale_name: scales}
+        return {"weight": StoredAs((out_size, in_size), FP8), self.scale_name: StoredAs(scales, (*FLOATS, *POWERS))}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         return stored_weights.read_fp8(tensors["weight"], tensors[self.scale_name], self.block)
@@ -210,13 +217,14 @@ class Nvfp4Reader(_Reader):
     def name(self) -> str:
         return "nvfp4 of ModelOpt" if self.is_modelopt else "nvfp4"
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         if in_size % 16:
             raise ConfigError(f"nvfp4: {in_size} inputs of a matrix are not a multiple of 16")
-        values, scales = (out_size, in_size // 2), (out_size, in_size // 16)
+        values = StoredAs((out_size, in_size // 2), BYTES)
+        scales = StoredAs((out_size, in_size // 16), (*FP8, *FLOATS))
         if self.is_modelopt:
-            return {"weight": values, "weight_scale": scales, "weight_scale_2": ()}
-        return {"weight_packed": values, "weight_scale": scales, "weight_global_scale": (1,)}
+            return {"weight": values, "weight_scale": scales, "weight_scale_2": StoredAs((), FLOATS)}
+        return {"weight_packed": values, "weight_scale": scales, "weight_global_scale": StoredAs((1,), FLOATS)}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         values, scales, factor = tensors.values()
@@ -232,7 +240,7 @@ class Mxfp4BlocksReader(_Reader):
     has_zeros: bool = False
     name: str = "mxfp4"
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         raise ConfigError("mxfp4 of quant_method 'mxfp4' is supported in experts that are stored together only")
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
@@ -247,10 +255,14 @@ class Mxfp4Reader(_Reader):
     group: int = 32
     name: str = "mxfp4"
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         if in_size % 32:
             raise ConfigError(f"mxfp4: {in_size} inputs of a matrix are not a multiple of 32")
-        return {"weight_packed": (out_size, in_size // 2), "weight_scale": (out_size, in_size // 32)}
+        values, scales = (
+            StoredAs((out_size, in_size // 2), BYTES),
+            StoredAs((out_size, in_size // 32), (*BYTES, *POWERS)),
+        )
+        return {"weight_packed": values, "weight_scale": scales}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         blocks = tensors["weight_packed"]
@@ -276,11 +288,11 @@ class GgufReader(_Reader):
     def name(self) -> str:
         return f"GGUF {self.blocks}"
 
-    def tensors(self, out_size: int, in_size: int) -> Shapes:
+    def tensors(self, out_size: int, in_size: int) -> Stored:
         block = BLOCK_KINDS[self.blocks]
         if in_size % block.num_elements:
             raise ConfigError(f"{self.name}: {in_size} inputs of a matrix are not whole blocks of {block.num_elements}")
-        return {GGUF_BLOCKS: (out_size, block.row_bytes(in_size))}
+        return {GGUF_BLOCKS: StoredAs((out_size, block.row_bytes(in_size)), BYTES)}
 
     def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
         return read_blocks(self.blocks, tensors[GGUF_BLOCKS])

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat, PlainUnlessPacked
+from cb_backend.layers.weight_format import (
+    Fp8Format,
+    ModuleFormats,
+    PackedFormat,
+    PlainFormat,
+    PlainUnlessPacked,
+    WeightFormat,
+)
 from cb_backend.models.compressed_tensors import read_compressed_tensors
 from cb_backend.models.gguf_blocks import BLOCK_KINDS
 from cb_backend.models.packed_formats import (
@@ -36,6 +43,7 @@ from cb_backend.models.quantization_fields import (
     in_fp8,
     names_of,
     packed,
+    starting,
 )
 
 # What vLLM calls a method whose kernels it chooses by itself.
@@ -82,6 +90,8 @@ def _method_by_its_keys(config: dict[str, Any]) -> str:
     """Of a configuration that names none, as some writers' do."""
     if "quant_algo" in config:
         return "modelopt"
+    if isinstance(config.get("config_groups"), dict):
+        return "compressed-tensors"
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
         return "bitsandbytes"
     return "MLX's way" if config.keys() >= {"bits", "group_size"} else "unknown"
@@ -93,7 +103,7 @@ def module_formats(quantization: str | None) -> ModuleFormats:
 
 
 def _read_fp8(config: dict[str, Any]) -> Quantization:
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+    if (config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise UnsupportedError(f"numbers of the format {config['fmt']!r}")
     kept = names_of(config, "ignored_layers", "modules_to_not_convert")
     block = config.get("weight_block_size")
@@ -108,7 +118,7 @@ def _read_awq(config: dict[str, Any]) -> Quantization:
             raise UnsupportedError(f"{key} {config[key]!r}")
     if config.get("zero_point", True) is not True:
         raise UnsupportedError(f"zero_point {config['zero_point']!r}")
-    bits_of(config, "bits", (4,))
+    bits_of(config, "bits" if "bits" in config else "w_bit", (4,))  # its own name for it
     # Parts of names, in AWQ, which has no quantised head. Writers mean fewer modules by them than they match: `gate` a
     # mixture's router alone, and not gate_proj.
     named = [f".*{re.escape(name)}.*" for name in names_of(config, "modules_to_not_convert")]
@@ -132,21 +142,24 @@ def _read_gptq(config: dict[str, Any]) -> Quantization:
     def reader(settings: dict[str, Any]) -> GptqReader:
         merged = {**config, **settings}
         bits = bits_of(merged, "bits", (4, 8))
-        group = group_of(merged, bits, "group_size")
+        group, is_symmetric = group_of(merged, bits, "group_size"), bool(merged.get("sym", True))
         # Groups that were fixed beforehand, and one alone, lie as they did whatever order the quantising took.
         is_ordered = bool(merged.get("desc_act")) and not merged.get("static_groups") and group != -1
-        return GptqReader(bits, group, bool(merged.get("sym", True)), form == "gptq_v2", is_ordered)
+        return GptqReader(bits, group, is_symmetric, form == "gptq_v2", is_ordered)
 
-    kept, others = [] if config.get("lm_head") else [HEAD], []
+    kept = [] if config.get("lm_head") else [HEAD]
+    others: list[tuple[str, WeightFormat]] = []  # the first that matches decides, as in GPTQModel
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise UnsupportedError(f"dynamic {dynamic!r}")
     for pattern, settings in dynamic.items():
-        wanted = f"{pattern.removeprefix('-:').removeprefix('+:')}.*"  # GPTQModel matches from a name's start on
+        wanted = starting(pattern.removeprefix("-:").removeprefix("+:"), pattern)
         if pattern.startswith("-:"):
-            kept.append(wanted)
-        else:
+            others.append((wanted, PlainFormat()))
+        elif isinstance(settings, dict):
             others.append((wanted, PackedFormat(reader(settings))))
+        else:
+            raise UnsupportedError(f"{settings!r} in dynamic for {pattern!r}")
     return packed("gptq", reader({}), [*kept, *map(ending, names_of(config, "modules_to_not_convert"))], others)
 
 
@@ -170,12 +183,15 @@ def _read_gguf(config: dict[str, Any]) -> Quantization:
         raise UnsupportedError("no 'modules', which the conversion of a .gguf file lists; name that file as the model")
     by_kind: dict[str, list[str]] = {}
     for module, kind in modules.items():
-        if kind not in BLOCK_KINDS:
+        if not isinstance(kind, str) or kind not in BLOCK_KINDS:
             raise UnsupportedError(f"{module} of the kind {kind!r}")
         by_kind.setdefault(kind, []).append(exactly(module))
     usual = max(by_kind, key=lambda kind: len(by_kind[kind]))
     others = [("|".join(names), PackedFormat(GgufReader(kind))) for kind, names in by_kind.items() if kind != usual]
-    plain = [exactly(module) for module in config.get("written_out") or {}]
+    written_out = config.get("written_out") or {}
+    if not isinstance(written_out, dict):
+        raise UnsupportedError(f"written_out {written_out!r}")
+    plain = [exactly(module) for module in written_out]
     kept = [] if "lm_head" in modules else [HEAD]
     return packed("gguf", GgufReader(usual), [*kept, *plain], others)
 

@@ -78,9 +78,21 @@ def group_of(config: dict[str, Any], bits: int, *keys: str) -> int:
 
 def block_of(block: Any) -> tuple[int, int]:
     """(rows, columns) of weights that share a scale. Raises `UnsupportedError` unless 128 columns do."""
-    if not isinstance(block, list) or len(block) != 2 or block[1] != 128:
+    if not isinstance(block, list) or [type(size) for size in block] != [int, int] or block[0] < 1 or block[1] != 128:
         raise UnsupportedError(f"a scale a block of {block} weights")
-    return int(block[0]), int(block[1])
+    return block[0], block[1]
+
+
+def starting(pattern: str, given: str) -> str:
+    """Modules whose names begin as an expression says. Raises `UnsupportedError` for what is no expression; given: as
+    it stands in the configuration.
+    """
+    whole = f"(?:{pattern}).*"
+    try:
+        re.compile(whole)
+    except re.error as error:
+        raise UnsupportedError(f"the expression {given!r}, which is none ({error.msg})") from None
+    return whole
 
 
 def exactly(name: str) -> str:

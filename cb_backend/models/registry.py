@@ -18,10 +18,11 @@ from cb_backend.layers.layer_maker import LayerMaker
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.ops import resolve_ops
 from cb_backend.models import families, weights
-from cb_backend.models.compressed_tensors import with_zeros_apart
 from cb_backend.models.config_reader import ConfigReader
 from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.formats_of_files import as_in_files
 from cb_backend.models.generation_config import read_generation_eos_ids
+from cb_backend.models.placement_checks import check_placements
 from cb_backend.models.quantization import FP8, module_formats, quantization_values
 from cb_backend.models.sharding import check_shares
 from cb_backend.models.spec import ModelSpec
@@ -211,12 +212,8 @@ def open_weights(
         source = source.with_head_as(f"{spec.names.prefix}embed_tokens.weight", spec.names)
     # A tied config with a head in the file: transformers uses that head when it differs from the embedding.
     has_own_head = spec.has_head and (not spec.tie_word_embeddings or source.has_module(spec.names.head_module))
-    make = replace(make, format_of=make.format_of.in_files(source.has_scales))
-    if spec.names.head in source.tensors and not source.has_scales(spec.names.head_module):
-        # What is said of all linear layers need not be meant of the head.
-        make = replace(make, format_of=make.format_of.with_plain(spec.names.head_module))
-    if any(name.endswith(".weight_zero_point") and each.dtype == "I8" for name, each in source.tensors.items()):
-        make = replace(make, format_of=make.format_of.changed(with_zeros_apart))
+    if spec.quantization is not None:
+        make = replace(make, format_of=as_in_files(make.format_of, spec, source))
     # Wrong sizes in a config are named before memory of such sizes is asked for.
     sizes = replace(make, device=torch.device("meta"), adapters=None)
     outline = DecoderForCausalLM(spec, sizes, has_own_head=has_own_head, max_model_len=1)
@@ -224,7 +221,7 @@ def open_weights(
     if not spec.has_head:
         ignored.append(re.escape(spec.names.head_module) + r"\.")
     patterns = "|".join(f"(?:{each})" for each in ignored) or None
-    weights.check_placements(list(outline.placements()), source, patterns, complain)
+    check_placements(list(outline.placements()), source, patterns, complain)
     return spec, make, source, outline
 
 

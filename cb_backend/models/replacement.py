@@ -16,6 +16,7 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.models import weights
 from cb_backend.models.checkpoint import has_tokenizer
 from cb_backend.models.decoder import DecoderForCausalLM
+from cb_backend.models.placement_checks import check_tensors
 from cb_backend.models.registry import new_maker, open_weights, read_model_config, set_kv_scales
 from cb_backend.models.safetensors_files import FileStamp, change
 from cb_backend.models.spec import ModelSpec
@@ -96,9 +97,13 @@ class ModelWeights:
             raise ConfigError(f"its tensors are named {spec.names}, the model's {model.spec.names}; {_REMEDY}")
         if outline.has_own_head != model.has_own_head and not _has_same_head(spec, source):
             raise ConfigError(f"only one of the two has a head that is not the embedding; {_REMEDY}")
-        if missing := next((each.name for each in model.placements() if each.name not in source.tensors), None):
-            raise ConfigError(f"its tensor {missing} is missing: it stores the module in another way; {_REMEDY}")
+        # Files may have modules in other formats than the model, whatever both configurations say.
+        check_tensors(list(model.placements()), source, _refuse)
         return source
+
+
+def _refuse(fault: str) -> None:
+    raise ConfigError(f"{fault}; {_REMEDY}")
 
 
 def weights_key(folder: Path, stamps: Stamps) -> bytes:

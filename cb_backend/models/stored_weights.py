@@ -144,7 +144,7 @@ def read_int_quantized(weight: Tensor, weight_scale: Tensor) -> StoredWeight:
 
 
 def read_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> StoredWeight:
-    """weight e4m3 [out, in]; scale float32 (or bf16): what the weight is multiplied by, whatever its name says.
+    """weight e4m3 [out, in]; scale float32, bf16 or e8m0: what the weight is multiplied by, whatever its name says.
 
     One a block of `block` elements [out / block, in / block], which become one a row and 128 columns. Raises
     `ConfigError` for NaN elements and for blocks that are not of 128 columns.
@@ -179,8 +179,8 @@ def read_nvfp4(weight_packed: Tensor, weight_scale: Tensor, global_scale: Tensor
 
 
 def read_mxfp4(blocks: Tensor, scales: Tensor) -> StoredWeight:
-    """blocks uint8 [out, in / 32, 16]; scales uint8 [out, in / 32]: e8m0, powers of two."""
+    """blocks uint8 [out, in / 32, 16]; scales [out, in / 32] as e8m0, powers of two, or its bytes."""
     out_size, num_groups = blocks.shape[0], blocks.shape[1]
     _shape("scales", scales, (out_size, num_groups))
-    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - E8M0_BIAS)
+    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.view(torch.uint8).int() - E8M0_BIAS)
     return StoredWeight(_fp4_elements(blocks.reshape(out_size, -1)), powers, None, "fp4", 32)

@@ -1,16 +1,14 @@
 """Weights from safetensors files into the model's tensors; or random ones.
 
-Everything is checked against the files' headers before the first byte is copied: each tensor the model needs is there
-with the right shape, and nothing is there that the model would silently ignore. Knows names, shapes and files; not
-what the tensors are for. Pickled files are never read.
+Everything is checked against the files' headers before the first byte is copied (`placement_checks`). Knows names,
+shapes and files; not what the tensors are for. Pickled files are never read.
 """
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,12 +22,10 @@ from cb_backend.models.spec import Names
 from cb_backend.models.weight_files import find_weight_files
 from cb_backend.models.weight_reader import Progress, Read, read_tensor, read_tensors
 
-# Old checkpoints carry inv_freq, which follows from the config; scales are of an fp8 cache and read apart.
-HEAD = "lm_head.weight"
-_IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.(k_proj\.|v_proj\.)?[kv]_scale)$")
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_FP8 = "F8_E4M3"
-_PACKED = (*_FLOATS, _FP8, "I64", "I32", "I8", "U8")
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+FP8_TYPE = "F8_E4M3"
+PACKED_TYPES = (*FLOAT_TYPES, FP8_TYPE, "F8_E8M0", "I64", "I32", "I8", "U8")
+_OF_FEW_BITS = ("weight_scale", "weight_scale_inv", "scales", "qweight", "weight_packed")
 _DUMMY_STD = 0.02
 
 Transform = Callable[[Tensor], Tensor]
@@ -47,12 +43,15 @@ class CheckpointFiles:
 
     tensors: dict[str, StoredTensor]  # by the names that the model has for them
     quantised: frozenset[str]  # names of the fp8 matrices
+    is_packed: bool = False  # types are those that readers know, of whatever tensor
+    is_whole: bool = True  # False: there is more that could not be read
 
     def renamed(self, names: Mapping[str, str]) -> CheckpointFiles:
         """The same tensors, those in `names` called by the names they have there."""
-        return CheckpointFiles(
-            {names.get(name, name): stored for name, stored in self.tensors.items()},
-            frozenset(names.get(name, name) for name in self.quantised),
+        return replace(
+            self,
+            tensors={names.get(name, name): stored for name, stored in self.tensors.items()},
+            quantised=frozenset(names.get(name, name) for name in self.quantised),
         )
 
     def under(self, names: Names) -> CheckpointFiles:
@@ -67,7 +66,7 @@ class CheckpointFiles:
 
     def has_scales(self, module: str) -> bool:
         """Whether the module's weight is not all there is of it: it is stored in few bits."""
-        return any(f"{module}.{suffix}" in self.tensors for suffix in ("weight_scale", "weight_scale_inv", "scales"))
+        return any(f"{module}.{suffix}" in self.tensors for suffix in _OF_FEW_BITS)
 
     def with_head_as(self, embedding: str, names: Names) -> CheckpointFiles:
         """Of a tied checkpoint, whose one matrix may be stored as the head: the matrix as the embedding."""
@@ -88,21 +87,29 @@ def open_checkpoint(
 ) -> CheckpointFiles:
     """Read the headers of the folder's safetensors files; `is_fp8`: matrices may be; `is_packed`: they are stored in
     types that their readers know. Complains of a broken file, or a type that is not supported. Raises `ConfigError` for
-    files that are missing.
+    files that are missing, and for a quantised checkpoint of which nothing says so.
     """
     tensors: dict[str, StoredTensor] = {}
-    quantised = set()
+    is_whole = True
     for path in find_weight_files(folder):
-        for stored in _header(path, complain):
-            if stored.dtype == _FP8 and is_fp8:
-                quantised.add(stored.name)
-            elif stored.dtype not in (_PACKED if is_packed else _FLOATS):
-                complain(
-                    f"{path.name}: tensor {stored.name} is {stored.dtype}; supported are unquantised checkpoints, "
-                    "and fp8 (e4m3) ones whose config.json says so"
-                )
-            tensors[stored.name] = stored
-    return CheckpointFiles(tensors, frozenset(quantised)).renamed(_usual_scales(quantised))
+        header = _header(path, complain)
+        is_whole = is_whole and header is not None
+        tensors |= {stored.name: stored for stored in header or ()}
+    quantised = {stored.name for stored in tensors.values() if stored.dtype == FP8_TYPE and is_fp8}
+    types = PACKED_TYPES if is_packed else FLOAT_TYPES
+    others = [stored for stored in tensors.values() if stored.dtype not in types and stored.name not in quantised]
+    if others and not (is_fp8 or is_packed) and any(name.rpartition(".")[2] in _OF_FEW_BITS for name in tensors):
+        raise ConfigError(
+            f"{others[0].path.name}: tensor {others[0].name} is {others[0].dtype}; the checkpoint is quantised, but "
+            "config.json does not say how (quantization_config). Fetch config.json again, or write into it what a "
+            "file beside it says, such as quantize_config.json"
+        )
+    for stored in others:
+        complain(
+            f"{stored.path.name}: tensor {stored.name} is {stored.dtype}; supported are unquantised checkpoints, and "
+            "quantised ones whose config.json says so"
+        )
+    return CheckpointFiles(tensors, frozenset(quantised), is_packed, is_whole).renamed(_usual_scales(quantised))
 
 
 def _usual_scales(quantised: Iterable[str]) -> dict[str, str]:
@@ -114,12 +121,13 @@ def _usual_scales(quantised: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _header(path: Path, complain: Complain) -> list[StoredTensor]:
+def _header(path: Path, complain: Complain) -> list[StoredTensor] | None:
+    """None: it is broken, and that has been told."""
     try:
         return read_header(path)
     except ConfigError as error:
         complain(str(error))
-        return []
+        return None
 
 
 def fill_from_checkpoint(
@@ -208,59 +216,3 @@ def fill_dummy(placements: Iterable[Placement], seed: int, *, is_shard: bool = F
             target.fill_(1.0)
         else:
             target.normal_(0.0, _DUMMY_STD, generator=generator)
-
-
-def check_placements(
-    placements: Sequence[Placement], source: CheckpointFiles, ignored: str | None = None, complain: Complain = refuse
-) -> None:
-    """Compare what the model needs with the files' headers; the targets may lie on the device "meta".
-
-    ignored: regular expression of names that need no place. Complains of every tensor which is missing, misshapen or
-    unknown, by its name.
-    """
-    names = sorted({stored.path.name for stored in source.tensors.values()})
-    where = names[0] if len(names) == 1 else f"{len(names)} files from {names[0]}" if names else "the checkpoint"
-    for placement in placements:
-        name = placement.name
-        if name not in source.tensors:
-            complain(f"tensor {name} is missing in {where}{_hint(name, source)}")
-            continue
-        if source.shape(name) != placement.shape:
-            complain(
-                f"{source.file_name(name)}: tensor {name} has shape {list(source.shape(name))}, "
-                f"config.json asks for {list(placement.shape)}"
-            )
-        elif name in source.quantised and placement.is_read:
-            _check_scales(placement, source, complain)
-    is_other = re.compile(ignored or "(?!)").match
-    known = {placement.name for placement in placements}
-    modules = [name.removesuffix("weight") for name in source.quantised]
-    scales = {module + kind for module in modules for kind in ("weight_scale", "input_scale")}  # inputs': not needed
-    for name, stored in source.tensors.items():
-        if name not in known and name not in scales and not _IGNORED.match(name) and not is_other(name):
-            complain(f"{stored.path.name}: tensor {name} has no place in the model that config.json describes")
-
-
-def _hint(missing: str, source: CheckpointFiles) -> str:
-    """What may lie behind a tensor that is missing."""
-    if any(name.endswith(".attention.wq.weight") for name in source.tensors):
-        return ", whose tensors have their makers' own names; fetch the model*.safetensors of the same repository"
-    return "; the config does not tie the head (tie_word_embeddings)" if missing == HEAD else ""
-
-
-def _check_scales(placement: Placement, source: CheckpointFiles, complain: Complain) -> None:
-    """Of a matrix that is fp8 in the file: that its place is too, and that it has one scale, or one a row."""
-    name = placement.name
-    where, scale = source.file_name(name), f"{name}_scale"
-    if not isinstance(placement.target, QuantizedRows):
-        complain(
-            f"{where}: tensor {name} is {_FP8}; embedding, head and norms, and what quantization_config leaves out, "
-            "are supported unquantised only"
-        )
-    elif scale not in source.tensors:
-        complain(f"{where}: tensor {name} is {_FP8} but there is no {scale}; fetch the checkpoint again")
-    elif source.shape(scale) not in ((), (1,), placement.shape[:1], (placement.shape[0], 1)):
-        complain(
-            f"{source.file_name(scale)}: tensor {scale} has shape {list(source.shape(scale))}; supported are one "
-            f"scale, or one for each of the {placement.shape[0]} rows"
-        )

@@ -66,6 +66,23 @@ def test_two_broken_files_are_both_named(broken: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_broken_file_is_all_that_is_said_of_its_tensors(broken: Path) -> None:
+    """What it held is not known, so nothing of it is missing; what is wrong in other files is told beside it."""
+    tensors = load_file(broken / FILE)
+    (broken / FILE).unlink()
+    names = sorted(tensors)
+    tensors[names[0]] = torch.zeros(3, 3)
+    for number, part in enumerate((names[:5], names[5:]), 1):
+        file = broken / f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, file)
+    file.write_bytes(file.read_bytes()[:-50])
+    found = look_at(broken)
+    refusals = [refusal for refusal in found.refusals if "tokenizer" not in refusal]
+    assert len(refusals) == 2, refusals
+    assert "model-00002-of-00002.safetensors is not a whole safetensors file" in refusals[0]
+    assert f"{names[0]} has shape [3, 3]" in refusals[1]
+
+
 def test_a_config_that_is_refused_does_not_hide_the_tokenizer(broken: Path) -> None:
     (broken / "config.json").write_text('{"model_type": "mamba"}')
     (broken / "tokenizer.json").write_text("{}")

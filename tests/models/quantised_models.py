@@ -9,12 +9,22 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from tests.models import quantised_writers as writers
@@ -119,6 +129,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         whole(writers.write_nvfp4, is_modelopt=True),
     ),
 }  # fmt: skip
+ENDS = {"pad_token_id": 0, "eos_token_id": 1}  # some families' own are beyond the small vocabulary
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama, biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
@@ -128,6 +139,20 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     ),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {}),
+    # Fused projections, rows in another order, norms around the products, factors, layers without a rope
+    "phi3": (Phi3Config, {**ENDS, "bos_token_id": 2}),
+    "glm4": (Glm4Config, {"partial_rotary_factor": 0.5, "attention_bias": True, **ENDS}),
+    "gemma2": (Gemma2Config, {"sliding_window": 8}),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 8, "query_pre_attn_scalar": 32}),
+    "olmo2": (Olmo2Config, ENDS),
+    "olmo3": (Olmo3Config, {"sliding_window": 8, **ENDS}),
+    "granite": (
+        GraniteConfig,
+        {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1},
+    ),
+    "smollm3": (SmolLM3Config, {**ENDS, "bos_token_id": 2}),
+    "exaone4": (Exaone4Config, {"sliding_window": 8, "sliding_window_pattern": 2}),
+    "ministral3": (Ministral3Config, {}),
     "qwen3-moe": (
         Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True},

@@ -220,7 +220,11 @@ def edited(groups: dict[str, Any]) -> dict[str, Any]:
         (edited({"weights": {**ARGUMENTS, "strategy": "block"}}), "a scale a block"),
         (edited({"weights": None}), "a group of layers"),
         (edited({"targets": ["re:.*mlp.*"]}), "something else than all linear layers"),
-        (edited({"input_activations": None}), "fp8 weights but other inputs"),
+        (edited({"input_activations": None}), "fp8 weights whose inputs stay in 16 bits"),
+        (
+            edited({"input_activations": {**ARGUMENTS, "type": "int"}}),
+            "fp8 weights whose inputs are to be 8-bit int",
+        ),
     ],
 )
 def test_other_quantisation_is_refused_by_name(config: Any, message: str, tmp_path: Path) -> None:
@@ -262,5 +266,7 @@ def test_weights_that_are_not_finite_cannot_be_quantised(tmp_path: Path) -> None
 
 def test_fp8_without_a_word_of_it_in_the_config_is_refused(tmp_path: Path) -> None:
     folder = quantise_checkpoint(write_checkpoint("llama-gqa", tmp_path), None, False, "flat")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"is F8_E4M3; supported are unquantised checkpoints, and fp8"):
+    with pytest.raises(
+        ConfigError, match=r"is F8_E4M3; the checkpoint is quantised, but config\.json does not say how"
+    ):
         load(folder)

@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.layers.weight_format import PlainFormat
 from cb_backend.models.registry import read_model_config
 from tests.models import quantised_writers as writers
 from tests.models.paged_model import PagedModel
@@ -29,11 +30,16 @@ from tests.models.quantised_models import (
     pair,
 )
 
-WITH_EXPERTS = (
-    "qwen3-moe",
-    "qwen3-moe, 8 experts",
-    "mixtral",
-)  # of `test_packed_experts`, which tells what of these formats is refused
+# Of `test_packed_experts`, which tells what of these formats is refused.
+WITH_EXPERTS = ("qwen3-moe", "qwen3-moe, 8 experts", "mixtral")
+# All formats of projections that are fused and of such that are not; of the others one by columns, and one by blocks
+TRIED = [
+    (family, name)
+    for family in FAMILIES
+    if family not in WITH_EXPERTS
+    for name in ("awq 64", "gptq act-order", "fp8 blocks", "nvfp4")
+    if family.startswith(("llama", "qwen", "phi3")) or name in ("gptq act-order", "fp8 blocks")
+]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -45,8 +51,7 @@ def test_a_quantised_model_is_the_model_of_its_numbers(name: str, tmp_path: Path
     torch.testing.assert_close(logits(quantised), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_EXPERTS])
-@pytest.mark.parametrize("name", ["awq 64", "gptq act-order", "fp8 blocks", "nvfp4"])
+@pytest.mark.parametrize(("family", "name"), TRIED)
 def test_families(family: str, name: str, tmp_path: Path) -> None:
     config, writer = FORMATS[name]
     plain, quantised = pair(tmp_path, family, config, writer)
@@ -96,6 +101,32 @@ def test_other_settings_of_some_modules(tmp_path: Path) -> None:
         return gptq(out_size, in_size, 64 if is_down else 32, bits=8 if is_down else 4, seed=seed)
 
     plain, quantised = pair(tmp_path, "llama", config, write)
+    torch.testing.assert_close(logits(quantised), logits(plain), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "kept"),
+    [
+        ({r"-:model\.layers\.0\.|model\.layers\.1\.mlp\.": {}}, ("layers.0.", "layers.1.mlp")),
+        ({r"-:.*\.k_proj|.*\.down_proj": None}, ("k_proj", "down_proj")),
+        # The first that matches decides, in the order of the configuration
+        ({r"+:.*layers\.1\.": {"group_size": 32}, r"-:.*\.down_proj": {}}, ("layers.0.mlp.down_proj",)),
+        ({r"-:.*\.down_proj": {}, r"+:.*layers\.1\.": {"group_size": 32}}, ("down_proj",)),
+        ({r"+:.*layers\.0\.|.*layers\.1\.": {"group_size": 32}}, ()),
+    ],
+)
+def test_expressions_of_dynamic_are_gptqmodels(dynamic: dict[str, Any], kept: tuple[str, ...], tmp_path: Path) -> None:
+    """Alternatives belong together, and each is one of a name's start."""
+    config = {**GPTQ, "group_size": 32, "dynamic": dynamic}
+    plain, quantised = pair(
+        tmp_path, "llama", config, of_group(gptq, 32), is_kept=lambda module: any(part in module for part in kept)
+    )
+    formats = read_model_config(quantised).formats
+    assert formats is not None
+    for layer in range(2):
+        for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"):
+            name = f"model.layers.{layer}.{module}"
+            assert isinstance(formats(name), PlainFormat) == any(part in name for part in kept), name
     torch.testing.assert_close(logits(quantised), logits(plain), atol=1e-4, rtol=0)
 
 

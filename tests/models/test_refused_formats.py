@@ -25,6 +25,20 @@ TURNED = {
         "R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj"], "location": "input"}]},
     }
 }
+FP8_GROUP = {
+    "targets": ["re:.*self_attn.*"],
+    "format": "float-quantized",
+    "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+    "input_activations": {"type": "float", "num_bits": 8, "strategy": "token"},
+}
+
+
+def beside(group: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """A configuration of four bits with another group of modules."""
+    config = pack_quantized(4, 64)
+    return {**config, **given, "config_groups": {**config["config_groups"], "group_1": group}}
+
+
 # Methods that have been asked for elsewhere and must not slip through.
 NEVER = {
     "bitsandbytes", "hqq", "quanto", "torchao", "eetq", "fbgemm_fp8", "higgs", "spqr", "vptq", "aqlm", "bitnet",
@@ -59,6 +73,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed({**MXFP4, "symmetric": False}, format="mxfp4-pack-quantized"), "not symmetric"),
     (compressed({**MXFP4, "num_bits": 6}, format="mxfp6-packed"), "6-bit float weights"),
     (compressed({**MXFP4, "num_bits": 8}, format="mxfp8-quantized"), "a scale a group"),
+    (beside(FP8_GROUP), "fp8 groups beside other groups"),
+    (beside({**FP8_GROUP, "input_activations": None}), "fp8 groups beside other groups"),
     ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"a scale a block of \[64, 64\]"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantised \(bitsandbytes\); supported are"),

@@ -7,7 +7,8 @@ turns (`fair_share`). A preempted request keeps its place, which is before every
 
 Some of the first may pass others (`admission` says when that is worth it): nobody is passed by a less urgent request,
 nobody more than `MAX_OVERTAKEN` times while he is one of the first, and nobody after a preemption; only who has a share
-of his own passes everybody without. Whoever is further back is passed uncounted by those whose adapter has a slot. This module does not know blocks, slots or steps; time is told to it.
+of his own passes everybody without. Whoever is further back is passed uncounted by those whose adapter has a slot. This
+module does not know blocks, slots or steps; time is told to it.
 """
 
 from __future__ import annotations
