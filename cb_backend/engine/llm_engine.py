@@ -1,8 +1,7 @@
 """The engine in one process: a scheduler and a model runner, driven step by step.
 
-No I/O, no threads: requests in, `EngineOutput`s out. What time it is comes from a function that the owner may replace.
-`engine_process` puts it behind a socket; tests and the offline benchmark drive it directly. Run-ahead lives here: up
-to `run_ahead` steps are launched before the result of the oldest is read, so that the device never waits for the host.
+No I/O, no threads: requests in, `EngineOutput`s out. The owner may replace the function that tells the time. Run-ahead
+lives here: up to `run_ahead` steps are launched before the oldest's result is read, so the device never waits for it.
 """
 
 from __future__ import annotations
