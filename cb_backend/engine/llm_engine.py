@@ -1,7 +1,7 @@
 """The engine in one process: a scheduler and a model runner, driven step by step.
 
 No I/O, no threads: requests in, `EngineOutput`s out. The owner may replace the function that tells the time. Run-ahead
-lives here: up to `run_ahead` steps are launched before the oldest's result is read, so the device never waits for it.
+lives here: up to `run_ahead` steps are launched before the oldest's result is read, so no device waits for its host.
 """
 
 from __future__ import annotations
