@@ -248,7 +248,8 @@ def _ready_text(server: ServerProcess, models: list[str], openai: str | None, ar
     url = f"http://{server.http_address}/v2/models/{'llm' if 'llm' in models else models[0]}"
     text = '"text_input": "The capital of France is"'
     sampling = '"max_tokens": 32, "temperature": 0'
-    note = openai and open_note(args, *openai.rsplit(":", 1))
+    host, _, port = (openai or "").rpartition(":")
+    note = openai and open_note(args, host, port, is_beside_server=True)
     noted = f"\n{note}" if note else ""
     return f"""ready: {", ".join(models)}
   HTTP    http://{server.http_address}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from cb_backend.contracts.adapters import AdapterKey, AdapterSource
@@ -37,6 +38,10 @@ class AdapterWait:
         self._num_before: int | None = WITHOUT_ROOM
         self._turn = store.line.new_turn(rank or (0, since))
 
+    def leave(self) -> None:
+        """Whoever asks is not there any more."""
+        self._store.line.leave(self._turn)
+
     def __call__(self, now: float) -> CbError | bool:
         line = self._store.line
         try:
@@ -66,14 +71,26 @@ def take_adapter(request: Request, key: AdapterKey) -> None:
     request.cache_salt += b"lora" + key  # what is cached is of these weights
 
 
-def adapter_wait(store: AdapterStore, request: Request, now: float, aging_s: float) -> list[Condition]:
+@contextmanager
+def leaving(waits: Iterable[Condition]) -> Iterator[None]:
+    """A request that is refused in here leaves the line for room, where others would be behind it."""
+    try:
+        yield
+    except CbError:
+        for wait in waits:
+            if isinstance(wait, AdapterWait):
+                wait.leave()
+        raise
+
+
+def adapter_wait(store: AdapterStore | None, request: Request, now: float, aging_s: float) -> list[Condition]:
     """Give the request the adapter that it wants, if it is known already, or say what it must wait for.
-    aging_s: `priority_aging_s`.
+    store: None where there are no adapters. aging_s: `priority_aging_s`.
 
     Raises a `CbError` for one that is known not to be servable.
     """
     source = request.adapter_source
-    if source is None:
+    if source is None or store is None:
         return []
 
     wait = AdapterWait(store, source, partial(take_adapter, request), now, request.scheduling.rank(now, aging_s))

@@ -26,13 +26,13 @@ from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import EngineOutput, Pending, Runner, StepPlan, StepResult, WatchedRunner
 from cb_backend.contracts.token_rules import TokenRules
-from cb_backend.engine.adapter_wait import adapter_wait
+from cb_backend.engine.adapter_wait import adapter_wait, leaving
 from cb_backend.engine.adapters import new_adapter_store
 from cb_backend.engine.grammar.grammar_compiler import GrammarCompiler
 from cb_backend.engine.grammar.grammar_wait import grammar_wait
 from cb_backend.engine.grammar.guide import Guide
 from cb_backend.engine.grammar.guided_rows import FedStep, GuidedRows
-from cb_backend.engine.held_requests import Condition, HeldRequests
+from cb_backend.engine.held_requests import HeldRequests
 from cb_backend.engine.runner_choice import choose_runner
 from cb_backend.engine.scheduler.admission import ContinuousAdmission, PolicyKind
 from cb_backend.engine.scheduler.scheduler import Scheduler
@@ -140,12 +140,11 @@ class LLMEngine:
         """
         now = self._clock()
         self.scheduler.set_time(now)
-        waits: list[Condition] = []
-        if self.adapters is not None:
-            waits += adapter_wait(self.adapters, request, now, self.config.priority_aging_s)
-        if (grammar := grammar_wait(self.grammars, request, now)) is not None:
-            waits.append(grammar)
-        self.scheduler.add_request(request, is_held=bool(waits))
+        waits = adapter_wait(self.adapters, request, now, self.config.priority_aging_s)
+        with leaving(waits):
+            if (grammar := grammar_wait(self.grammars, request, now)) is not None:
+                waits.append(grammar)
+            self.scheduler.add_request(request, is_held=bool(waits))
         if waits:
             self._held.hold(request.request_id, waits)
 

@@ -10,7 +10,8 @@ import grpc
 # What the server's streams tell is a text alone. These stand in those of our backend that ask to try again (a full
 # queue, an engine that starts, a server that drains); releases from 26.04 on tell the code as well.
 _AGAIN = ("again later", "send the request again", "send it again", "to another server", "timed out after")
-_OWN_LIMIT = re.compile(r"timed out after \d+ ms .*\(timeout_ms\)")  # the request's own time is over
+# The request's own time is over. In the queue it may be the server's own limit, and another try may find it empty.
+_OWN_LIMIT = re.compile(r"timed out after \d+ ms \(timeout_ms\)")
 _FULL = ("queue is full", "queue holds")
 # Of a prompt that the model's length or the cache has no room for: ours, and vLLM's.
 _TOO_LONG = ("(max_model_len", "max_model_len=", "but the whole KV cache holds", "maximum context length")

@@ -85,13 +85,16 @@ class JsonCall:
         """Whether it can be of this object. If not, the brace that ends it is missing: `close` it, and read on."""
         if self._scan.is_in_text or self._scan.depth != 1:
             return True
-        awaits_key = self._key is None and not self._part.strip()
-        return character != "]" and not (character == "{" and (awaits_key or self._is_after_arguments))
+        if self._is_after_arguments:
+            return character in ",}" or character.isspace()
+        if self._key is None and not self._part.strip():  # a key is due
+            return character in '",}' or character.isspace()
+        return character != "]"
 
     def push(self, character: str) -> list[Event]:
         self.raw += character
-        if self._is_after_arguments and character not in ",}":
-            return []  # whatever it is, it is none of them
+        if self._is_after_arguments and character.isspace():
+            return []
         was_in_text, was_inside = self._scan.is_in_text, self._scan.depth > 0
         self._scan.push(character)
         is_at_top = self._scan.depth == 1

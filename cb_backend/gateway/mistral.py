@@ -23,7 +23,8 @@ class MistralParser:
     """
 
     _MARK, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-    _HEADER = re.compile(r"\s*(?P<name>[^\[]*?)\s*(\[CALL_ID\][^\[]*)?(\[ARGS\]\s*)?")
+    # A name begins and ends with what is no space, so that no run of spaces can be read in two ways.
+    _HEADER = re.compile(r"(?P<name>[^\[\s](?:[^\[]*[^\[\s])?)?\s*(\[CALL_ID\][^\[]*)?(\[ARGS\]\s*)?")
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -144,8 +145,8 @@ class MistralParser:
 
     def _named(self) -> str:
         """The function that is named before an object; empty if it is none of a call."""
-        match = self._HEADER.fullmatch(self._pending or "")
-        return match["name"] if match else ""
+        match = self._HEADER.fullmatch((self._pending or "").lstrip())
+        return (match["name"] or "") if match else ""
 
     def _may_be_named(self) -> bool:
         """Whether what has come may be a function's name and what stands behind it: names are words, or offered."""

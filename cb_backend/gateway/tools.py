@@ -221,14 +221,14 @@ class RequiredCalls:
         for character in text:
             if self._call is not None and not self._call.takes(character):
                 events += self._call.close()
-                self._num_calls, self._call = self._num_calls + 1, None
+                self._num_calls, self._call = self._num_calls + self._call.is_started, None
             if self._call is None:
                 if character != "{":
                     continue
                 self._call = JsonCall(self._num_calls, self._names, is_marked=True)
             events += self._call.push(character)
             if self._call.is_complete:
-                self._num_calls, self._call = self._num_calls + 1, None
+                self._num_calls, self._call = self._num_calls + self._call.is_started, None
         return events
 
     def finish(self) -> list[Event]:

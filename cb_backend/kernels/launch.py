@@ -156,7 +156,7 @@ def launch_parameters(op: str, device: torch.device, **conditions: int) -> dict[
 
 
 _products: set[tuple[str, tuple[tuple[str, int], ...]]] = set()  # (op, shape) that a GPU has launched
-_SHAPE = ("n", "k", "e")  # conditions of a product that follow from the model alone
+_SHAPE = ("n", "k", "e", "bits")  # conditions of a product that follow from the model alone
 
 
 def products_on_defaults(device: torch.device) -> list[str]:

@@ -179,7 +179,8 @@ class PackedLinear(Linear):
         if len(module.tensors) < len(module.stored):
             return
         try:
-            stored = self.reader.read(module.tensors)
+            # They have come in any order, from several threads and files.
+            stored = self.reader.read({suffix: module.tensors[suffix] for suffix in module.stored})
         except ConfigError as error:  # whoever fills knows the file and the tensor's name
             raise ValueError(f"belongs to a matrix that cannot be read: {error}") from None
         module.tensors = {}
@@ -265,8 +266,8 @@ class ModuleTensor:
         return self._linear.reader.name
 
     @property
-    def stored_format(self) -> str:
-        return self._linear.reader.name
+    def reader(self) -> StoredReader:
+        return self._linear.reader
 
     @property
     def num_weights(self) -> int:

@@ -149,6 +149,11 @@ class SeparateFormats:
         return SeparateLinear(projection, parts, ops, group, dtype=dtype, device=device)
 
 
+def _is_likely_packed(module: str) -> bool:
+    """Of `PlainUnlessPacked`, where there are no files: what writers leave out of a mixture by `gate` is its router."""
+    return ".experts." in module
+
+
 class ModuleFormats:
     """The format of each module, by its name in the checkpoint (`model.layers.3.mlp.down_proj`)."""
 
@@ -159,7 +164,7 @@ class ModuleFormats:
         expression of the names of tensors that such checkpoints have and nobody needs.
         """
         self.ignored = ignored
-        self.is_packed: Callable[[str], bool] = lambda module: False
+        self.is_packed: Callable[[str], bool] = _is_likely_packed
         self._default = default
         self._exceptions = [(re.compile(pattern), its_format) for pattern, its_format in exceptions]
 

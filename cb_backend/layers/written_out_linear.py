@@ -48,7 +48,8 @@ class _Matrix:
         self._come[suffix] = tensor
         if len(self._come) < len(self.stored):
             return
-        stored, self._come = self.reader.read(self._come), {}
+        come, self._come = self._come, {}
+        stored = self.reader.read({suffix: come[suffix] for suffix in self.stored})
         if not bool(stored.scales.float().isfinite().all()):
             raise ValueError("belongs to a matrix with a scale that is not finite")
         self.weight.copy_(written_out(stored))
@@ -60,7 +61,7 @@ class WrittenOutTensor:
     def __init__(self, matrix: _Matrix, suffix: str) -> None:
         shape, self.dtypes = matrix.stored[suffix]
         self.shape = torch.Size(shape)
-        self.stored_format = matrix.reader.name
+        self.reader = matrix.reader
         self.device = matrix.weight.device
         self.format_name = str(matrix.weight.dtype).removeprefix("torch.")
         self._is_first = suffix == next(iter(matrix.stored))

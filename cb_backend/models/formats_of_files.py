@@ -76,10 +76,21 @@ def _plain_modules(spec: ModelSpec, source: CheckpointFiles) -> list[str]:
         for name, stored in source.tensors.items()
         if name.endswith(".weight") and stored.dtype in FLOAT_TYPES and len(stored.shape) > 1
     ]
+    # gpt-oss has all experts' matrices in one tensor, whose name is the module's.
+    whole = [each.names for each in mixtures if each.storage == "interleaved"]
+    stacks = {name for names in whole for name in (names.gate, names.down)}
+    modules += [
+        name
+        for name, stored in source.tensors.items()
+        if stored.dtype in FLOAT_TYPES and len(stored.shape) == 3 and name.rpartition(".")[2] in stacks
+    ]
     layers, head = f"{spec.names.prefix}layers.", spec.names.head_module
     return [
         module
         for module in modules
         if not source.has_scales(module)
-        and (module == head or (module.startswith(layers) and module.rpartition(".")[2] not in routers))
+        and (
+            module == head
+            or (module.startswith(layers) and not any(module.endswith(f".{router}") for router in routers))
+        )
     ]

@@ -6,7 +6,7 @@ One class a way of storing; what a checkpoint's configuration says decides betwe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class GptqReader(_Reader):
     group: int
     is_symmetric: bool
     is_v2: bool
-    has_group_order: bool = False  # g_idx is not one group after the other
+    has_group_order: bool = field(default=False, compare=False)  # g_idx is not one group after the other
     has_group_index: bool = True  # as nearly all files do, whatever the order
 
     @property

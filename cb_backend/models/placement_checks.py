@@ -111,7 +111,7 @@ def _wrong_type(placement: Placement, source: CheckpointFiles) -> str | None:
     if isinstance(target, ModuleTensor | WrittenOutTensor):
         if DTYPES[stored.dtype] not in target.dtypes:
             types = " or ".join(kind for kind, dtype in DTYPES.items() if dtype in target.dtypes)
-            return f"{where}; {target.stored_format} stores {types}. Write it anew with what quantised the model"
+            return f"{where}; {target.reader.name} stores {types}. Write it anew with what quantised the model"
     elif isinstance(target, Tensor | QuantizedRows) and DTYPES[stored.dtype] not in FLOATS:
         return f"{where}; embedding, norms and what is left unquantised are supported in {', '.join(FLOAT_TYPES)}"
     return None

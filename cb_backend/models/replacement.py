@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.layers.packed_linear import StoredReader
+from cb_backend.layers.weight_format import PackedFormat
 from cb_backend.models import weights
 from cb_backend.models.checkpoint import has_tokenizer
 from cb_backend.models.decoder import DecoderForCausalLM
@@ -99,7 +101,22 @@ class ModelWeights:
             raise ConfigError(f"only one of the two has a head that is not the embedding; {_REMEDY}")
         # Files may have modules in other formats than the model, whatever both configurations say.
         check_tensors(list(model.placements()), source, _refuse)
+        _check_formats(model, outline, f"{spec.names.head_module}.")
         return source
+
+
+def _check_formats(model: DecoderForCausalLM, new: DecoderForCausalLM, head: str) -> None:
+    """Raises `ConfigError` where the new files have tensors that the model would not read, or modules that its own
+    configuration would have read otherwise out of them.
+    """
+    own = {placement.name: placement.target for placement in model.placements()}
+    for name, target in ((placement.name, placement.target) for placement in new.placements()):
+        if name not in own:
+            if name.startswith(head):
+                continue  # the same as the embedding, as was looked at before
+            _refuse(f"the model has no place for {name}")
+        if getattr(target, "reader", None) != getattr(own[name], "reader", None):
+            _refuse(f"{name} is of another format than the model's")
 
 
 def _refuse(fault: str) -> None:
@@ -140,7 +157,17 @@ def check_checkpoint(own: ModelSpec, own_folder: Path, folder: Path) -> None:
                 f"the new weights are of another specification: {field.name} is {_shown(other)}, the model has "
                 f"{_shown(mine)}; {_REMEDY}"
             )
+    if _usual_reader(own) != _usual_reader(spec):  # GPTQ's two versions have the same tensors
+        raise ConfigError(
+            f"the new weights are stored as {_usual_reader(spec)}, the model's as {_usual_reader(own)}; {_REMEDY}"
+        )
     _check_tokenizer(folder, own_folder)
+
+
+def _usual_reader(spec: ModelSpec) -> StoredReader | None:
+    """What reads most of a packed checkpoint's modules, by its configuration."""
+    usual = None if spec.formats is None else spec.formats.default
+    return usual.reader if isinstance(usual, PackedFormat) else None
 
 
 def _check_tokenizer(folder: Path, mine: Path) -> None:

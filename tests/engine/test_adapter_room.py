@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cb_backend.contracts.config import EngineConfig
+from cb_backend.contracts.errors import UnavailableError
 from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
@@ -169,4 +170,22 @@ def test_who_leaves_while_he_waits_for_room_holds_up_nobody() -> None:
     assert crowd.engine.adapters is not None
     assert crowd.engine.adapters.line._barrier is None
     assert not [each for each in crowd.requests.values() if not each.adapter]
+    crowd.engine.close()
+
+
+def test_who_is_refused_does_not_stand_before_others() -> None:
+    """A full queue refuses after the store was asked; a line of those who are gone would keep room from all others."""
+    crowd = Crowd("abcd", 1, None)
+    for _ in range(60):
+        crowd.turn()
+    late = crowd.add("e")
+    assert crowd.engine.adapters is not None
+    line = crowd.engine.adapters.line
+    waiting = [*line._line]
+    crowd.engine.scheduler._queue._max_size = 0
+    with pytest.raises(UnavailableError, match="queue is full"):
+        crowd.add("f", priority=-5)
+    assert line._line == waiting
+    crowd.engine.scheduler._queue._max_size = 4096
+    crowd.turns_until(lambda: late.request_id not in crowd.requests, "an answer with e")
     crowd.engine.close()

@@ -35,7 +35,8 @@ TEMPLATE = """{%- macro turn(who, text, end='<|end|>') -%}
 {%- if m.role in ('system', 'developer') %}{{- turn('developer', '# Instructions\\n' + m.content) }}
 {%- elif m.role == 'tool' %}{{- turn('functions.f to=assistant<|channel|>commentary', m.content | tojson) }}
 {%- elif m.role == 'assistant' and m.tool_calls %}{%- set call = m.tool_calls[0].function %}
-{%- if m.thinking %}{{- turn('assistant<|channel|>analysis', m.thinking) }}{% endif %}
+{%- if m.content and m.thinking %}{{ raise_exception('content or thinking, not both') }}{% endif %}
+{%- if m.content or m.thinking %}{{- turn('assistant<|channel|>analysis', m.content or m.thinking) }}{% endif %}
 {{- turn('assistant to=functions.' + call.name + '<|channel|>commentary json', call.arguments | tojson, '<|call|>') }}
 {%- elif m.role == 'assistant' %}
 {{- turn('assistant<|channel|>final', m.content, '<|return|>' if loop.last and not add_generation_prompt else '<|end|>')
@@ -118,6 +119,18 @@ def test_what_was_thought_before_a_call_comes_back_whatever_a_client_calls_it(fo
     wanted = folder.reference.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     assert "analysis<|message|>I need f.<|end|>" in wanted
     conversation[2][name] = conversation[2].pop("thinking")
+    assert folder.chat.encode(json.dumps({"messages": conversation})) == folder.ids(wanted)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
+@pytest.mark.parametrize("content", ["I will look.", [{"type": "text", "text": "I will look."}]])
+def test_what_was_said_beside_a_call_goes_where_what_was_thought_goes(folder: Folder, name: str, content: Any) -> None:
+    """The gateway's own answer, sent back: the template has one place for both texts, and refuses two."""
+    conversation = [dict(message) for message in CONVERSATION]
+    conversation[2] |= {"thinking": "I need f.\nI will look.", "content": ""}
+    wanted = folder.reference.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    del conversation[2]["thinking"]
+    conversation[2] |= {name: "I need f.", "content": content}
     assert folder.chat.encode(json.dumps({"messages": conversation})) == folder.ids(wanted)
 
 

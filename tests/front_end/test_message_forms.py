@@ -230,6 +230,22 @@ def test_calls_that_the_template_shows_somehow_are_not_refused(kit: Callable[[An
     assert "f" in kit(template).text([user("x"), calling('{"f": 1}', content=""), ANSWER], **tools)
 
 
+# As DeepSeek's first: calls are written beside no content alone, their arguments as text.
+BESIDE_NULL = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m['content'] is none %}"
+    "{% for c in m['tool_calls'] %}<{{ c['function']['name'] + c['function']['arguments'] }}>{% endfor %}"
+    "{% else %}({{ m['content'] }}){% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("fields", [{}, {"content": ""}, {"content": None}])
+def test_calls_that_are_shown_beside_a_null_content_have_one(kit: Callable[[Any], Kit], fields: dict[str, Any]) -> None:
+    pair = kit(BESIDE_NULL)
+    call = {name: value for name, value in calling('{"q": 1}').items() if name != "content"} | fields
+    assert pair.text([user("x"), call, ANSWER]).startswith('(x)<f{"q": 1}>(')
+    assert "shows calls beside a null content only" in pair.refusal([user("x"), {**call, "content": "so"}, ANSWER])
+
+
 def test_a_template_that_fails_on_calls_says_why_itself(kit: Callable[[Any], Kit]) -> None:
     pair = kit("{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls!') }}{% endif %}"
                "{{ m.content }}{% endfor %}")  # fmt: skip

@@ -12,7 +12,13 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from cb_backend.contracts.errors import InvalidRequestError
-from cb_backend.front_end.text.answer_forms import reasoning_form, reasoning_name, tool_form, with_reasoning
+from cb_backend.front_end.text.answer_forms import (
+    ReasoningField,
+    reasoning_field,
+    reasoning_form,
+    tool_form,
+    with_reasoning,
+)
 from cb_backend.front_end.text.chat import Chat
 from cb_backend.front_end.text.tokenized import TokenizedPrompt, tokenize_prompt
 from cb_backend.front_end.text.tokenizer import Tokenizer
@@ -167,12 +173,12 @@ def test_a_text_far_beyond_the_model_is_refused_unread(ask: Asked, options: dict
     ],
 )
 def test_the_field_of_a_messages_reasoning_is_read_off_the_template(source: str, name: str | None) -> None:
-    assert reasoning_name(source) == name
+    assert reasoning_field(source) == (ReasoningField(name) if name else None)
 
 
 def test_reasoning_moves_to_the_field_that_is_read_and_replaces_none() -> None:
-    message = {"role": "assistant", "content": "", "reasoning": "because"}
-    assert with_reasoning(message, "thinking") == {**message, "thinking": "because"}
-    assert with_reasoning({**message, "thinking": "so"}, "thinking")["thinking"] == "so"
+    message, field = {"role": "assistant", "content": "", "reasoning": "because"}, ReasoningField("thinking")
+    assert with_reasoning(message, field) == {**message, "thinking": "because"}
+    assert with_reasoning({**message, "thinking": "so"}, field)["thinking"] == "so"
     assert with_reasoning(message, None) == message
-    assert "thinking" not in with_reasoning({"role": "assistant", "reasoning": None}, "thinking")
+    assert "thinking" not in with_reasoning({"role": "assistant", "reasoning": None}, field)

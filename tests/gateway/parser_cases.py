@@ -243,6 +243,17 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event] | str]] = {
         TWO_CALLS[:2],
     ),
     "gpt-oss, no recipient": ("gpt-oss", "gpt-oss", NO_TOOLS, "to=them it is new", [Content("to=them it is new")]),
+    "hermes, words after a brace too few": (
+        "hermes", "none", AUTO, f"<tool_call>{SHORT}\n\nI have asked, and wait.</tool_call>",
+        [CallStart(0, "weather"), CallArguments(0, '{"a": 1}'), Content("I have asked, and wait.</tool_call>")],
+    ),
+    "llama3, words after a brace too few": (
+        "llama3", "none", AUTO, f"{SHORT}\n\nI have asked, and wait.",
+        [CallStart(0, "weather"), CallArguments(0, '{"a": 1}'), Content("I have asked, and wait.")],
+    ),
+    "required, an object that is no call": (
+        "auto", "think", ToolChoice("required", (TOOL,)), f"[{{{CALL}]", TWO_CALLS[:2],
+    ),
     "gpt-oss, an answer": (
         "gpt-oss", "gpt-oss", NO_TOOLS,
         "<|channel|>analysis<|message|>2 < 3<|end|><|start|>assistant<|channel|>final<|message|>Yes <|b.<|return|>",

@@ -124,6 +124,12 @@ def test_who_opens_the_gateway_to_all_is_told(host: str, words: list[str], shown
     assert open_note(parsed("serve", *words), host, 9) == told
 
 
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_key_of_the_gateways_does_not_hide_that_the_servers_ports_ask_for_none(host: str, shown: bool) -> None:
+    told = open_note(parsed("serve", "--api-key-file", "keys"), host, 9, is_beside_server=True)
+    assert ("server's own ports" in told) == shown
+
+
 def test_serve_says_where_its_gateway_is_open() -> None:
     server: Any = types.SimpleNamespace(
         http_address="0.0.0.0:8000", grpc_address="0.0.0.0:8001", metrics_address="0.0.0.0:8002", has_metrics=True

@@ -17,7 +17,8 @@ from cb_backend.models.registry import read_model_config
 from cb_backend.models.replacement import ModelWeights
 from tests.models.paged_model import PagedModel
 from tests.models.quantised_checkpoints import write_pair
-from tests.models.quantised_models import FORMATS, logits, pair
+from tests.models.quantised_models import FORMATS, GPTQ, logits, of_group, pair
+from tests.models.quantised_writers import write_gptq
 from tests.models.test_fp8_weights import COMPRESSED, DYNAMIC_FP8, load, quantise_checkpoint
 from tests.models.test_packed_text_parts import make
 from tests.models.test_text_parts import logits_of
@@ -127,3 +128,25 @@ def test_a_model_of_other_formats_is_no_replacement(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"{DOWN}\.weight.*; load it as a model of its own$"):
             weights.check(other)
         weights.check(Path(shutil.copytree(own, tmp_path / f"same-{own.parent.name}")))
+
+
+@pytest.mark.parametrize(("other", "has_group_index", "fault"), [
+    ("gptq v2", True, r"the new weights are stored as GptqReader\(.*is_v2=True.*\), the model's as Gptq.*is_v2=False"),
+    ("gptq act-order", False, r"\.qweight is of another format than the model's"),
+])  # fmt: skip
+def test_what_the_models_readers_would_take_for_something_else_is_no_replacement(
+    other: str, has_group_index: bool, fault: str, tmp_path: Path
+) -> None:
+    """The names and shapes of the tensors that the model reads are the same."""
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+    _, own = pair(tmp_path / "own", "llama", {**GPTQ, "group_size": 32}, of_group(write_gptq, 32))
+    if not has_group_index:
+        tensors = {name: tensor for name, tensor in load_file(own / FILE).items() if not name.endswith(".g_idx")}
+        save_file(tensors, own / FILE, {"format": "pt"})
+    _, new = pair(tmp_path / "other", "llama", *FORMATS[other])
+    paged = PagedModel(own)
+    weights = ModelWeights(paged.model, own, read_model_config(own), quantization=None, has_kv_scales=False)
+    with pytest.raises(ConfigError, match=rf"{fault}.*; load it as a model of its own$"):
+        weights.check(new)
+    weights.check(Path(shutil.copytree(own, tmp_path / "same")))

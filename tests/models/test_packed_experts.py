@@ -104,6 +104,14 @@ def test_broken_files_of_gpt_oss_are_named(broken: dict[str, Any], message: str,
         PagedModel(quantised)
 
 
+def test_experts_of_gpt_oss_that_were_written_out_need_no_other_configuration(gpt_oss: Path) -> None:
+    """A merged or fine-tuned model may keep what its base's configuration says."""
+    quantised = as_mxfp4(gpt_oss)
+    wanted = logits(gpt_oss)
+    shutil.copy(gpt_oss / "model.safetensors", quantised / "model.safetensors")
+    torch.testing.assert_close(logits(quantised), wanted, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "granitemoe", "gpt-oss", "glm4-moe", "qwen2-moe"])
 def test_experts_are_quantised_to_fp8_while_they_are_loaded(name: str, tmp_path: Path) -> None:
     """However they are stored: the answers stay near those of the weights as they are."""

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.weight_format import PlainFormat
+from cb_backend.models import weights
 from cb_backend.models.registry import read_model_config
 from tests.models import quantised_writers as writers
 from tests.models.paged_model import PagedModel
@@ -184,3 +185,16 @@ def test_random_weights_have_the_formats_shape(name: str, tmp_path: Path) -> Non
     for layer in model.layers:
         assert layer.mlp.down_proj.pieces[0].weight.size == (128, 192)
         assert [piece.weight.size for piece in layer.self_attn.qkv_proj.pieces] == [(256, 128)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_may_come_in_any_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads read them, of several files; a machine with few cores never shows it."""
+    _, quantised = pair(tmp_path, "llama", *FORMATS[name])
+    wanted, read = logits(quantised), weights.read_tensors
+
+    def read_backwards(reads: list[Any], *args: Any) -> None:
+        read(reads[::-1], *args, num_lanes=1)
+
+    monkeypatch.setattr(weights, "read_tensors", read_backwards)
+    assert torch.equal(logits(quantised), wanted)

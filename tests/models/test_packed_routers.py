@@ -13,7 +13,9 @@ from cb_backend.contracts.config import EngineConfig
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.layers.moe import MoE
 from cb_backend.layers.ops import resolve_ops
-from cb_backend.models.registry import load_model, read_model_config
+from cb_backend.layers.packed_experts import PackedMixture
+from cb_backend.models.config_reader import ConfigReader
+from cb_backend.models.registry import load_model, outline_adapters, outline_spec, read_model_config, read_spec
 from cb_backend.models.replacement import ModelWeights
 from tests.models.paged_model import CPU, PagedModel
 from tests.models.quantised_models import FORMATS, pair
@@ -99,3 +101,18 @@ def test_weights_whose_router_is_stored_otherwise_are_no_replacement(was_packed:
     weights.fill(own, lambda: None)
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.gate\..* is missing.*load it as a model of its own"):
         weights.check(other)
+
+
+def test_without_files_what_awq_leaves_out_of_a_mixture_is_its_router() -> None:
+    """Adapters are checked, and random weights made, by the configuration alone."""
+    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["gate"]}
+    values: dict[str, Any] = {
+        "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256,
+        "moe_intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128,
+        "norm_topk_prob": True, "dtype": "bfloat16", "quantization_config": config,
+    }  # fmt: skip
+    spec = read_spec(ConfigReader(values))
+    for num_ranks in (1, 2):
+        assert outline_adapters(spec, torch.bfloat16, 8, num_ranks).modules
+    assert isinstance(outline_spec(spec, torch.bfloat16).layers[0].mlp.experts, PackedMixture)

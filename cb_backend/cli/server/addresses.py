@@ -58,8 +58,11 @@ def check_port(host: str, port: int, flag: str) -> None:
 
 
 def http_status(address: str, path: str, headers: Mapping[str, str] = NO_HEADERS, timeout: float = 5.0) -> int | None:
-    """Status of a GET, None if nobody answers."""
-    connection = http.client.HTTPConnection(address, timeout=timeout)
+    """Status of a GET, None if nobody answers, or the address is none of HTTP's (`unix:/a/socket`)."""
+    try:
+        connection = http.client.HTTPConnection(address, timeout=timeout)
+    except http.client.InvalidURL:
+        return None
     try:
         connection.request("GET", path, headers=dict(headers))
         return connection.getresponse().status
@@ -70,8 +73,9 @@ def http_status(address: str, path: str, headers: Mapping[str, str] = NO_HEADERS
 
 
 def refuse_http(address: str) -> None:
-    """For what speaks gRPC alone. Raises `CliError` where HTTP is spoken: a Triton server has ports for both."""
-    if http_status(address, "/v2") is not None:
+    """For what speaks gRPC alone. Raises `CliError` at a Triton server's other port. What passes gRPC on may speak HTTP
+    too, and answers as it likes."""
+    if http_status(address, "/v2") == 200:
         raise CliError(
             f"what answers at {address} speaks HTTP; name the server's gRPC port (8001 unless it was told otherwise)"
         )

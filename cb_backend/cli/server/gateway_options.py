@@ -75,9 +75,15 @@ def gateway_words(args: argparse.Namespace) -> list[str]:
     return words + [f"{flag}={value}" for flag, values in several.items() for value in values]
 
 
-def open_note(args: argparse.Namespace, host: str, port: int | str) -> str:
-    """What is to be said of a gateway that others than this machine's users may ask without a key; else nothing."""
+def open_note(args: argparse.Namespace, host: str, port: int | str, is_beside_server: bool = False) -> str:
+    """What is to be said where others than this machine's users may ask without a key; else nothing.
+
+    is_beside_server: the server's own ports are open at the same host, and know no keys.
+    """
     address = numeric_host(host)
-    if args.api_key_file is not None or ipaddress.ip_address(address).is_loopback:
+    if ipaddress.ip_address(address).is_loopback:
         return ""
+    if args.api_key_file is not None:
+        ports = "NOTE: the server's own ports (HTTP, gRPC) are open too and ask for no key; close them with a firewall"
+        return ports if is_beside_server else ""
     return f"NOTE: everybody who reaches {with_port(address, port)} may use it; --api-key-file asks for a key"

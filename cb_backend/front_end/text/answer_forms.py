@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cb_backend.front_end.text.template_files import DEFAULT, TOOL_USE
 
@@ -48,20 +48,35 @@ def reasoning_form(templates: Mapping[str, str]) -> str:
     return GPT_OSS if tool_form(templates) == GPT_OSS else THINK
 
 
-def reasoning_name(source: str) -> str | None:
-    """The field of a message that a template reads as its reasoning; None: none of those that are in use.
+class ReasoningField(NamedTuple):
+    """Where a template reads what a message thought."""
+
+    name: str
+    is_beside_content: bool = (
+        True  # in a message with calls too; False: that has one place for both, and two are refused
+    )
+
+
+def reasoning_field(source: str) -> ReasoningField | None:
+    """That of a template; None: it reads none of the names that are in use.
 
     Of the source: many templates show it only before a call of the last turn, which no short conversation finds.
     """
-    return next((name for name in REASONING_NAMES if re.search(rf"\.{name}\b|['\"]{name}['\"]", source)), None)
+    found = (name for name in REASONING_NAMES if re.search(rf"\.{name}\b|['\"]{name}['\"]", source))
+    return next((ReasoningField(name, is_beside_content="<|channel|>" not in source) for name in found), None)
 
 
-def with_reasoning(message: dict[str, Any], name: str | None) -> dict[str, Any]:
+def with_reasoning(message: dict[str, Any], field: ReasoningField | None) -> dict[str, Any]:
     """`message` with its reasoning under the name that the template reads, whichever name a client has sent it under.
 
     A model that calls tools goes on from its own reasoning, which would be lost without a word otherwise.
     """
-    if name is None or name in message:
+    names = () if field is None else (field.name, *REASONING_NAMES)
+    sent = next((message[name] for name in names if isinstance(message.get(name), str)), None)
+    if field is None or sent is None:
         return message
-    sent = next((message[other] for other in REASONING_NAMES if isinstance(message.get(other), str)), None)
-    return message if sent is None else {**message, name: sent}
+    content = message.get("content")
+    if field.is_beside_content or not (sent and content and message.get("tool_calls")):
+        return {**message, field.name: sent}
+    said = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return {**message, field.name: f"{sent}\n{said}", "content": ""}

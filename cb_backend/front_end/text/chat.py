@@ -66,7 +66,7 @@ class Chat:
         self._check_arguments(arguments, template.variables())
         messages = _check_messages(values["messages"])
         forms = template.forms(self._values)
-        messages = [with_reasoning(message, template.reasoning_name) for message in messages]
+        messages = [with_reasoning(message, template.reasoning_field) for message in messages]
         messages = [forms.with_calls(index, message) for index, message in enumerate(messages)]
         rendered = template.render(
             {

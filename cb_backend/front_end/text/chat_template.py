@@ -19,7 +19,7 @@ from typing import Any
 
 from cb_backend.contracts.errors import CbError, InvalidRequestError
 from cb_backend.front_end.interpreter import find_python
-from cb_backend.front_end.text.answer_forms import reasoning_name
+from cb_backend.front_end.text.answer_forms import reasoning_field
 from cb_backend.front_end.text.message_forms import MessageForms, find_forms
 from cb_backend.support.native_paths import native_path
 from cb_backend.support.process_watch import process_cpu_seconds
@@ -43,7 +43,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self.reasoning_name = reasoning_name(source)
+        self.reasoning_field = reasoning_field(source)
         self._lock = threading.Lock()  # guards the worker
         self._worker: subprocess.Popen[bytes] | None = None
         self._variables: frozenset[str] = frozenset()

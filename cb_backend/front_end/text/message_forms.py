@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class MessageForms:
     takes_null: bool = True  # as the content beside a call
     takes_no_content: bool = True  # a call without the field
     unshown: tuple[str, ...] = ()  # of `_CALLS`, what the template leaves out without a word
+    needs_null: bool = False  # as the content beside a call, which is not shown beside any other (DeepSeek's)
 
     def with_content(self, message: Message) -> Message:
         """`message` with its content as the template wants it; where that takes both, as it was sent."""
@@ -79,6 +80,13 @@ class MessageForms:
         is_taken = self.takes_null if "content" in message else self.takes_no_content
         if message.get("content") is None and not is_taken and any(name in message for name in _CALLS):
             changed["content"] = ""
+        if self.needs_null and any(name in message for name in _CALLS):
+            if message.get("content"):
+                raise InvalidRequestError(
+                    f"the model's chat template shows calls beside a null content only, so those of message {index} "
+                    "would be lost; send its content as null, or as a message of its own"
+                )
+            changed["content"] = None
         if isinstance(message.get("function_call"), dict):
             changed["function_call"] = self._call(index, message["function_call"])
         if isinstance(message.get("tool_calls"), list):
@@ -140,17 +148,29 @@ def find_forms(render: Callable[[dict[str, Any]], str]) -> MessageForms:
     """The forms of the template that `render` renders. `render` takes values beside those of every request, and may
     raise `InvalidRequestError`: a template that refuses a role is asked no more about it.
     """
-    forms = _Probe(render, {}).forms()
+    probe = _Probe(render, {})
+    forms = probe.forms()
     if "user" not in forms.contents:  # nothing was shown: perhaps it cannot do without tools
-        forms = _Probe(render, {"tools": [_TOOL]}).forms()
+        probe = _Probe(render, {"tools": [_TOOL]})
+        forms = probe.forms()
+    if "tool_calls" in forms.unshown:  # perhaps it shows calls beside a null content only
+        others = probe.beside(None).forms()
+        if "tool_calls" not in others.unshown:
+            return replace(others, contents=forms.contents, needs_null=True)
     return forms
 
 
 class _Probe:
-    def __init__(self, render: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> None:
+    def __init__(self, render: Callable[[dict[str, Any]], str], values: dict[str, Any], blank: str | None = "") -> None:
+        """blank: the content beside a call."""
         self._render = render
         self._values = values
+        self._blank = blank
         self._deadline = time.monotonic() + MAX_PROBING_S
+
+    def beside(self, blank: str | None) -> _Probe:
+        """The same with another content beside calls."""
+        return _Probe(self._render, self._values, blank)
 
     def forms(self) -> MessageForms:
         user = self._content_form(lambda content: [_message("user", content)])
@@ -160,7 +180,7 @@ class _Probe:
         conversations: dict[str, Callable[[Any], list[Message]]] = {
             "system": lambda content: [_message("system", content), hello],
             "assistant": lambda content: [hello, _message("assistant", content), hello],
-            "tool": lambda content: [hello, _calling({}), _answering(content)],
+            "tool": lambda content: [hello, self._calling({}), _answering(content)],
         }
         found = {role: self._content_form(conversation) for role, conversation in conversations.items()}
         contents = {"user": user, **{role: form for role, form in found.items() if form is not None}}
@@ -170,8 +190,8 @@ class _Probe:
             contents,
             takes_text,
             self._takes_short_ids(hello, "{}" if takes_text else {}),
-            self._takes_call(hello, _calling(arguments, content=None)),
-            self._takes_call(hello, _without_content(_calling(arguments))),
+            self._takes_call(hello, {**self._calling(arguments), "content": None}),
+            self._takes_call(hello, _without_content(self._calling(arguments))),
             tuple(name for name in _CALLS if not self._shows(name, hello, arguments)),
         )
 
@@ -187,8 +207,8 @@ class _Probe:
     def _takes_arguments_text(self, hello: Message) -> bool:
         arguments = {_FIRST: _SECOND}
         for end in _ENDS:
-            as_object = self._shown([hello, _calling(arguments), *end])
-            as_text = self._shown([hello, _calling(json.dumps(arguments)), *end])
+            as_object = self._shown([hello, self._calling(arguments), *end])
+            as_text = self._shown([hello, self._calling(json.dumps(arguments)), *end])
             is_object_read = _FIRST in as_object and f"'{_FIRST}'" not in as_object
             if is_object_read or f'{{"{_FIRST}"' in as_text:
                 return not is_object_read
@@ -197,8 +217,8 @@ class _Probe:
     def _takes_short_ids(self, hello: Message, arguments: Any) -> bool:
         """Whether OpenAI's ids of calls are refused, and short ones are not."""
         return any(
-            self._shown([hello, _calling(arguments), *end(_CALL_ID)])
-            and not self._shown([hello, _calling(arguments, _LONG_ID), *end(_LONG_ID)])
+            self._shown([hello, self._calling(arguments), *end(_CALL_ID)])
+            and not self._shown([hello, self._calling(arguments, _LONG_ID), *end(_LONG_ID)])
             for end in (lambda call_id: [_answering("ok", call_id)], lambda call_id: [])
         )
 
@@ -211,17 +231,22 @@ class _Probe:
     def _shows(self, name: str, hello: Message, arguments: Any) -> bool:
         """Whether a call in the field `name` changes what the template makes. A template that fails on every call says
         so itself."""
-        call = _calling(arguments)
+        call = self._calling(arguments)
         if name == "function_call":
             call[name] = call.pop("tool_calls")[0]["function"]
         plain, is_rendered = _message("assistant", ""), False
         for values in ({}, {"tools": [_TOOL]}):
             for end in (*_ENDS, [_answering("ok"), hello]):
                 text = self._shown([hello, call, *end], values)
-                if text and text != self._shown([hello, plain, *end], values):
+                # A null content may itself be written, as a word.
+                if _FIRST in text or (self._blank == "" and text and text != self._shown([hello, plain, *end], values)):
                     return True
                 is_rendered = is_rendered or bool(text)
         return not is_rendered
+
+    def _calling(self, arguments: Any, call_id: str = _CALL_ID) -> Message:
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": self._blank, "tool_calls": [call]}
 
     def _shown(self, messages: list[Message], values: dict[str, Any] | None = None) -> str:
         """What the template makes of them, beside more values; nothing where it fails."""
@@ -239,11 +264,6 @@ def _part(text: str) -> dict[str, str]:
 
 def _message(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
-
-
-def _calling(arguments: Any, call_id: str = _CALL_ID, content: str | None = "") -> Message:
-    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _without_content(message: Message) -> Message:
