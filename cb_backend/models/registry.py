@@ -174,9 +174,8 @@ def outline_adapters(spec: ModelSpec, dtype: torch.dtype, max_rank: int, num_ran
     `num_ranks`: devices that hold the model together; what is given is the first one's share. Raises `ConfigError` as
     building the model does.
     """
-    if (
-        num_ranks == 1
-    ):  # places depend on formats by their granule alone, and what files tell of these is not known here
+    if num_ranks == 1:
+        # Places depend on formats by what can be cut alone, and what files tell of formats is not known here.
         spec = replace(spec, formats=None, quantization=None)
     table = AdapterTable(max_adapters=1, max_rank=max_rank, dtype=dtype, device=torch.device("meta"))
     make = replace(_outline_maker(spec, dtype, None, num_ranks, spreads_experts=False), adapters=table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -23,13 +24,22 @@ def _strided(*size: int) -> torch.Tensor:
     ].unflatten(1, size)
 
 
-def _lora(module: Any, op: str, tile_rows: int, rank: int, slices: tuple[int, ...], in_size: int) -> None:
+def _lora(
+    module: Any,
+    op: str,
+    tile_rows: int,
+    rank: int,
+    slices: tuple[int, ...],
+    in_size: int,
+    parameters: dict[str, int] | None = None,
+) -> None:
     plan, columns = _plan(tile_rows), len(slices) * rank
-    if op == "lora_shrink":
-        module.lora_shrink(torch.zeros(2, in_size).bfloat16(), _strided(columns, in_size), plan)
-    else:
-        y, scales = torch.zeros(2, sum(slices)).bfloat16(), torch.zeros(MAX_ADAPTERS, len(slices))
-        module.lora_expand(y, torch.zeros(8, 2, columns), _strided(sum(slices), rank), scales, slices, plan)
+    with overriding(op, parameters) if parameters else contextlib.nullcontext():
+        if op == "lora_shrink":
+            module.lora_shrink(torch.zeros(2, in_size).bfloat16(), _strided(columns, in_size), plan)
+        else:
+            y, scales = torch.zeros(2, sum(slices)).bfloat16(), torch.zeros(MAX_ADAPTERS, len(slices))
+            module.lora_expand(y, torch.zeros(8, 2, columns), _strided(sum(slices), rank), scales, slices, plan)
 
 
 def _lora_plan(module: Any, num_decode: int, num_prompts: int, max_adapters: int) -> None:
@@ -45,6 +55,14 @@ LORA_LAUNCHES = {"lora": _lora, "lora_plan": _lora_plan}
 def _case(op: str, tile_rows: int, rank: int, slices: tuple[int, ...], in_size: int = 4096) -> dict[str, Any]:
     call = {"op": op, "tile_rows": tile_rows, "rank": rank, "slices": slices, "in_size": in_size}
     return {"op": "lora", "kernel": f"_{op}_kernel", "arch": 90, "call": call}
+
+
+def tuned_lora(op: str, when: dict[str, int], use: dict[str, int], arch: int) -> dict[str, Any]:
+    """What an entry of a GPU's file serves."""
+    out_size = when.get("n", 4096)
+    slices = next((each for each in (_QKV, _GATE_UP) if sum(each) == out_size), (out_size,))
+    found = _case(op, when["m"], 16, slices, when.get("k", 4096))
+    return {**found, "arch": arch, "call": {**found["call"], "parameters": use}}
 
 
 def _plan_case(**call: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 from cb_backend.kernels import launch
 from tests.kernels.compile_cases import case, decode, prefill
 from tests.kernels.expert_cases import grouped, packed
+from tests.kernels.lora_cases import tuned_lora
 
 pytest.importorskip("triton")
 ARCHS = {"nvidia-h100-80gb-hbm3": 90, "nvidia-h200": 90}  # of each file's GPU
@@ -70,6 +71,8 @@ def cases_of(op: str, arch: int, when: dict[str, int], use: dict[str, int]) -> d
         return one | {f"{op}, fp8 cache, {given}": {**prefill(arch, when["block_d"], kv_dtype=FP8), "parameters": use}}
     if op.endswith("_packed"):
         return {f"{op}, {kind}, {given}": one for kind, one in packed_product(op, arch, when, use).items()}
+    if op.startswith("lora"):
+        return {f"{op}, {given}": tuned_lora(op, when, use, arch)}
     found = {f"{op}, {given}": product(op, arch, when, use)}
     if "norm" in use:
         found[f"add_norm_{op}, {given}"] = product(f"add_norm_{op}", arch, when, use)
@@ -108,6 +111,8 @@ SPILLED = {
     "nvidia-h100-80gb-hbm3: linear_silu_mul, n 3072, k 1024, m 32": 8,
     "nvidia-h200: linear_packed, fp4, n 6144, k 4096, m 64, bits 4, is_float 1": 8,
     "nvidia-h200: linear_packed, fp4, n 4096, k 14336, m 64, bits 4, is_float 1": 24,
+    "nvidia-h200: linear_packed, int4, n 8192, k 28672, m 64, bits 4": 8,
+    "nvidia-h200: linear_packed, fp4, n 8192, k 28672, m 64, bits 4": 8,
     "nvidia-h200: linear_packed, int4, n 4096, k 4096, m 128, bits 4": 16,
     "nvidia-h200: linear_packed, fp4, n 4096, k 4096, m 128, bits 4": 16,
     "nvidia-h200: linear_packed, int4, n 4096, k 14336, m 128, bits 4": 8,
