@@ -21,6 +21,7 @@ WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 # A file that has not changed for so long is as somebody wants it. (NOTE: it also bounds how coarse a file system's
 # clock may be: two states within one tick have one time.)
 SETTLED_S = 1.0
+_ODD = 0x9E3779B97F4A7C15  # spreads numbers that are near each other (Knuth, The Art of Computer Programming, 6.4)
 
 
 class Stamp(NamedTuple):
@@ -71,7 +72,8 @@ def folder_stamp(folder: Path) -> Stamp | None:
     return Stamp(
         max(weights.mtime_ns, config.mtime_ns),
         weights.size + config.size,
-        weights.inode ^ config.inode,
+        # Not their difference alone, by `^`: files that were written one after the other have the same.
+        (weights.inode * _ODD + config.inode) & (1 << 62) - 1,
         max(weights.ctime_ns, config.ctime_ns),
     )
 

@@ -136,7 +136,9 @@ def test_serve_says_where_its_gateway_is_open() -> None:
     )
     note = "NOTE: everybody who reaches 0.0.0.0:9 may use it; --api-key-file asks for a key"
     assert note in serve._ready_text(server, ["llm"], "0.0.0.0:9", parsed("serve")).splitlines()
-    assert "NOTE" not in serve._ready_text(server, ["llm"], "0.0.0.0:9", parsed("serve", "--api-key-file", "keys"))
+    with_key = serve._ready_text(server, ["llm"], "0.0.0.0:9", parsed("serve", "--api-key-file", "keys"))
+    assert "may use it" not in with_key
+    assert "NOTE: the server's own ports (HTTP, gRPC) are open too and ask for no key" in with_key
     assert "NOTE" not in serve._ready_text(server, ["llm"], None, parsed("serve"))
 
 

@@ -80,5 +80,6 @@ def test_disconnects_leave_nothing(gateway_server: RunningServer, number: int) -
                 leave(connection, draw)
         gateway_server.wait_idle()
         eventually(lambda: open_files(pid) <= before, "the gateway has closed every connection")
-        assert gateway_server.num_used_blocks() == 0
+        # One whose client has left may have been on its way to the server all the time.
+        eventually(lambda: gateway_server.num_used_blocks() == 0, "no block is held")
         assert gateway_server.client.generate(PROMPT, max_tokens=8, temperature=0) == expected

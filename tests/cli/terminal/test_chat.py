@@ -22,6 +22,7 @@ import pytest
 
 from cb_backend.cli import chat as command
 from cb_backend.cli.main import main
+from cb_backend.cli.server.addresses import refuse_http
 from cb_backend.cli.server.server_process import free_ports
 from cb_backend.cli.terminal.chat_commands import HELP, Commands
 from cb_backend.cli.terminal.conversation import Answer, Conversation
@@ -155,7 +156,15 @@ def test_h16_chat_without_its_model_or_server(words: list[str], text: str, capsy
 @pytest.mark.parametrize("words", [["chat", "-q", "hi"], ["openai", "--port", str(free_ports(1)[0])]])
 def test_who_names_the_http_port_is_told_of_the_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The server's HTTP port, as `status --url` has it."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
+
+    class Triton(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # http.server's name
+            self.send_response(200 if self.path == "/v2" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Triton) as http:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
         try:
@@ -165,6 +174,19 @@ def test_who_names_the_http_port_is_told_of_the_other(words: list[str], capsys: 
             thread.join()
     said = capsys.readouterr().err
     assert f"what answers at 127.0.0.1:{http.server_port} speaks HTTP; name the server's gRPC port (8001" in said
+
+
+def test_what_passes_grpc_on_may_speak_http_too() -> None:
+    """A proxy answers HTTP as it likes; an address of a socket is none of HTTP's."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:  # 501 for every GET
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            refuse_http(f"127.0.0.1:{http.server_port}")
+        finally:
+            http.shutdown()
+            thread.join()
+    refuse_http("unix:/a/socket")
 
 
 def test_h16_chat_says_how_to_start_a_server(
