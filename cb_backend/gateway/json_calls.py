@@ -93,8 +93,8 @@ class JsonCall:
 
     def push(self, character: str) -> list[Event]:
         self.raw += character
-        if self._is_after_arguments and character.isspace():
-            return []
+        if self._is_after_arguments and character not in ",}":
+            return []  # of no part of the object: white space, or the beginning of a mark that was cut
         was_in_text, was_inside = self._scan.is_in_text, self._scan.depth > 0
         self._scan.push(character)
         is_at_top = self._scan.depth == 1

@@ -203,6 +203,9 @@ CASES: dict[str, tuple[str, str, ToolChoice, str, list[Event] | str]] = {
         SHORT_CALLS,
     ),
     "mistral, cut": ("mistral", "none", AUTO, "Yes [TOOL_CALLS][{\"na", [Content("Yes [{\"na")]),
+    "mistral, a brace too few, and cut in a mark": (
+        "mistral", "none", AUTO, f"[TOOL_CALLS][{SHORT}[TOOL", SHORT_CALLS[:2],
+    ),
     "mistral, text": ("mistral", "none", AUTO, "see [1] and [TOOL", [Content("see [1] and [TOOL")]),
     "named": ("auto", "think", ToolChoice("named", (TOOL,), "weather"), ARGUMENTS, TWO_CALLS[:2]),
     "required": (
