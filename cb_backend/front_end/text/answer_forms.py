@@ -52,9 +52,7 @@ class ReasoningField(NamedTuple):
     """Where a template reads what a message thought."""
 
     name: str
-    is_beside_content: bool = (
-        True  # in a message with calls too; False: that has one place for both, and two are refused
-    )
+    is_beside_content: bool = True  # in a message with calls too; else that has one place for both, and refuses two
 
 
 def reasoning_field(source: str) -> ReasoningField | None:

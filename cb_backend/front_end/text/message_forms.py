@@ -71,16 +71,17 @@ class MessageForms:
         does not show.
         """
         changed = dict(message)
-        for name in _CALLS:
-            if name in message and name in self.unshown:
+        calls_in = [name for name in _CALLS if name in message]
+        for name in calls_in:
+            if name in self.unshown:
                 raise InvalidRequestError(
                     f"the model's chat template shows no {name}, so those of message {index} would be lost; write the "
                     "call into its content, or ask a model whose template takes calls of tools"
                 )
         is_taken = self.takes_null if "content" in message else self.takes_no_content
-        if message.get("content") is None and not is_taken and any(name in message for name in _CALLS):
+        if calls_in and message.get("content") is None and not is_taken:
             changed["content"] = ""
-        if self.needs_null and any(name in message for name in _CALLS):
+        if calls_in and self.needs_null:
             if message.get("content"):
                 raise InvalidRequestError(
                     f"the model's chat template shows calls beside a null content only, so those of message {index} "
