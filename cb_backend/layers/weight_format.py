@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Protocol
 
@@ -165,6 +165,7 @@ class ModuleFormats:
         """
         self.ignored = ignored
         self.is_packed: Callable[[str], bool] = _is_likely_packed
+        self._plain: frozenset[str] = frozenset()
         self._default = default
         self._exceptions = [(re.compile(pattern), its_format) for pattern, its_format in exceptions]
 
@@ -174,6 +175,8 @@ class ModuleFormats:
         return self._default
 
     def __call__(self, module: str) -> WeightFormat:
+        if module in self._plain:
+            return PlainFormat()
         found = next((found for pattern, found in self._exceptions if pattern.fullmatch(module)), self._default)
         return self._default if isinstance(found, PlainUnlessPacked) and self.is_packed(module) else found
 
@@ -188,10 +191,10 @@ class ModuleFormats:
         changed.is_packed = is_packed
         return changed
 
-    def with_plain(self, module: str) -> ModuleFormats:
-        """The same, but for one module that is as it is in an unquantised checkpoint."""
+    def with_plain(self, modules: Iterable[str]) -> ModuleFormats:
+        """The same, but for modules that are as they are in an unquantised checkpoint."""
         changed = copy(self)
-        changed._exceptions = [(re.compile(re.escape(module)), PlainFormat()), *self._exceptions]
+        changed._plain = self._plain.union(modules)
         return changed
 
     def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> ModuleFormats:

@@ -7,7 +7,6 @@ tensors that are there leave no doubt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from cb_backend.layers.layer_spec import MoESpec
@@ -18,25 +17,6 @@ from cb_backend.models.spec import ModelSpec
 from cb_backend.models.weights import FLOAT_TYPES, CheckpointFiles
 
 logger = logging.getLogger("cb_backend.models")
-
-
-class FormatsOfFiles(ModuleFormats):
-    """As a configuration has them, but for modules that the files have as an unquantised checkpoint has them."""
-
-    def __init__(self, told: ModuleFormats, plain: Collection[str]) -> None:
-        super().__init__(told.default, (), told.ignored)
-        self.is_packed = told.is_packed
-        self._told = told
-        self._plain = frozenset(plain)
-
-    def __call__(self, module: str) -> WeightFormat:
-        return PlainFormat() if module in self._plain else self._told(module)
-
-    def with_plain(self, module: str) -> FormatsOfFiles:
-        return FormatsOfFiles(self._told, self._plain | {module})
-
-    def changed(self, change: Callable[[WeightFormat], WeightFormat]) -> FormatsOfFiles:
-        return FormatsOfFiles(self._told.changed(change), self._plain)
 
 
 def as_in_files(told: ModuleFormats, spec: ModelSpec, source: CheckpointFiles) -> ModuleFormats:
@@ -56,7 +36,7 @@ def as_in_files(told: ModuleFormats, spec: ModelSpec, source: CheckpointFiles) -
             "served as they are: %s%s",
             len(others), ", ".join(others[:3]), ", ..." if len(others) > 3 else "",
         )  # fmt: skip
-    return FormatsOfFiles(told, plain)
+    return told.with_plain(plain)
 
 
 def _without_group_index(weight_format: WeightFormat) -> WeightFormat:

@@ -14,6 +14,7 @@ from cb_backend.contracts.messages import ModelInfo
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.token_rules import TokenRules
+from cb_backend.engine.adapter_line import RoomLine
 from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from tests.engine.adapter_reader import Reader, source
@@ -59,6 +60,11 @@ class Crowd:
         self.requests[number] = request
         return request
 
+    @property
+    def line(self) -> RoomLine:
+        assert self.engine.adapters is not None
+        return self.engine.adapters.line
+
     def names(self) -> list[str]:
         return [each.adapter_source.name for each in self.requests.values() if each.adapter_source]
 
@@ -99,15 +105,21 @@ class Crowd:
         return len(passing)
 
 
+def crowded(popular: str, num_slots: int, max_cpu_loras: int | None, **settings: float) -> Crowd:
+    """One in which nobody has room for another adapter."""
+    crowd = Crowd(popular, num_slots, max_cpu_loras, **settings)
+    for _ in range(60):
+        crowd.turn()
+    return crowd
+
+
 @pytest.mark.parametrize(
     ("popular", "num_slots", "max_cpu_loras"), [("ab", 2, 2), ("abcd", 1, None), ("abc", 2, 3), ("a", 1, 1)]
 )
 def test_who_waits_for_room_is_passed_no_more_often_than_who_waits_in_the_queue(
     popular: str, num_slots: int, max_cpu_loras: int | None
 ) -> None:
-    crowd = Crowd(popular, num_slots, max_cpu_loras)
-    for _ in range(60):
-        crowd.turn()
+    crowd = crowded(popular, num_slots, max_cpu_loras)
     late = crowd.add("e")
     assert crowd.count_passing(late) <= MAX_OVERTAKEN
     crowd.turns_until(lambda: late.request_id not in crowd.requests, "an answer with e")
@@ -117,9 +129,7 @@ def test_who_waits_for_room_is_passed_no_more_often_than_who_waits_in_the_queue(
 
 def test_several_that_wait_for_room_have_it_in_their_order() -> None:
     """Each of them is passed no more often than if it were alone."""
-    crowd = Crowd("abcd", 1, None)
-    for _ in range(60):
-        crowd.turn()
+    crowd = crowded("abcd", 1, None)
     late = [crowd.add(name) for name in "efg"]
     read = len(crowd.reader.read_paths)
     crowd.turns_until(lambda: not any(each.request_id in crowd.requests for each in late), "answers with e, f and g")
@@ -129,12 +139,9 @@ def test_several_that_wait_for_room_have_it_in_their_order() -> None:
 
 
 def test_who_has_no_adapter_waits_for_nobodys() -> None:
-    crowd = Crowd("abcd", 1, None)
-    for _ in range(60):
-        crowd.turn()
+    crowd = crowded("abcd", 1, None)
     late = crowd.add("e")
-    while crowd.engine.adapters is not None and crowd.engine.adapters.line._barrier is None:
-        crowd.turn()
+    crowd.turns_until(lambda: crowd.line._barrier is not None, "somebody who has been passed often enough")
     plain = crowd.add("")
     assert not late.adapter
     crowd.turn()
@@ -144,9 +151,7 @@ def test_who_has_no_adapter_waits_for_nobodys() -> None:
 
 
 def test_the_more_urgent_wait_for_nobody_less_urgent() -> None:
-    crowd = Crowd("abcd", 1, None, priority_aging_s=0.0)
-    for _ in range(60):
-        crowd.turn()
+    crowd = crowded("abcd", 1, None, priority_aging_s=0.0)
     crowd.priority = -1
     late = crowd.add("e")
     for _ in range(600):
@@ -158,34 +163,26 @@ def test_the_more_urgent_wait_for_nobody_less_urgent() -> None:
 
 
 def test_who_leaves_while_he_waits_for_room_holds_up_nobody() -> None:
-    crowd = Crowd("abcd", 1, None)
-    for _ in range(60):
-        crowd.turn()
+    crowd = crowded("abcd", 1, None)
     late = crowd.add("e")
-    while crowd.engine.adapters is not None and crowd.engine.adapters.line._barrier is None:
-        crowd.turn()
+    crowd.turns_until(lambda: crowd.line._barrier is not None, "somebody who has been passed often enough")
     assert crowd.engine.cancel(late.request_id)
     for _ in range(2):
         crowd.turn()
-    assert crowd.engine.adapters is not None
-    assert crowd.engine.adapters.line._barrier is None
+    assert crowd.line._barrier is None
     assert not [each for each in crowd.requests.values() if not each.adapter]
     crowd.engine.close()
 
 
 def test_who_is_refused_does_not_stand_before_others() -> None:
     """A full queue refuses after the store was asked; a line of those who are gone would keep room from all others."""
-    crowd = Crowd("abcd", 1, None)
-    for _ in range(60):
-        crowd.turn()
+    crowd = crowded("abcd", 1, None)
     late = crowd.add("e")
-    assert crowd.engine.adapters is not None
-    line = crowd.engine.adapters.line
-    waiting = [*line._line]
+    waiting = [*crowd.line._line]
     crowd.engine.scheduler._queue._max_size = 0
     with pytest.raises(UnavailableError, match="queue is full"):
         crowd.add("f", priority=-5)
-    assert line._line == waiting
+    assert crowd.line._line == waiting
     crowd.engine.scheduler._queue._max_size = 4096
     crowd.turns_until(lambda: late.request_id not in crowd.requests, "an answer with e")
     crowd.engine.close()
