@@ -15,9 +15,10 @@ from cb_backend.kernels.packed import StoredWeight, pack, packed_bytes
 from cb_backend.layers.experts import Inner, halves_of_rows
 from cb_backend.layers.fp8_linear import QuantizedRows
 from cb_backend.layers.packed_experts import ExpertProjection, PackedMixture, Stack
-from cb_backend.layers.packed_linear import StoredAs, bytes_a_group
+from cb_backend.layers.packed_linear import bytes_a_group
 from cb_backend.layers.placement import FLOATS, Placement
 from cb_backend.layers.projection import Part
+from cb_backend.layers.stored_matrix import StoredAs
 from cb_backend.layers.stored_shares import columns_of, rows_of
 from cb_backend.parallel.shares import Share
 

@@ -14,8 +14,8 @@ from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import pack, packed_bytes
 from cb_backend.layers.experts import Inner
 from cb_backend.layers.packed_experts import MXFP4_GROUP, PackedMixture, Stack, bytes_a_group_of_experts
-from cb_backend.layers.packed_linear import StoredReader
 from cb_backend.layers.placement import Placement
+from cb_backend.layers.stored_matrix import StoredReader
 from cb_backend.layers.stored_shares import columns_of, rows_of
 
 

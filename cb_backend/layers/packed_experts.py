@@ -19,10 +19,11 @@ from cb_backend.kernels.grouped_packed import PackedExperts
 from cb_backend.kernels.packed import KINDS, PackedWeight, StoredWeight
 from cb_backend.layers.experts import ExpertLayer, bias_placements, new_biases
 from cb_backend.layers.op_signatures import ModelOps
-from cb_backend.layers.packed_linear import PackedLinear, StoredReader, bytes_a_group
+from cb_backend.layers.packed_linear import PackedLinear, bytes_a_group
 from cb_backend.layers.packed_pieces import Piece
 from cb_backend.layers.placement import Placement, shard_of
 from cb_backend.layers.projection import Projection, Split
+from cb_backend.layers.stored_matrix import StoredReader
 from cb_backend.parallel.group import Group, NoGroup
 
 MXFP4_GROUP = 32  # elements that share a scale, which is a power of two

@@ -6,9 +6,8 @@ them, and when the last part of a fused projection has, the whole is packed for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,60 +21,12 @@ from cb_backend.layers.packed_pieces import Piece, PlainPiece, go_together, join
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.projection import Part, Projection
 from cb_backend.layers.step_metadata import StepMetadata
+from cb_backend.layers.stored_matrix import StoredMatrix, StoredReader
 from cb_backend.layers.stored_shares import columns_of, goes_with, rows_of, with_rows, written_out
 from cb_backend.parallel.group import Group
 from cb_backend.parallel.shares import Share
 
 _SPREAD = {"int4": 4.6, "int8": 74.0, "fp8": 1.0, "fp4": 2.9}  # standard deviation of random elements
-
-
-class StoredAs(NamedTuple):
-    """What a checkpoint has for one tensor of a module."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]  # any of these
-
-
-class StoredReader(Protocol):
-    """How a checkpoint stores a projection's weight."""
-
-    @property
-    def name(self) -> str:
-        """Of the format, for messages; the same for what may be fused."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """Of `kernels.packed.KINDS`."""
-        ...
-
-    @property
-    def group(self) -> int:
-        """Elements that share a scale; -1: all of a row."""
-        ...
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether groups have zero points of their own."""
-        ...
-
-    @property
-    def has_shifts(self) -> bool:
-        """Whether groups have a number that is added to their elements."""
-        ...
-
-    @property
-    def fault_in_experts(self) -> str:
-        """Why experts cannot be stored so, and what to do; empty: they can."""
-        ...
-
-    def tensors(self, out_size: int, in_size: int) -> Mapping[str, StoredAs]:
-        """The module's tensors, by the last part of their names."""
-        ...
-
-    def read(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
-        """Raises `ConfigError` for tensors that contradict each other."""
-        ...
 
 
 def bytes_a_group(reader: StoredReader, scale_bytes: int | None = None) -> int:
@@ -88,13 +39,12 @@ def bytes_a_group(reader: StoredReader, scale_bytes: int | None = None) -> int:
 
 @dataclass
 class _Module:
-    """One of the checkpoint's modules: what has come of it so far."""
+    """One of the checkpoint's modules."""
 
     rows: slice  # of the projection, with those that pad a share
     shares: tuple[Share, ...]  # of the module's rows: one a part that it stores
     transform: Callable[[Tensor], Tensor] | None
-    stored: Mapping[str, StoredAs]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    matrix: StoredMatrix
 
 
 class PackedLinear(Linear):
@@ -155,13 +105,13 @@ class PackedLinear(Linear):
         if self.projection.stored_as is not None:  # one module has the rows of all parts, in their order
             if any(part.transform is not None for part in parts):
                 raise ConfigError(f"{parts[0].name}: {self.reader.name} weights of this family are not supported")
-            stored = self.reader.tensors(sum(self.projection.parts.values()), self.projection.in_size)
+            matrix = StoredMatrix(self.reader, sum(self.projection.parts.values()), self.projection.in_size)
             shares = tuple(part.share for part in parts)
-            return {parts[0].name: _Module(slice(0, self.size[0]), shares, None, stored)}
+            return {parts[0].name: _Module(slice(0, self.size[0]), shares, None, matrix)}
         sizes = self.projection.parts.values()
         return {
             part.name: _Module(
-                part.room, (part.share,), part.transform, self.reader.tensors(size, self.projection.in_size)
+                part.room, (part.share,), part.transform, StoredMatrix(self.reader, size, self.projection.in_size)
             )
             for part, size in zip(parts, sizes, strict=True)
         }
@@ -170,22 +120,14 @@ class PackedLinear(Linear):
         module = self._modules[part.name]
         if part.rows.start != module.rows.start:
             return  # of a module that another part has listed
-        for suffix in module.stored:
+        for suffix in module.matrix.tensors:
             yield Placement(f"{part.name}.{suffix}", ModuleTensor(self, module, suffix))
 
     def take(self, module: _Module, suffix: str, tensor: Tensor) -> None:
         """A tensor of the checkpoint. Raises `ValueError` for a matrix that cannot be used, and `ConfigError`."""
-        module.tensors[suffix] = tensor
-        if len(module.tensors) < len(module.stored):
+        stored = module.matrix.take(suffix, tensor)
+        if stored is None:
             return
-        try:
-            # They have come in any order, from several threads and files.
-            stored = self.reader.read({suffix: module.tensors[suffix] for suffix in module.stored})
-        except ConfigError as error:  # whoever fills knows the file and the tensor's name
-            raise ValueError(f"belongs to a matrix that cannot be read: {error}") from None
-        module.tensors = {}
-        if not bool(stored.scales.float().isfinite().all()):
-            raise ValueError("belongs to a matrix with a scale that is not finite")
         stored = rows_of(stored, module.shares)
         if module.transform is not None:
             stored = with_rows(stored, module.transform)
@@ -248,7 +190,7 @@ class ModuleTensor:
     """Where one tensor of a module goes."""
 
     def __init__(self, linear: PackedLinear, module: _Module, suffix: str) -> None:
-        shape, self.dtypes = module.stored[suffix]
+        shape, self.dtypes = module.matrix.tensors[suffix]
         self.shape = torch.Size(shape)
         self.device = linear.device
         self._linear, self._module, self._suffix = linear, module, suffix
@@ -282,14 +224,13 @@ class ModuleTensor:
 
     @property
     def _is_first(self) -> bool:
-        return self._suffix == next(iter(self._module.stored))
+        return self._module.matrix.is_first(self._suffix)
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def copy_(self, source: Tensor) -> None:
-        """Some writers leave dimensions of one out, and some add them."""
-        self._linear.take(self._module, self._suffix, source.to(self.device).reshape(self.shape))
+        self._linear.take(self._module, self._suffix, source.to(self.device))
 
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
         """All of the module at its first tensor."""

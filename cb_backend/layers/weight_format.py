@@ -18,9 +18,10 @@ from cb_backend.layers.linear import Linear, PartialLinear
 from cb_backend.layers.mxfp4_experts import Mxfp4Mixture
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.packed_experts import PackedMixture, bytes_a_group_of_experts
-from cb_backend.layers.packed_linear import PackedLinear, StoredReader, bytes_a_group
+from cb_backend.layers.packed_linear import PackedLinear, bytes_a_group
 from cb_backend.layers.projection import Projection, Split
 from cb_backend.layers.separate_linear import SeparateLinear, part_of
+from cb_backend.layers.stored_matrix import StoredReader
 from cb_backend.parallel.group import Group
 
 ALIGNED = 16  # features: what the products' loads are aligned to

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cb_backend.layers.linear import Linear
-from cb_backend.layers.packed_linear import StoredReader
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.projection import Part
+from cb_backend.layers.stored_matrix import StoredMatrix, StoredReader
 from cb_backend.layers.stored_shares import written_out
 
 
@@ -28,53 +28,34 @@ class WrittenOutLinear(Linear):
         if reader is None:
             yield from super()._placements_of(part)
             return
-        matrix = _Matrix(reader, self.weight[part.rows])
-        for suffix in matrix.stored:
-            yield Placement(f"{part.name}.{suffix}", WrittenOutTensor(matrix, suffix))
-
-
-class _Matrix:
-    """A part's tensors, until all have come."""
-
-    def __init__(self, reader: StoredReader, weight: Tensor) -> None:
-        self.weight = weight
-        out_size, in_size = weight.shape
-        self.stored = reader.tensors(out_size, in_size)
-        self.reader = reader
-        self._come: dict[str, Tensor] = {}
-
-    def take(self, suffix: str, tensor: Tensor) -> None:
-        """Raises `ValueError` or `ConfigError` for what cannot be used."""
-        self._come[suffix] = tensor
-        if len(self._come) < len(self.stored):
-            return
-        come, self._come = self._come, {}
-        stored = self.reader.read({suffix: come[suffix] for suffix in self.stored})
-        if not bool(stored.scales.float().isfinite().all()):
-            raise ValueError("belongs to a matrix with a scale that is not finite")
-        self.weight.copy_(written_out(stored))
+        weight = self.weight[part.rows]
+        matrix = StoredMatrix(reader, *weight.shape)
+        for suffix in matrix.tensors:
+            yield Placement(f"{part.name}.{suffix}", WrittenOutTensor(matrix, weight, suffix))
 
 
 class WrittenOutTensor:
     """Where one tensor of a matrix goes; what becomes of all of them counts at the first."""
 
-    def __init__(self, matrix: _Matrix, suffix: str) -> None:
-        shape, self.dtypes = matrix.stored[suffix]
+    def __init__(self, matrix: StoredMatrix, weight: Tensor, suffix: str) -> None:
+        shape, self.dtypes = matrix.tensors[suffix]
         self.shape = torch.Size(shape)
         self.reader = matrix.reader
-        self.device = matrix.weight.device
-        self.format_name = str(matrix.weight.dtype).removeprefix("torch.")
-        self._is_first = suffix == next(iter(matrix.stored))
-        self.nbytes = matrix.weight.nbytes if self._is_first else 0
-        self.num_weights = matrix.weight.numel() if self._is_first else 0
-        self._matrix, self._suffix = matrix, suffix
+        self.device = weight.device
+        self.format_name = str(weight.dtype).removeprefix("torch.")
+        self._is_first = matrix.is_first(suffix)
+        self.nbytes = weight.nbytes if self._is_first else 0
+        self.num_weights = weight.numel() if self._is_first else 0
+        self._matrix, self._weight, self._suffix = matrix, weight, suffix
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def copy_(self, source: Tensor) -> None:
-        self._matrix.take(self._suffix, source.to(self.device).reshape(self.shape))  # as `ModuleTensor` does
+        stored = self._matrix.take(self._suffix, source.to(self.device))
+        if stored is not None:
+            self._weight.copy_(written_out(stored))
 
     def normal_(self, mean: float, std: float, *, generator: torch.Generator | None = None) -> None:
         if self._is_first:
-            self._matrix.weight.normal_(mean, std, generator=generator)
+            self._weight.normal_(mean, std, generator=generator)

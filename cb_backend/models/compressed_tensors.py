@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cb_backend.layers.packed_linear import StoredReader
+from cb_backend.layers.stored_matrix import StoredReader
 from cb_backend.layers.weight_format import ModuleFormats, PackedFormat, PlainFormat, WeightFormat
 from cb_backend.models.packed_formats import (
     Fp8BlockReader,

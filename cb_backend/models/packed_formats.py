@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
 from cb_backend.kernels.packed import StoredWeight
-from cb_backend.layers.packed_linear import StoredAs
 from cb_backend.layers.placement import FLOATS
+from cb_backend.layers.stored_matrix import StoredAs
 from cb_backend.models import stored_weights
 from cb_backend.models.gguf_blocks import BLOCK_KINDS, GROUP, read_blocks
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cb_backend.kernels.packed import MIN_GROUP
-from cb_backend.layers.packed_linear import StoredReader
+from cb_backend.layers.stored_matrix import StoredReader
 from cb_backend.layers.weight_format import Fp8Format, ModuleFormats, PackedFormat, PlainFormat, WeightFormat
 
 FP8 = "fp8"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cb_backend.contracts.errors import ConfigError
-from cb_backend.layers.packed_linear import StoredReader
+from cb_backend.layers.stored_matrix import StoredReader
 from cb_backend.layers.weight_format import PackedFormat
 from cb_backend.models import weights
 from cb_backend.models.checkpoint import has_tokenizer
