@@ -1,6 +1,7 @@
 """Time whole decode steps of a model in each format of weights and KV cache, beside what the card allows.
 
     python kernels/bench_formats.py [--model llama-3.1-8b] [--context 1024] [--rows 1,32,128,256]
+    python kernels/bench_formats.py --formats w4a16 --rows 1,64,256 --profile    # and what a step's kernels take
 
 A step is embedding, all layers, head and the choice of the most likely token, as one CUDA graph; weights are random.
 The floor reads every weight and every key and value once at the copy bandwidth measured in the run; embedding and head
@@ -21,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import about_card, time_graph, write_csv
+from bench_step import profile
 from published_models import OTHERS, STORED, write_config
 from roofline import MODELS
 
@@ -80,7 +82,10 @@ def decode_metadata(num_rows: int, context: int, ropes: Ropes) -> StepMetadata:
     )
 
 
-def step_seconds(model: DecoderForCausalLM, storage: KVCacheStorage, num_rows: int, context: int) -> float:
+def time_step(
+    model: DecoderForCausalLM, storage: KVCacheStorage, num_rows: int, context: int, has_profile: bool
+) -> float:
+    """Seconds. has_profile: print what its kernels take as well."""
     metadata = decode_metadata(num_rows, context, model.ropes)
     token_ids = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     out = torch.empty(num_rows, dtype=torch.int64, device=DEVICE)
@@ -92,10 +97,18 @@ def step_seconds(model: DecoderForCausalLM, storage: KVCacheStorage, num_rows: i
         return 1
 
     with torch.inference_mode():
-        return time_graph(step)
+        seconds = time_graph(step)
+        if has_profile:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            profile(graph)
+    return seconds
 
 
-def measure(name: str, formats: list[str], rows: list[int], context: int, card: CardLimits) -> Iterator[dict[str, Any]]:
+def measure(
+    name: str, formats: list[str], rows: list[int], context: int, card: CardLimits, has_profile: bool = False
+) -> Iterator[dict[str, Any]]:
     ops = resolve_ops("triton" if DEVICE.type == "cuda" else "torch")
     num_blocks = max(rows) * -(-context // BLOCK_SIZE) + 1
     for label in formats:
@@ -108,7 +121,7 @@ def measure(name: str, formats: list[str], rows: list[int], context: int, card: 
         storage = KVCacheStorage(layout_of(config, BLOCK_SIZE, kv_dtype.itemsize), num_blocks, kv_dtype, DEVICE)
         shape = model_shape(config, "bfloat16", kv_cache_dtype, quantization)
         for num_rows in rows:
-            seconds = step_seconds(model, storage, num_rows, context)
+            seconds = time_step(model, storage, num_rows, context, has_profile)
             floor = decode_seconds(shape, card, num_rows, num_rows * context)
             yield {
                 "model": name, "format": label, "rows": num_rows, "context": context, "ms": round(1e3 * seconds, 3),
@@ -126,6 +139,7 @@ def main() -> int:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", default="1,32,128,256")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--profile", action="store_true", help="print, above each step, what its kernels take")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     card = measure_card("cuda", "bfloat16") if torch.cuda.is_available() else None
@@ -137,7 +151,9 @@ def main() -> int:
     sizes = [int(part) for part in arguments.rows.split(",")]
     found = []
     print(f"{'format':12} {'rows':>5} {'context':>8} {'ms':>8} {'floor':>8} {'share':>7} {'tokens/s':>9}")
-    for row in measure(arguments.model, arguments.formats.split(","), sizes, arguments.context, card):
+    for row in measure(
+        arguments.model, arguments.formats.split(","), sizes, arguments.context, card, arguments.profile
+    ):
         found.append(row)
         print(
             f"{row['format']:12} {row['rows']:5} {row['context']:8} {row['ms']:8.3f} {row['floor_ms']:8.3f}"

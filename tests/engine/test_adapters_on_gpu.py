@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from cb_backend.contracts.token_rules import TokenRules
@@ -85,3 +87,27 @@ def test_bfloat16_alone_and_among_others_is_the_same(made: tuple[Path, list[Path
         answers.append(run(engine, prompts, GREEDY, adapters=sources).token_ids)
     for index in (0, 3, 6):
         assert answers[0][index] == answers[1][index]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 96])
+def test_answers_of_500_tokens_through_graphs(max_num_batched_tokens: int, tmp_path: Path) -> None:
+    """Long answers of base rows and three adapters together, which come and go: those of the CPU's twins, in float32.
+    With small steps prompts are cut and computed beside rows of other adapters."""
+    folder = write_checkpoint("llama-gqa", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    adapters = [
+        write_adapter(folder, tmp_path / str(seed), seed=seed, r=rank, target_modules=modules_of("llama-gqa"))
+        for seed, rank in enumerate((1, 5, 8))
+    ]
+    prompts = [random_tokens(40 + 31 * index, index) for index in range(9)]
+    sources = {index: source_of(adapters[index % 4 - 1]) for index in range(len(prompts)) if index % 4}
+    rules = [structs.replace(GREEDY, max_tokens=500 - 40 * index) for index in range(len(prompts))]
+    settings = {"max_model_len": 1024, "max_loras": 2, "num_gpu_blocks_override": 600}
+    answers = []
+    for more in ({"device": "cuda", "attention_backend": "triton"}, {"device": "cpu"}):
+        engine = adapted_engine(folder, max_num_batched_tokens=max_num_batched_tokens, **settings, **more)
+        answers.append(run(engine, prompts, rules, arrivals=[20 * index for index in range(9)], adapters=sources))
+        assert engine.stats().adapters.num_loads > settings["max_loras"]  # places were taken over while answers were under way
+    assert answers[0].token_ids == answers[1].token_ids
+    assert len(answers[0].token_ids[0]) == 500
