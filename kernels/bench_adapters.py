@@ -92,13 +92,13 @@ def base(arguments: argparse.Namespace) -> None:
         for num_rows in rows:
             lengths = [arguments.context] * num_rows
             runner = make_runner(model, lengths)
-            graph, _ = capture(runner, num_rows)
+            graph, buffers = capture(runner, num_rows)  # a graph does not keep its buffers
             times = []
             for _ in range(TURNS):
                 seat(runner, lengths)
                 times.append(time_step(graph))
             of_rows[num_rows] = statistics.median(times), kernels_of(graph)
-            del graph
+            del graph, buffers
             runner.close()
             del runner
             torch.cuda.empty_cache()
