@@ -108,6 +108,8 @@ def test_answers_of_500_tokens_through_graphs(max_num_batched_tokens: int, tmp_p
     for more in ({"device": "cuda", "attention_backend": "triton"}, {"device": "cpu"}):
         engine = adapted_engine(folder, max_num_batched_tokens=max_num_batched_tokens, **settings, **more)
         answers.append(run(engine, prompts, rules, arrivals=[20 * index for index in range(9)], adapters=sources))
-        assert engine.stats().adapters.num_loads > settings["max_loras"]  # places were taken over while answers were under way
+        assert (
+            engine.stats().adapters.num_loads > settings["max_loras"]
+        )  # places were taken over while answers were under way
     assert answers[0].token_ids == answers[1].token_ids
     assert len(answers[0].token_ids[0]) == 500

@@ -64,6 +64,8 @@ def write(folder: Path, shape: str) -> None:
         "model_type": "llama", "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
         "tie_word_embeddings": False, "eos_token_id": 2, **SHAPES[shape],
     }  # fmt: skip
+    if config["model_type"] == "gpt_oss":
+        del config["torch_dtype"]  # as in the published ones, which name no type
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     block = (0.02 * torch.randn(BLOCK_ELEMENTS)).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()

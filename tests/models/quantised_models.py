@@ -184,9 +184,9 @@ def pair(
 
 
 @torch.inference_mode()
-def logits(folder: Path) -> torch.Tensor:
-    """Of a prompt in chunks beside another one, then of single tokens of both."""
-    model = PagedModel(folder)
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    """Of a prompt in chunks beside another one, then of single tokens of both; options: of the model."""
+    model = PagedModel(folder, **options)
     prompts = [random_tokens(21, 1), random_tokens(9, 2)]
     found = [model.step([], [(0, prompts[0][:8]), (1, prompts[1])]), model.step([], [(0, prompts[0][8:])])]
     found += [model.step([(0, token), (1, token + 1)], []) for token in (5, 60, 17)]
