@@ -40,9 +40,9 @@ SECTIONS = {  # title: what stands above its tables
     "Beside vLLM": "In process, `kernels/compare_vllm.py`: of each row the newest run that had both. Ours with "
     "`max_num_batched_tokens` 8192, vLLM with its defaults. The experts of gpt-oss-20b are in mxfp4.",
     "Served": "Through `tritonserver`, clients on the same machine, 512 tokens in and 256 out: "
-    "`kernels/bench_served.py`. In these runs a load began with the prompts of the one before, which the prefix cache "
-    "still had: 1 of 64 streams, 64 of 256, 256 of 512 (of code e49b39e: none of 64, 64 of 512). Newer runs draw new "
-    "ones.",
+    "`kernels/bench_served.py`. With 4 front ends, on the H200, every load has prompts of its own; in the other runs a "
+    "load began with the prompts of the one before, which the prefix cache still had: 1 of 64 streams, 64 of 256, 256 "
+    "of 512.",
     "The response path alone": "Under an engine that costs nothing: "
     "`python -m tests.server.response_path --seconds 5`.",
     "Running streams beside long prompts": "Gaps beside an unanswered prompt of 8,192 tokens. W8: 32 streams, a long "
@@ -114,7 +114,7 @@ def readme_table() -> str:
     models = _compared_models(README_CARD)
     best = {model: max((row for row in served if row["model"] == model), key=_speed, default=None) for model in models}
     cells = [f"**{number(row['output_tok_s'])}** ({row['streams']})" if row else "" for row in best.values()]
-    title = "served over gRPC, ours alone, 512 in / 256 out, 64 prompts cached, output tokens/s (streams at once)"
+    title = "served over gRPC, ours alone, 512 in / 256 out, output tokens/s (streams at once)"
     return text + "\n" + table([], [[title, *cells]])
 
 
