@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 NUM_SLOTS = 2  # of adapters, in `swap`: one of those that come in turn has left again when it is wanted
 NUM_FOLDERS = 6
 MAX_MODEL_LEN = 2048
+STREAM_TOKENS = 64  # of a stream's prompt; its answer has room for the rest
 PERIOD_S = 0.1
 TURNS = 7
 
@@ -173,15 +174,16 @@ def run_streams(
     token; and adapters that were loaded to the device."""
     others = list(itertools.islice(itertools.cycle(used), int(seconds / PERIOD_S)))
     arrivals = [0.0] * num_streams + [1.0 + PERIOD_S * index for index in range(len(others))]
-    length = int((1.5 + seconds) * arguments.tokens_per_s)
     draw = np.random.default_rng(len(arrivals))
     num_loads = engine.stats().adapters.num_loads  # type: ignore[union-attr]
     first_id = engine.log.num_steps  # of this call: ids are not used twice
 
     def make_request(index: int) -> Request:
         is_stream = index < num_streams
-        params = TokenRules(max_tokens=length if is_stream else 1, temperature=0.0, ignore_eos=True, seed=0)
-        tokens = draw.integers(0, engine.info.vocab_size, 64 if is_stream else 16, dtype=np.int32)
+        params = TokenRules(
+            max_tokens=MAX_MODEL_LEN - STREAM_TOKENS if is_stream else 1, temperature=0.0, ignore_eos=True, seed=0
+        )
+        tokens = draw.integers(0, engine.info.vocab_size, STREAM_TOKENS if is_stream else 16, dtype=np.int32)
         adapter = None if is_stream else others[index - num_streams]
         return engine.make_request(first_id + index, tokens, params, adapter=adapter)
 
@@ -199,6 +201,11 @@ def run_streams(
             now = time.perf_counter() - start
             for request_id in () if output is None else output.request_ids.tolist():
                 times[request_id - first_id].append(now)
+            if all(times[num_streams:]):
+                for index in range(num_streams):
+                    engine.cancel(first_id + index)
+    if any(not each or each[-1] < times[-1][0] - PERIOD_S for each in times[:num_streams]):
+        raise SystemExit("the streams ended before the requests beside them: ask for fewer --seconds")
     begin, end = arrivals[num_streams], arrivals[-1] + PERIOD_S
     gaps = [
         later - earlier
@@ -227,7 +234,6 @@ def main() -> int:
     way.add_argument("--load-format", default="auto")
     way.add_argument("--streams", type=int, default=32)
     way.add_argument("--seconds", type=float, default=5.0)
-    way.add_argument("--tokens-per-s", type=float, default=250.0, help="of a stream, about: it must outlast the others")
     arguments = parser.parse_args()
     if arguments.what != "swap" and not torch.cuda.is_available():
         print("no CUDA device: steps are timed on a GPU", file=sys.stderr)
