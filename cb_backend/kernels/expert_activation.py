@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.launch import jit, tl
-from cb_backend.kernels.linear_one_row import gated
-from cb_backend.kernels.silu_mul import silu_mul_torch
+from cb_backend.kernels.silu_mul import gated, silu_mul_torch
 
 ACTIVATIONS = ("silu", "clamped_swiglu")
 SWIGLU_ALPHA = 1.702

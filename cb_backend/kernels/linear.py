@@ -24,8 +24,8 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
-from cb_backend.kernels.linear_one_row import gated, launch_one_row, prefetch
-from cb_backend.kernels.silu_mul import silu_mul, silu_mul_torch
+from cb_backend.kernels.linear_one_row import launch_one_row, prefetch
+from cb_backend.kernels.silu_mul import gated, silu_mul, silu_mul_torch
 from cb_backend.kernels.split_sums import MAX_TILES, counters, sum_splits
 
 MAX_ROWS = 256  # above, a product is bound by arithmetic, and a library's is near what the tensor cores give

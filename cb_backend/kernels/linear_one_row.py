@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cb_backend.kernels.launch import await_previous, can_overlap, dependent_options, jit, let_next_start, tl
+from cb_backend.kernels.silu_mul import gated
 
 
 @jit()
@@ -28,14 +29,6 @@ def prefetch(pointers, num_bytes, COUNT: tl.constexpr, IS_PREFETCHING: tl.conste
             "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r,r",
             [pointers.to(tl.uint64), num_bytes, COUNT], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-
-
-@jit()
-def gated(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up of fp32 sums, rounded where separate kernels would round."""
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    return activated * up.to(dtype).to(tl.float32)
 
 
 class AddNorm(NamedTuple):

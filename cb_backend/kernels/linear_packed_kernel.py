@@ -6,9 +6,10 @@ Knows numbers in memory, not the tuned table.
 from __future__ import annotations
 
 from cb_backend.kernels.launch import await_previous, jit, let_next_start, tl
-from cb_backend.kernels.linear_one_row import gated, prefetch
+from cb_backend.kernels.linear_one_row import prefetch
 from cb_backend.kernels.packed_groups import add_shifts, bytes_product
 from cb_backend.kernels.packed_tile import each_number, each_of_four, load_group, tile_product
+from cb_backend.kernels.silu_mul import gated
 from cb_backend.kernels.split_sums import sum_splits
 
 

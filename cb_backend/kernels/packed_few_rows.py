@@ -13,7 +13,7 @@ the compiler chose.
 from __future__ import annotations
 
 from cb_backend.kernels.launch import await_previous, jit, let_next_start, tl
-from cb_backend.kernels.linear_one_row import gated
+from cb_backend.kernels.silu_mul import gated
 
 
 @jit()

@@ -21,6 +21,21 @@ from cb_backend.kernels.launch import (
 
 
 @jit()
+def gated(gate, up, dtype: tl.constexpr, IS_GELU: tl.constexpr = False):
+    """silu(gate) * up, or gelu(gate) * up, of fp32 sums or of what they are rounded to; fp32.
+
+    Rounded where separate kernels would round, so that a product's bits do not depend on what it is fused with.
+    """
+    gate = gate.to(dtype).to(tl.float32)
+    if IS_GELU:  # x (1 + tanh(y)) / 2 is x sigmoid(2 y)
+        inner = 2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        inner = gate
+    activated = (gate * tl.sigmoid(inner)).to(dtype).to(tl.float32)
+    return activated * up.to(dtype).to(tl.float32)
+
+
+@jit()
 def _silu_mul_kernel(
     gate_up_ptr,
     out_ptr,
@@ -38,13 +53,7 @@ def _silu_mul_kernel(
     is_inside = column < intermediate_size
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=is_inside, other=0.0)
     up = tl.load(gate_up_ptr + row * row_stride + intermediate_size + column, mask=is_inside, other=0.0)
-    gate32 = gate.to(tl.float32)
-    if IS_GELU:  # x (1 + tanh(y)) / 2 is x sigmoid(2 y)
-        inner = 2 * 0.7978845608028654 * (gate32 + 0.044715 * gate32 * gate32 * gate32)
-        activated = (gate32 * tl.sigmoid(inner)).to(gate.dtype)
-    else:
-        activated = (gate32 * tl.sigmoid(gate32)).to(gate.dtype)
-    product = activated.to(tl.float32) * up.to(tl.float32)
+    product = gated(gate, up, gate.dtype, IS_GELU)
     tl.store(out_ptr + row * intermediate_size + column, product.to(gate.dtype), mask=is_inside)
 
 
