@@ -36,7 +36,7 @@ def _lora_shrink_kernel(
     a_ptr,
     rows_ptr,
     items_ptr,
-    num_items_ptr,
+    counts_ptr,
     out_ptr,
     in_size,
     out_stride,  # between splits
@@ -58,7 +58,7 @@ def _lora_shrink_kernel(
     item, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_start(IS_DEPENDENT)
     # The plan and the weights were there before the step's first layer (see `launch.can_overlap`).
-    if item >= tl.load(num_items_ptr):
+    if item >= tl.load(counts_ptr):
         await_previous(IS_DEPENDENT)  # a kernel none of whose programs waits would hide what is before it
         return
     adapter = tl.load(items_ptr + item * ITEM).to(tl.int64)
@@ -120,7 +120,7 @@ def _lora_expand_kernel(
     scales_ptr,
     rows_ptr,
     items_ptr,
-    num_items_ptr,
+    counts_ptr,
     size_0,  # output features of the slices
     size_1,
     size_2,
@@ -140,7 +140,7 @@ def _lora_expand_kernel(
     """BLOCK_N output features of one slice, of one item's rows, a program."""
     item, tile = tl.program_id(0), tl.program_id(1)
     let_next_start(IS_DEPENDENT)
-    if item >= tl.load(num_items_ptr):
+    if item >= tl.load(counts_ptr):
         await_previous(IS_DEPENDENT)
         return
     adapter = tl.load(items_ptr + item * ITEM).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The work list of adapters: every token that has one once, items of one adapter, the order kept, whatever the mix."""
+"""The work list of adapters: every token once, items of one adapter or of none, the order kept, whatever the mix."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ PADDING = NUM_SLOTS
 
 def check(plan: AdapterPlan, token_adapters: list[int], max_adapters: int) -> None:
     """Holds a plan to what its docstring says."""
-    num_items, tile_rows = int(plan.num_items), plan.tile_rows
-    assert num_items <= plan.bound == max_items(len(token_adapters), max_adapters, tile_rows)
+    num_items, num_all_items = plan.counts.tolist()
+    num_tokens, tile_rows = len(token_adapters), plan.tile_rows
+    assert num_items <= plan.bound == max_items(num_tokens, max_adapters, tile_rows)
+    assert num_items <= num_all_items <= plan.bound_of_all == max_items(num_tokens, max_adapters + 1, tile_rows)
     found: dict[int, list[int]] = {}
     end = 0
-    items = list(plan.by_item())
-    assert len(items) == num_items
-    for index, (adapter, where) in enumerate(items):
-        assert where.start == end, "items follow each other"
-        end, count = where.stop, where.stop - where.start
-        is_last = index + 1 == num_items or items[index + 1][0] != adapter
+    items = plan.items[:num_all_items].tolist()
+    for index, (adapter, first, count, _) in enumerate(items):
+        assert (adapter < 0) == (index >= num_items), "those without an adapter are behind the others"
+        assert first == end, "items follow each other"
+        end = first + count
+        is_last = index + 1 == num_all_items or items[index + 1][0] != adapter
         assert 0 < count <= tile_rows if is_last else count == tile_rows
-        found.setdefault(adapter, []).extend(plan.rows[where].tolist())
-    assert list(found) == sorted(found)
-    wanted = {a: [t for t, each in enumerate(token_adapters) if each == a] for a in range(max_adapters)}
+        found.setdefault(adapter, []).extend(plan.rows[first:end].tolist())
+    assert list(plan.by_item()) == [
+        (adapter, slice(first, first + count)) for adapter, first, count, _ in items[:num_items]
+    ]
+    assert end == num_tokens
+    assert list(found) == sorted(found, key=lambda adapter: (adapter < 0, adapter))
+    wanted = {a: [t for t, each in enumerate(token_adapters) if each == a] for a in range(-1, max_adapters)}
     assert found == {a: tokens for a, tokens in wanted.items() if tokens}
 
 
@@ -68,7 +74,7 @@ def mixes(max_adapters: int) -> dict[str, list[int]]:
     (0, [1], 0, 0), (0, [40, 3, 1, 17], 0, 0), (3, [5, 9], 2, 2), (9, [33, 16, 1], 13, 5), (0, [70, 300], 0, 6),
 ])  # fmt: skip
 @pytest.mark.parametrize("tile_rows", [16, 32])
-def test_kernel_and_twin_list_every_token_of_an_adapter_once(
+def test_kernel_and_twin_list_every_token_once(
     tile_rows: int, num_decode: int, lengths: list[int], padding: int, empty_prompts: int, max_adapters: int,
     device: torch.device,
 ) -> None:  # fmt: skip
@@ -87,10 +93,10 @@ def test_the_same_slots_give_the_same_list(device: torch.device) -> None:
     arguments, _ = make_case(9, [33, 16, 1], mixes(5)["mixed"], 13, 5)
     on_device = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
     first, second = (plan_adapters(*on_device, 5) for _ in range(2))  # type: ignore[arg-type]
-    used = int(first.num_items)
+    assert torch.equal(first.counts, second.counts)
+    used = int(first.counts[1])
     assert torch.equal(first.items[:used], second.items[:used])
-    end = max(where.stop for _, where in first.by_item())
-    assert torch.equal(first.rows[:end], second.rows[:end])
+    assert torch.equal(first.rows, second.rows)
 
 
 def test_the_bound_holds_for_every_number_of_tokens() -> None:
