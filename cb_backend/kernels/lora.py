@@ -100,7 +100,7 @@ def lora_shrink(x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor:
     parameters = launch_parameters("lora_shrink", device, k=in_size, m=plan.tile_rows, bytes=x.element_size())
     split_size = split_size_of(in_size)
     block_k, splits = min(parameters["block_k"], split_size), -(-in_size // split_size)
-    block_r = _rank_block(columns, parameters["block_r"])
+    block_r = rank_block(columns, parameters["block_r"])
     out = torch.empty(splits, num_rows, columns, dtype=torch.float32, device=device)
     _lora_shrink_kernel[(plan.bound, columns // block_r, splits)](
         x, a, *plan[:3], out, in_size, out.stride(0), x.stride(0), a.stride(0),
@@ -193,7 +193,7 @@ def lora_expand(
     _lora_expand_kernel[(plan.bound, num_tiles)](
         y, shrunk, b, scales, *plan[:3], *sizes, shrunk.stride(0), y.stride(0), b.stride(0), scales.stride(0),
         COLUMNS=shrunk.shape[2], RANK=rank, SPLITS=splits, ITEM=ITEM, IS_DEPENDENT=can_overlap(device),
-        BLOCK_M=plan.tile_rows, BLOCK_N=block_n, BLOCK_R=_rank_block(rank, parameters["block_r"]),
+        BLOCK_M=plan.tile_rows, BLOCK_N=block_n, BLOCK_R=rank_block(rank, parameters["block_r"]),
         num_warps=parameters["num_warps"], num_stages=1, **dependent_options(device, y.shape[0]),
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def split_size_of(in_size: int) -> int:
     return max(_LEAST_SPLIT, next_power_of_2(-(-in_size // _MOST_SPLITS)))
 
 
-def _rank_block(size: int, most: int) -> int:
+def rank_block(size: int, most: int) -> int:
     """The largest power of 2 that divides `size`, up to `most`."""
     return min(size & -size, next_power_of_2(most))
 

@@ -102,6 +102,16 @@ class ModelOps(Protocol):
     def lora_expand(
         self, y: Tensor, shrunk: Tensor, b: Tensor, scales: Tensor, slices: tuple[int, ...], plan: AdapterPlan
     ) -> None: ...
+    def lora_expand_gated(
+        self,
+        gate_up: Tensor,
+        shrunk: Tensor,
+        b: Tensor,
+        scales: Tensor,
+        slices: tuple[int, ...],
+        plan: AdapterPlan,
+        is_gelu: bool = False,
+    ) -> Tensor: ...
 
     def qkv_post(
         self,

@@ -26,7 +26,7 @@ _KINDS = tuple(
         ("products, ours", r"_linear_kernel|_one_row_kernel|_linear_packed_kernel|_packed_few_rows_kernel"),
         ("products of experts", r"_grouped_linear_kernel|_grouped_packed_kernel"),
         ("routing of experts", r"_route_few_kernel|_route_kernel|_plan_experts_kernel|_gate_rows_kernel"),
-        ("adapters", r"_lora_shrink_kernel|_lora_expand_kernel|_plan_adapters_kernel"),
+        ("adapters", r"_lora_(shrink|expand|expand_gated)_kernel|_plan_adapters_kernel"),
         ("weights written out", r"_dequantise_packed_kernel"),
         ("norms", r"_rms_norm_kernel"),
         ("norms of sums over devices", r"_reduce_norm_kernel"),
