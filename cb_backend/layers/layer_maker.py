@@ -177,7 +177,7 @@ class LayerMaker:
             columns=share,
         )  # fmt: skip
         products = self.adapted(gate_up_proj), self.adapted(down_proj)
-        return GeluMLP(*products, self.ops) if spec.activation == "gelu_tanh" else MLP(*products)
+        return GeluMLP(*products) if spec.activation == "gelu_tanh" else MLP(*products)
 
     def inner_share(self, size: int, modules: Iterable[str]) -> Share:
         """This device's features between gate, up and down, which are these modules: in steps that their formats can be

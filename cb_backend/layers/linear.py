@@ -78,6 +78,17 @@ class Linear:
             return self.ops.linear_silu_mul(x, self.weight)
         return self.ops.silu_mul(self(x, step))
 
+    def gelu_gated_after(
+        self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """As `gated_after`, with gelu in its approximation by tanh."""
+        product, total = self.after(junction, x, residual, step)
+        return self.ops.gelu_mul(product), total
+
+    def gelu_gated(self, x: Tensor, step: StepMetadata) -> Tensor:
+        """As `gated`, with that gelu."""
+        return self.ops.gelu_mul(self(x, step))
+
     def placements(self) -> Iterator[Placement]:
         for part in self.projection.places(self.group.rank, self.group.size):
             yield from self._placements_of(part)

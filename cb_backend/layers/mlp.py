@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
-from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Placement
 from cb_backend.layers.step_metadata import StepMetadata
 
@@ -47,13 +46,9 @@ class MLP:
 class GeluMLP(MLP):
     """down(gelu(gate(x)) * up(x)), with the approximation of gelu by tanh."""
 
-    def __init__(self, gate_up_proj: Linear, down_proj: Linear, ops: ModelOps) -> None:
-        super().__init__(gate_up_proj, down_proj)
-        self.ops = ops
-
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        gate_up, total = self.gate_up_proj.after(junction, x, residual, step)
-        return self.down_proj(self.ops.gelu_mul(gate_up), step), total
+        activated, total = self.gate_up_proj.gelu_gated_after(junction, x, residual, step)
+        return self.down_proj(activated, step), total
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
-        return self.down_proj(self.ops.gelu_mul(self.gate_up_proj(x, step)), step)
+        return self.down_proj(self.gate_up_proj.gelu_gated(x, step), step)
