@@ -22,6 +22,7 @@ from roofline import HAS_QK_NORM, MODELS, Work
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
 from cb_backend.kernels.fp8 import FP8
 from cb_backend.kernels.lora import lora_expand, lora_expand_torch, lora_shrink, lora_shrink_torch
+from cb_backend.kernels.lora_gated import lora_expand_gated, lora_expand_gated_torch
 from cb_backend.kernels.lora_plan import plan_adapters
 from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
 from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
@@ -244,7 +245,8 @@ LORA_RANK = 16
 
 
 def _lora_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
-    """Shrink and expand together, as a projection launches them; the plan is the step's and not in it."""
+    """Shrink and expand together, as a projection launches them (gate and up with the activation); the plan is the
+    step's and not in it."""
     shape = MODELS[model]
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     projections = {
@@ -258,12 +260,12 @@ def _lora_cases(op: str, model: str, is_quick: bool) -> Iterator[Case]:
         for rows, active in ((1, 1), (32, 32), (2048, 8)) if is_quick else mixes:
             yield Case(
                 op=op, model=model, label=f"{name} rows {rows} adapters {active}", variant=f"{name} {rows}",
-                work=roofline.lora(in_size, slices, rows, active, LORA_RANK),
-                make=lambda i=in_size, s=slices, r=rows, a=active: _make_lora(i, s, r, a),
+                work=roofline.lora(in_size, slices, rows, active, LORA_RANK, is_gated=name == "gate_up"),
+                make=lambda n=name, i=in_size, s=slices, r=rows, a=active: _make_lora(i, s, r, a, n == "gate_up"),
             )  # fmt: skip
 
 
-def _make_lora(in_size: int, slices: tuple[int, ...], num_rows: int, active: int) -> Launch:
+def _make_lora(in_size: int, slices: tuple[int, ...], num_rows: int, active: int, is_gated: bool) -> Launch:
     """Row i goes through adapter i % active."""
     a, b = (
         _randn(active, size, inner) for size, inner in ((len(slices) * LORA_RANK, in_size), (sum(slices), LORA_RANK))
@@ -277,12 +279,18 @@ def _make_lora(in_size: int, slices: tuple[int, ...], num_rows: int, active: int
     nobody = slots[:0]
     plan = plan_adapters(slots, num_rows, nobody, nobody, 0, slots % active, active)
     ys = [y, y.clone()]
-    ops = {True: (lora_shrink, lora_expand), False: (lora_shrink_torch, lora_expand_torch)}
+    ops = {
+        True: (lora_shrink, lora_expand, lora_expand_gated),
+        False: (lora_shrink_torch, lora_expand_torch, lora_expand_gated_torch),
+    }
 
     def launch(is_kernel: bool) -> Tensor:
-        shrink, expand = ops[is_kernel]
+        shrink, expand, expand_gated = ops[is_kernel]
         target = ys[is_kernel]
-        expand(target, shrink(x, a, plan), b, scales, slices, plan)
+        arguments = (target, shrink(x, a, plan), b, scales, slices, plan)
+        if is_gated:
+            return expand_gated(*arguments)
+        expand(*arguments)
         return target
 
     return Launch(lambda plans: launch(True), lambda: launch(False), lambda out: [out])

@@ -84,11 +84,14 @@ def sample(shape: ModelShape, num_rows: int) -> Work:
     return Work(ELEMENT * num_rows * shape.vocab_size)
 
 
-def lora(in_size: int, slices: tuple[int, ...], num_rows: int, active: int, rank: int) -> Work:
-    """A and B of every adapter in use once; the rows in, and what they are added to in and out."""
+def lora(
+    in_size: int, slices: tuple[int, ...], num_rows: int, active: int, rank: int, *, is_gated: bool = False
+) -> Work:
+    """A and B of every adapter in use once; the rows in, and what they are added to in and out (half of it, gated)."""
     weights = active * rank * (len(slices) * in_size + sum(slices))
+    out_size = sum(slices) // (1 + is_gated)
     return Work(
-        ELEMENT * (weights + num_rows * (in_size + 2 * sum(slices))),
+        ELEMENT * (weights + num_rows * (in_size + sum(slices) + out_size)),
         2.0 * num_rows * rank * (len(slices) * in_size + sum(slices)),
     )
 

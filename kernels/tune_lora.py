@@ -44,6 +44,8 @@ SHRINKS = (  # of few rows: block_k, warps, stages
 )  # fmt: skip
 PROMPT_SHRINKS = ((64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3), (256, 8, 2))
 EXPANDS = ((64, 2), (64, 4), (128, 2), (128, 4), (256, 4), (256, 8), (512, 8))  # block_n, warps
+GATED_EXPANDS = ((64, 2), (64, 4), (128, 4), (128, 8), (256, 4), (256, 8))  # of gate and up so many each
+PROMPT_GATED_EXPANDS = ((64, 4), (64, 8), (128, 8), (256, 8))
 ONE_ROW_TILES = ((2, 2048, 4), (4, 2048, 8), (4, 1024, 4), (2, 2048, 8), (4, 2048, 4))
 
 
@@ -83,25 +85,30 @@ def changes_of(name: str, rows: list[int]) -> dict[Entry, list[Parameters]]:
                 for n, k, warps in ONE_ROW_TILES
             ] + tiles[:2]
         found[entry("linear", n=gate_up, k=shape.hidden_size, m=next_power_of_2(num_rows))] = tiles
-    return found | lora_changes(name, DECODE_TILE, SHRINKS, EXPANDS)
+    return found | lora_changes(name, DECODE_TILE, SHRINKS, EXPANDS, GATED_EXPANDS)
 
 
 def lora_changes(
-    name: str, tile: int, shrinks: tuple[tuple[int, int, int], ...], expands: tuple[tuple[int, int], ...]
+    name: str,
+    tile: int,
+    shrinks: tuple[tuple[int, int, int], ...],
+    expands: tuple[tuple[int, int], ...],
+    gated_expands: tuple[tuple[int, int], ...],
 ) -> dict[Entry, list[Parameters]]:
     shape = MODELS[name]
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     inputs = dict.fromkeys((shape.hidden_size, q_size, shape.intermediate_size))
-    outputs = dict.fromkeys((q_size + 2 * kv_size, shape.hidden_size, 2 * shape.intermediate_size))
+    outputs = dict.fromkeys((q_size + 2 * kv_size, shape.hidden_size))
     found: dict[Entry, list[Parameters]] = {}
     for k in inputs:
         found[entry("lora_shrink", k=k, m=tile, bytes=2)] = [
             {"block_k": block_k, "block_r": 16, "num_warps": warps, "num_stages": stages}
             for block_k, warps, stages in shrinks
         ]
-    for n in outputs:
-        found[entry("lora_expand", n=n, m=tile, bytes=2)] = [
-            {"block_n": block_n, "block_r": 16, "num_warps": warps} for block_n, warps in expands
+    launches = [("lora_expand", n, expands) for n in outputs]
+    for op, n, sizes in [*launches, ("lora_expand_gated", shape.intermediate_size, gated_expands)]:
+        found[entry(op, n=n, m=tile, bytes=2)] = [
+            {"block_n": block_n, "block_r": 16, "num_warps": warps} for block_n, warps in sizes
         ]
     return found
 
@@ -196,7 +203,7 @@ def run(arguments: argparse.Namespace, save: Callable[[Table], None]) -> None:
         save(tune(decode_steps(model, rows, arguments.context), changes_of(name, rows), arguments.seconds * 0.7))
         torch.cuda.empty_cache()
         print(f"{name}, {PROMPT_TOKENS} tokens of {NUM_PROMPTS} prompts", flush=True)
-        prompts = lora_changes(name, PROMPT_TILE, PROMPT_SHRINKS, EXPANDS)
+        prompts = lora_changes(name, PROMPT_TILE, PROMPT_SHRINKS, EXPANDS, PROMPT_GATED_EXPANDS)
         save(tune(prompt_steps(model), prompts, arguments.seconds * 0.3))
         del model
         torch.cuda.empty_cache()

@@ -62,7 +62,7 @@ def test_every_kernel_of_adapters_and_the_plain_product_of_gate_and_up_is_search
         "lora_shrink {'k': 14336, 'm': 16, 'bytes': 2}",
         "lora_expand {'n': 6144, 'm': 16, 'bytes': 2}",
         "lora_expand {'n': 4096, 'm': 16, 'bytes': 2}",
-        "lora_expand {'n': 28672, 'm': 16, 'bytes': 2}",
+        "lora_expand_gated {'n': 14336, 'm': 16, 'bytes': 2}",
     ]
 
 
