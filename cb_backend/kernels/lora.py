@@ -113,6 +113,12 @@ def lora_shrink(x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor:
 
 
 @jit()
+def added(y, scale, acc):
+    """y + scale * acc, rounded once in every kernel: left to the compiler, it is so in some of them."""
+    return tl.fma(scale, acc, y)
+
+
+@jit()
 def _lora_expand_kernel(
     y_ptr,
     shrunk_ptr,
@@ -174,7 +180,7 @@ def _lora_expand_kernel(
     y_tile_ptr = y_ptr + row.to(tl.int64)[None, :] * y_stride + n[:, None]
     is_stored = (n < end)[:, None] & is_row[None, :]
     y = tl.load(y_tile_ptr, mask=is_stored, other=0.0).to(tl.float32)
-    tl.store(y_tile_ptr, (y + scale * acc).to(y_ptr.dtype.element_ty), mask=is_stored)
+    tl.store(y_tile_ptr, added(y, scale, acc).to(y_ptr.dtype.element_ty), mask=is_stored)
 
 
 def lora_expand(

@@ -19,7 +19,7 @@ from cb_backend.kernels.launch import (
     needs_twin,
     tl,
 )
-from cb_backend.kernels.lora import lora_expand_torch, rank_block
+from cb_backend.kernels.lora import added, lora_expand_torch, rank_block
 from cb_backend.kernels.lora_plan import ITEM, AdapterPlan
 from cb_backend.kernels.silu_mul import gated, gelu_mul_torch, silu_mul_torch
 
@@ -107,8 +107,8 @@ def _lora_expand_gated_kernel(
         if RANK > BLOCK_R:
             gate = tl.load(gate_tile_ptr, mask=is_stored, other=0.0)
             up = tl.load(gate_tile_ptr + intermediate_size, mask=is_stored, other=0.0)
-        gate = (gate.to(tl.float32) + gate_scale * acc).to(dtype)
-        up = (up.to(tl.float32) + up_scale * acc_up).to(dtype)
+        gate = added(gate.to(tl.float32), gate_scale, acc).to(dtype)
+        up = added(up.to(tl.float32), up_scale, acc_up).to(dtype)
     out_tile_ptr = out_ptr + row[None, :] * intermediate_size + n[:, None]
     tl.store(out_tile_ptr, gated(gate, up, dtype, IS_GELU).to(dtype), mask=is_stored)
 
