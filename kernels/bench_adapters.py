@@ -146,12 +146,14 @@ def swap(arguments: argparse.Namespace) -> None:
             engine = fresh_engine(loaded, max_cpu_loras=kept)
             if used[0] is not None and kept == NUM_FOLDERS:
                 run_streams(engine, arguments, used, num_streams=1, seconds=1.5)  # all are in host memory afterwards
-            gaps, answered, num_loads = run_streams(engine, arguments, used, arguments.streams, arguments.seconds)
+            before = counts_of(engine)
+            gaps, answered = run_streams(engine, arguments, used, arguments.streams, arguments.seconds)
+            num_loads, num_reads = (now - then for now, then in zip(counts_of(engine), before, strict=True))
             p50, p99 = np.percentile(gaps, (50, 99))
             print(
                 f"{name:17} {len(gaps):6} gaps of {arguments.streams} streams: p50 {p50:.2f}, p99 {p99:.2f}, longest"
                 f" {gaps.max():.2f} ms; requests beside them answered in {np.median(answered):.1f} ms, longest"
-                f" {max(answered):.1f}; {num_loads} loads to the device",
+                f" {max(answered):.1f}; {num_loads} loads to the device, {num_reads} reads of files",
                 flush=True,
             )
     loaded.close()
@@ -163,19 +165,25 @@ def source_of(path: Path) -> AdapterSource:
     return stamp.source(path.name, str(path), is_settled=True)
 
 
+def counts_of(engine: LLMEngine) -> tuple[int, int]:
+    """Adapters that were loaded to the device, and that were read from files, so far."""
+    stats = engine.stats().adapters
+    assert stats is not None, "the engine takes adapters"
+    return stats.num_loads, stats.num_reads
+
+
 def run_streams(
     engine: LLMEngine,
     arguments: argparse.Namespace,
     used: Sequence[AdapterSource | None],
     num_streams: int,
     seconds: float,
-) -> tuple[np.ndarray, list[float], int]:
+) -> tuple[np.ndarray, list[float]]:
     """Milliseconds: gaps between tokens of the streams while the others arrive, and what those wait for their only
-    token; and adapters that were loaded to the device."""
+    token."""
     others = list(itertools.islice(itertools.cycle(used), int(seconds / PERIOD_S)))
     arrivals = [0.0] * num_streams + [1.0 + PERIOD_S * index for index in range(len(others))]
     draw = np.random.default_rng(len(arrivals))
-    num_loads = engine.stats().adapters.num_loads  # type: ignore[union-attr]
     first_id = engine.log.num_steps  # of this call: ids are not used twice
 
     def make_request(index: int) -> Request:
@@ -214,7 +222,7 @@ def run_streams(
         if begin < later < end
     ]
     answered = [1e3 * (times[index][0] - arrivals[index]) for index in range(num_streams, len(arrivals))]
-    return 1e3 * np.array(gaps), answered, engine.stats().adapters.num_loads - num_loads  # type: ignore[union-attr]
+    return 1e3 * np.array(gaps), answered
 
 
 def main() -> int:

@@ -219,7 +219,7 @@ def lora_shrink_torch(x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor:
 
     x [num_tokens, in_size]; a [max_adapters, slices * rank, in_size] of x's dtype, contiguous but for the adapters'
     stride, rank a multiple of `RANK_STEP`. Returns float32 [splits, num_tokens, slices * rank], whose sum over the
-    splits it is; what is not of the plan's rows is not written.
+    splits it is; of tokens without an adapter nothing is written.
     """
     out = torch.empty(1, x.shape[0], a.shape[1], dtype=torch.float32, device=x.device)
     for adapter, where in plan.by_item():
@@ -230,7 +230,7 @@ def lora_shrink_torch(x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor:
 def lora_expand_torch(
     y: Tensor, shrunk: Tensor, b: Tensor, scales: Tensor, slices: tuple[int, ...], plan: AdapterPlan
 ) -> None:
-    """y += scale * B shrunk for the plan's rows, in place; the others are left as they are.
+    """y += scale * B shrunk for tokens with an adapter, in place; the others are left as they are.
 
     y [num_tokens, sum of slices]; shrunk as of `lora_shrink_torch`, rounded to y's dtype before the product; b
     [max_adapters, sum of slices, rank] of y's dtype, contiguous but for the adapters' stride; scales float32

@@ -2,7 +2,8 @@
 
 Apart, gate and up would be read and written to be read once more. So every row goes through here, those without an
 adapter too: their items follow the adapters' in the plan (`lora_plan`), and of them there is the activation alone. A
-row's bits are those of `lora_expand` and then `silu_mul` or `gelu_mul`. Knows rows and weights, not whose they are.
+row's bits are those of `lora_expand` and then `silu_mul` or `gelu_mul`, where both sum a rank in blocks of one size.
+Knows rows and weights, not whose they are.
 """
 
 from __future__ import annotations
@@ -127,12 +128,15 @@ def lora_expand_gated(
         return lora_expand_gated_torch(gate_up, shrunk, b, scales, slices, plan, is_gelu)
     num_tokens, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
     assert slices in ((intermediate_size, intermediate_size), (2 * intermediate_size,)), "gate and up, of one size"
+    assert plan.rows.shape[0] == num_tokens, "every token is an item's, or has no result"
     device, rank, splits = gate_up.device, b.shape[2], shrunk.shape[0]
     parameters = launch_parameters(
         "lora_expand_gated", device, n=intermediate_size, m=plan.tile_rows, bytes=gate_up.element_size()
     )
     block_n = parameters["block_n"]
     out = gate_up.new_empty(num_tokens, intermediate_size)
+    if num_tokens == 0:
+        return out
     _lora_expand_gated_kernel[(plan.bound_of_all, -(-intermediate_size // block_n))](
         gate_up, shrunk, b, scales, *plan[:3], out, intermediate_size,
         shrunk.stride(0), gate_up.stride(0), b.stride(0), scales.stride(0),
@@ -153,8 +157,8 @@ def lora_expand_gated_torch(
     plan: AdapterPlan,
     is_gelu: bool = False,
 ) -> Tensor:
-    """silu(gate) * up, or gelu(gate) * up, of gate_up [num_tokens, 2 * intermediate_size] (gate first) and what the
-    adapters of the plan's rows add to it.
+    """silu(gate) * up, or gelu(gate) * up, of gate_up [num_tokens, 2 * intermediate_size] (gate first) and what
+    adapters add to it. The plan is one of as many tokens.
 
     Returns [num_tokens, intermediate_size], all tokens'; gate_up stays as it is. The other arguments are as of
     `lora_expand_torch`; slices are gate and up of one size, or both as one. Sums are rounded before the activation.

@@ -24,11 +24,12 @@ from cb_backend.kernels.launch import (
 def gated(gate, up, dtype: tl.constexpr, IS_GELU: tl.constexpr = False):
     """silu(gate) * up, or gelu(gate) * up, of fp32 sums or of what they are rounded to; fp32.
 
-    Rounded where separate kernels would round, so that a product's bits do not depend on what it is fused with.
+    Rounded where separate kernels would round, so that a product's bits do not depend on what it is fused with; nothing
+    is left to the compiler that it may fuse in one kernel and not in another.
     """
     gate = gate.to(dtype).to(tl.float32)
     if IS_GELU:  # x (1 + tanh(y)) / 2 is x sigmoid(2 y)
-        inner = 2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        inner = 2 * 0.7978845608028654 * tl.fma(0.044715 * gate * gate, gate, gate)
     else:
         inner = gate
     activated = (gate * tl.sigmoid(inner)).to(dtype).to(tl.float32)

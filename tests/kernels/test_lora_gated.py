@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels import lora_gated
-from cb_backend.kernels.launch import IS_INTERPRETING, overriding
+from cb_backend.kernels.launch import IS_INTERPRETING, launch_parameters, overriding
 from cb_backend.kernels.lora import lora_expand, lora_shrink
 from cb_backend.kernels.lora_gated import lora_expand_gated, lora_expand_gated_torch
 from cb_backend.kernels.lora_plan import AdapterPlan
@@ -24,6 +24,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 5e-2}
 SMALL = {"block_n": 32, "block_r": 16, "num_warps": 4}
 MAX_ADAPTERS = 5
+OF_TABLE = {  # by rows of an item: what serves shapes that nobody has tuned
+    m: [launch_parameters(op, torch.device("cpu"), n=300, m=m, bytes=2) for op in ("lora_expand", "lora_expand_gated")]
+    for m in (16, 64)
+}
 
 
 @pytest.fixture(autouse=True)
@@ -142,11 +146,15 @@ def test_rows_of_gate_and_up_may_be_strided(device: torch.device) -> None:
 
 def test_the_grid_follows_from_the_shape_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As does what is compiled, so that a captured graph serves any mix."""
-    launches: list[tuple[tuple[int, ...], tuple[tuple[str, object], ...]]] = []
+    launches: list[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[str, object], ...]]] = []
 
     class Recorder:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *_, **constants: launches.append((grid, tuple(sorted(constants.items()))))
+            def launch(*arguments: Any, **constants: object) -> None:
+                numbers = tuple(each for each in arguments if isinstance(each, int))  # the others are tensors
+                launches.append((grid, numbers, tuple(sorted(constants.items()))))
+
+            return launch
 
     monkeypatch.setattr(lora_gated, "_lora_expand_gated_kernel", Recorder())
     case = case_of(33, (48, 48), 16, torch.float16, device)
@@ -176,3 +184,25 @@ def test_the_twin_adds_up_in_float64_what_it_says(device: torch.device) -> None:
         shrunk = lora_shrink(case.x, case.a, plan)
         found = lora_expand_gated_torch(case.y, shrunk, case.b, case.scales, slices, plan, is_gelu)
         torch.testing.assert_close(found.double(), activated * up, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("max_adapters", [1, 32])
+@pytest.mark.parametrize("tile_rows", [16, 64])
+def test_launch_parameters_of_the_table(tile_rows: int, max_adapters: int, device: torch.device) -> None:
+    """Those that serve, of fewer and of more adapters."""
+    generator = torch.Generator().manual_seed(tile_rows)
+    adapters = torch.randint(-1, max_adapters, (90,), generator=generator).tolist()
+    case = Case(90, 80, (300, 300), 16, max_adapters, torch.float16, device)
+    case.a /= 40
+    expand, gated = OF_TABLE[tile_rows]
+    with overriding("lora_expand", expand):
+        check(case, plan_of(adapters, max_adapters, device, tile_rows), parameters=gated)
+
+
+def test_no_rows(device: torch.device) -> None:
+    case = case_of(1, (48, 48), 16, torch.float16, device)
+    plan = plan_of([0], MAX_ADAPTERS, device)
+    shrunk = lora_shrink(case.x, case.a, plan)
+    plan = plan._replace(rows=plan.rows[:0])
+    found = lora_expand_gated(case.y[:0], shrunk[:, :0], case.b, case.scales, case.slices, plan)
+    assert found.shape == (0, 48)
