@@ -123,6 +123,6 @@ def test_layers_of_another_make_are_kinds_of_their_own(tmp_path: Path) -> None:
         pass
 
     for layer in model.layers:
-        layer.mlp = OtherBlock(layer.mlp.gate_up_proj, layer.mlp.down_proj, model.ops)
+        layer.mlp = OtherBlock(layer.mlp.gate_up_proj, layer.mlp.down_proj)
     assert distinct_layers(model.layers) == tuple(range(len(model.layers)))
     assert [*model._order] == [*range(len(model.layers))]
