@@ -98,7 +98,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.7},
     "logit_bias": {"logit_bias": {5: 6.0, 9: -50.0}},
     "allowed ids": {"allowed_token_ids": tuple(range(10, 50))},
-    "bad words": {"bad_words_token_ids": ((11,), (40, 41), (12, 13, 14))},
+    "bad words": {},  # those of the checkpoint's own answers: `Matrix.rules`
     "stop ids after min_tokens": {"stop_token_ids": tuple(range(3, 40)), "min_tokens": 6},
     "logprobs": {"logprobs": 4},
     "long, eos ignored": _LONG,
@@ -136,11 +136,22 @@ class Matrix:
         """The ranks end."""
         self._engine.close()
 
+    def rules(self, name: str) -> TokenRules:
+        given = dict(PARAMS[name])
+        if name == "bad words":
+            given["bad_words_token_ids"] = self._bad_words()
+        return TokenRules(**{"max_tokens": 12, "temperature": 0.0, "seed": 1, **given})
+
+    def _bad_words(self) -> tuple[tuple[int, ...], ...]:
+        """What three greedy answers begin with: words of one, two and three tokens, which change them."""
+        answers = sorted(self.alone("greedy").token_ids.values(), key=len, reverse=True)
+        return tuple(tuple(answer[:length]) for length, answer in enumerate(answers[:3], 1))
+
     def alone(self, name: str) -> Run:
         """What each prompt gives by itself."""
         if name not in self._alone:
             out = Run()
-            params = params_of(name)
+            params = self.rules(name)
             for index, prompt in enumerate(self.prompts):
                 lone = run(LLMEngine(self._base, self._reference.runner, self._reference.info), [prompt], params)
                 out.token_ids[index], out.reasons[index] = lone.token_ids[0], lone.reasons[0]
@@ -167,7 +178,7 @@ class Matrix:
 
     def differences(self, setting: Setting, name: str, done: dict[str, int]) -> list[str]:
         """What one cell of the matrix (24 prompts) has wrong; `done` collects the setting's statistics."""
-        engine, params = self._engine_of(setting), params_of(name)
+        engine, params = self._engine_of(setting), self.rules(name)
         if setting.warm_up:
             run(engine, self.prompts[: setting.warm_up], params)
         prompts, cancels = list(self.prompts), {}
@@ -191,10 +202,6 @@ class Matrix:
             if problem is not None:
                 wrong.append(f"{setting.name} / {name} / prompt {index}: {problem}")
         return wrong
-
-
-def params_of(name: str) -> TokenRules:
-    return TokenRules(**{"max_tokens": 12, "temperature": 0.0, "seed": 1, **PARAMS[name]})
 
 
 def _difference(got: Run, expected: Run, index: int) -> str | None:
