@@ -77,9 +77,8 @@ class StoredMatrix:
         """The matrix, once its last tensor has come. Raises `ValueError` for one that cannot be used: whoever fills
         knows the file and the tensor's name.
         """
-        self._come[suffix] = tensor.reshape(
-            self.tensors[suffix].shape
-        )  # writers leave dimensions of one out, or add them
+        # Writers leave dimensions of one out, or add them.
+        self._come[suffix] = tensor.reshape(self.tensors[suffix].shape)
         if len(self._come) < len(self.tensors):
             return None
         come, self._come = self._come, {}
