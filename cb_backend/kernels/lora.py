@@ -23,7 +23,7 @@ from cb_backend.kernels.launch import (
     next_power_of_2,
     tl,
 )
-from cb_backend.kernels.lora_plan import ITEM, AdapterPlan
+from cb_backend.kernels.lora_plan import ITEM, AdapterPlan, item_at
 
 MAX_SLICES = 3
 RANK_STEP = 16  # ranks are multiples of it: the least that tensor cores take
@@ -61,8 +61,7 @@ def _lora_shrink_kernel(
     if item >= tl.load(counts_ptr):
         await_previous(IS_DEPENDENT)  # a kernel none of whose programs waits would hide what is before it
         return
-    adapter = tl.load(items_ptr + item * ITEM).to(tl.int64)
-    first, count = tl.load(items_ptr + item * ITEM + 1), tl.load(items_ptr + item * ITEM + 2)
+    adapter, first, count = item_at(items_ptr + item * ITEM)
     m, r, k = tl.arange(0, BLOCK_M), tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     is_row = m < count
     row = tl.load(rows_ptr + first + m, mask=is_row, other=0)
@@ -113,6 +112,15 @@ def lora_shrink(x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor:
 
 
 @jit()
+def shrunk_block(pointers, is_row, stride, SPLITS: tl.constexpr):
+    """A block of what is shrunk [BLOCK_M, BLOCK_R]: the splits' sum, in their order."""
+    inner = tl.load(pointers, mask=is_row[:, None], other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        inner += tl.load(pointers + split * stride, mask=is_row[:, None], other=0.0)
+    return inner
+
+
+@jit()
 def added(y, scale, acc):
     """y + scale * acc, rounded once in every kernel: left to the compiler, it is so in some of them."""
     return tl.fma(scale, acc, y)
@@ -149,8 +157,7 @@ def _lora_expand_kernel(
     if item >= tl.load(counts_ptr):
         await_previous(IS_DEPENDENT)
         return
-    adapter = tl.load(items_ptr + item * ITEM).to(tl.int64)
-    first, count = tl.load(items_ptr + item * ITEM + 1), tl.load(items_ptr + item * ITEM + 2)
+    adapter, first, count = item_at(items_ptr + item * ITEM)
     m, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     is_row = m < count
     row = tl.load(rows_ptr + first + m, mask=is_row, other=0)
@@ -169,10 +176,7 @@ def _lora_expand_kernel(
     await_previous(IS_DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for offset in range(0, RANK, BLOCK_R):
-        inner = tl.load(shrunk_tile_ptr + offset, mask=is_row[:, None], other=0.0)  # [BLOCK_M, BLOCK_R]
-        for split in tl.static_range(1, SPLITS):
-            part_ptr = shrunk_tile_ptr + offset + split * shrunk_stride
-            inner += tl.load(part_ptr, mask=is_row[:, None], other=0.0)
+        inner = shrunk_block(shrunk_tile_ptr + offset, is_row, shrunk_stride, SPLITS)
         acc = tl.dot(b, tl.trans(inner.to(b.dtype)), acc, input_precision="ieee")
         if RANK > BLOCK_R:
             next_offset = tl.minimum(offset + BLOCK_R, RANK - BLOCK_R)  # after the last one the last again, for nothing

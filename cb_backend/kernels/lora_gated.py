@@ -20,18 +20,9 @@ from cb_backend.kernels.launch import (
     needs_twin,
     tl,
 )
-from cb_backend.kernels.lora import added, lora_expand_torch, rank_block
-from cb_backend.kernels.lora_plan import ITEM, AdapterPlan
+from cb_backend.kernels.lora import added, lora_expand_torch, rank_block, shrunk_block
+from cb_backend.kernels.lora_plan import ITEM, AdapterPlan, item_at
 from cb_backend.kernels.silu_mul import gated, gelu_mul_torch, silu_mul_torch
-
-
-@jit()
-def _shrunk_block(pointers, is_row, stride, SPLITS: tl.constexpr):
-    """A block of what is shrunk [BLOCK_M, BLOCK_R]: the splits' sum, in their order."""
-    inner = tl.load(pointers, mask=is_row[:, None], other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        inner += tl.load(pointers + split * stride, mask=is_row[:, None], other=0.0)
-    return inner
 
 
 @jit()
@@ -66,8 +57,7 @@ def _lora_expand_gated_kernel(
     if item >= tl.load(counts_ptr + 1):
         await_previous(IS_DEPENDENT)  # a kernel none of whose programs waits would hide what is before it
         return
-    adapter = tl.load(items_ptr + item * ITEM).to(tl.int64)
-    first, count = tl.load(items_ptr + item * ITEM + 1), tl.load(items_ptr + item * ITEM + 2)
+    adapter, first, count = item_at(items_ptr + item * ITEM)
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     m, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -96,10 +86,10 @@ def _lora_expand_gated_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for offset in range(0, RANK, BLOCK_R):
-            inner = _shrunk_block(shrunk_tile_ptr + offset, is_row, shrunk_stride, SPLITS)
+            inner = shrunk_block(shrunk_tile_ptr + offset, is_row, shrunk_stride, SPLITS)
             inner_up = inner
             if UP_SLICE:
-                inner_up = _shrunk_block(shrunk_tile_ptr + RANK + offset, is_row, shrunk_stride, SPLITS)
+                inner_up = shrunk_block(shrunk_tile_ptr + RANK + offset, is_row, shrunk_stride, SPLITS)
             acc = tl.dot(b, tl.trans(inner.to(dtype)), acc, input_precision="ieee")
             acc_up = tl.dot(b_up, tl.trans(inner_up.to(dtype)), acc_up, input_precision="ieee")
             if RANK > BLOCK_R:

@@ -63,6 +63,12 @@ def new_plan(num_tokens: int, max_adapters: int, tile_rows: int, device: torch.d
 
 
 @jit()
+def item_at(item_ptr):
+    """An item's adapter (int64: it is multiplied by an adapter's size), its first row in the list, its rows' number."""
+    return tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+
+
+@jit()
 def _adapters_of(
     token,
     slots_ptr,
