@@ -21,11 +21,12 @@ def publish_rest_state(exporter: MetricExporter, engines: Sequence[RestStats]) -
     """Of all engines together that are up; none of them where no engine may sleep."""
     if not engines:
         return
-    exporter.set("cb_engines_asleep", "Engines that are asleep", sum(stats.state == ASLEEP for stats in engines))
     lost = "Engines with the configured weights, because those of an update could not be loaded again"
     exporter.set("cb_engines_with_lost_update", lost, sum(bool(stats.lost_update) for stats in engines))
     held = "Memory of the device that weights and KV cache hold now"
     exporter.set("cb_model_memory_bytes", held, sum(stats.held_bytes for stats in engines))
+    # Last: each is a message of its own, and whoever reads that an engine is asleep finds the memory of one that is.
+    exporter.set("cb_engines_asleep", "Engines that are asleep", sum(stats.state == ASLEEP for stats in engines))
 
 
 def publish_rest_counts(exporter: MetricExporter, stats: RestStats, before: RestStats | None) -> None:
