@@ -21,9 +21,10 @@ from roofline import HAS_QK_NORM, MODELS, Work
 
 from cb_backend.kernels.decode_attention import decode_attention, decode_attention_torch
 from cb_backend.kernels.fp8 import FP8
-from cb_backend.kernels.lora import lora_expand, lora_expand_torch, lora_shrink, lora_shrink_torch
+from cb_backend.kernels.lora_expand import lora_expand, lora_expand_torch
 from cb_backend.kernels.lora_gated import lora_expand_gated, lora_expand_gated_torch
 from cb_backend.kernels.lora_plan import plan_adapters
+from cb_backend.kernels.lora_shrink import lora_shrink, lora_shrink_torch
 from cb_backend.kernels.prefill_attention import prefill_attention, prefill_attention_torch
 from cb_backend.kernels.qkv_post import qkv_post, qkv_post_torch
 from cb_backend.kernels.rms_norm import add_rms_norm, add_rms_norm_torch

@@ -43,9 +43,11 @@ SHRINKS = (  # of few rows: block_k, warps, stages
     (512, 2, 1), (512, 4, 1), (512, 8, 1), (1024, 4, 1), (1024, 8, 1), (256, 4, 2), (128, 4, 3), (128, 2, 4),
 )  # fmt: skip
 PROMPT_SHRINKS = ((64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3), (256, 8, 2))
-EXPANDS = ((64, 2), (64, 4), (128, 2), (128, 4), (256, 4), (256, 8), (512, 8))  # block_n, warps
-GATED_EXPANDS = ((64, 2), (64, 4), (128, 4), (128, 8), (256, 4), (256, 8))  # of gate and up so many each
-PROMPT_GATED_EXPANDS = ((64, 4), (64, 8), (128, 8), (256, 8))
+# block_n, warps, programs a multiprocessor (0: one a tile)
+EXPANDS = ((64, 2, 0), (64, 4, 0), (128, 2, 0), (128, 4, 0), (256, 4, 0), (256, 8, 0), (512, 8, 0))
+GATED_EXPANDS = ((64, 2, 0), (64, 4, 0), (128, 4, 0), (128, 8, 0), (256, 4, 0), (256, 8, 0))  # each of gate and up
+PROMPT_EXPANDS = ((128, 8, 0), (64, 8, 2), (64, 8, 4), (128, 4, 2), (128, 8, 2), (128, 8, 4))
+PROMPT_GATED_EXPANDS = ((64, 4, 2), (64, 8, 2), (64, 8, 4), (128, 8, 2), (128, 8, 0))
 ONE_ROW_TILES = ((2, 2048, 4), (4, 2048, 8), (4, 1024, 4), (2, 2048, 8), (4, 2048, 4))
 
 
@@ -92,8 +94,8 @@ def lora_changes(
     name: str,
     tile: int,
     shrinks: tuple[tuple[int, int, int], ...],
-    expands: tuple[tuple[int, int], ...],
-    gated_expands: tuple[tuple[int, int], ...],
+    expands: tuple[tuple[int, int, int], ...],
+    gated_expands: tuple[tuple[int, int, int], ...],
 ) -> dict[Entry, list[Parameters]]:
     shape = MODELS[name]
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -102,13 +104,14 @@ def lora_changes(
     found: dict[Entry, list[Parameters]] = {}
     for k in inputs:
         found[entry("lora_shrink", k=k, m=tile, bytes=2)] = [
-            {"block_k": block_k, "block_r": 16, "num_warps": warps, "num_stages": stages}
+            {"block_k": block_k, "block_r": max(tile, 16), "num_warps": warps, "num_stages": stages}
             for block_k, warps, stages in shrinks
         ]
     launches = [("lora_expand", n, expands) for n in outputs]
     for op, n, sizes in [*launches, ("lora_expand_gated", shape.intermediate_size, gated_expands)]:
         found[entry(op, n=n, m=tile, bytes=2)] = [
-            {"block_n": block_n, "block_r": 16, "num_warps": warps} for block_n, warps in sizes
+            {"block_n": block_n, "block_r": 16, "num_warps": warps} | ({"programs": programs} if programs else {})
+            for block_n, warps, programs in sizes
         ]
     return found
 
@@ -203,7 +206,7 @@ def run(arguments: argparse.Namespace, save: Callable[[Table], None]) -> None:
         save(tune(decode_steps(model, rows, arguments.context), changes_of(name, rows), arguments.seconds * 0.7))
         torch.cuda.empty_cache()
         print(f"{name}, {PROMPT_TOKENS} tokens of {NUM_PROMPTS} prompts", flush=True)
-        prompts = lora_changes(name, PROMPT_TILE, PROMPT_SHRINKS, EXPANDS, PROMPT_GATED_EXPANDS)
+        prompts = lora_changes(name, PROMPT_TILE, PROMPT_SHRINKS, PROMPT_EXPANDS, PROMPT_GATED_EXPANDS)
         save(tune(prompt_steps(model), prompts, arguments.seconds * 0.3))
         del model
         torch.cuda.empty_cache()

@@ -84,8 +84,9 @@ def can_overlap(device: torch.device) -> bool:
     What holds such a chain together: every kernel of it waits (`await_previous`) before it writes anything or reads
     what the chain writes, so a kernel that has waited knows all earlier ones to be complete. Weights may be read at
     once, and so may what was there before a step's first layer: the embedding is a plain launch, which waits for all
-    before it. `CB_BACKEND_DEPENDENT_LAUNCHES=0` in the environment makes every launch a plain one; results are the
-    same, bit for bit.
+    before it. One kernel waits last instead of first, and the one before it sees to that (`linear_shrink`).
+    `CB_BACKEND_DEPENDENT_LAUNCHES=0` in the environment makes every launch a plain one; results are the same, bit for
+    bit.
     """
     if device.type != "cuda" or os.environ.get("CB_BACKEND_DEPENDENT_LAUNCHES") == "0":
         return False

@@ -53,6 +53,7 @@ def _linear_kernel(
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     SPLITS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    IS_SHARED: tl.constexpr,  # the next kernel reads x without waiting: it may start once x is complete
     PREFETCH: tl.constexpr,  # elements of each weight row brought to L2 while waiting
     BLOCK_M: tl.constexpr,  # >= num_rows
     BLOCK_N: tl.constexpr,
@@ -66,12 +67,13 @@ def _linear_kernel(
     # Columns past the last are the last again: their sums are not stored, and no load needs a mask for them.
     weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
     up_shift = tl.cast(out_size, tl.int64) * in_size
-    let_next_start(IS_DEPENDENT)
+    let_next_start(IS_DEPENDENT and not IS_SHARED)
     if IS_DEPENDENT:
         num_bytes = tl.minimum(PREFETCH, end - start) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
         prefetch(weight_row_ptr + start, num_bytes, BLOCK_N, PREFETCH > 0)
         prefetch(weight_row_ptr + start + up_shift, num_bytes, BLOCK_N, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
+    let_next_start(IS_DEPENDENT and IS_SHARED)
     weight_tile_ptr = weight_row_ptr[:, None] + k[None, :]
     # NOTE: rows of padding are not read. As copies of a real row they would be read by every multiprocessor at once,
     # from one place in L2: products of 88 rows took half as long again as those of 128.
@@ -129,12 +131,21 @@ def _linear_kernel(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`linear_torch`, by whatever the tuned table says is fastest for this shape; rows of x may be strided."""
+    return _linear(x, weight, bias, out, is_shared=False)
+
+
+def linear_of_shared(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """`linear`, whose launch lets the next kernel start once x is complete, and not before: it may read x at once."""
+    return _linear(x, weight, bias, out, is_shared=True)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, *, is_shared: bool) -> Tensor:
     parameters = product_parameters("linear", x, weight, weight.shape[0])
     if "library" in parameters:
         return _library_product(x, weight, bias, out, parameters)
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, bias, out, parameters, is_gated=False)
+    _launch(x, weight, bias, out, parameters, is_gated=False, is_shared=is_shared)
     return out
 
 
@@ -175,13 +186,20 @@ def _library_product(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parameters: dict[str, int], *, is_gated: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    parameters: dict[str, int],
+    *,
+    is_gated: bool,
+    is_shared: bool = False,
 ) -> None:
     """One launch of the kernel that `parameters` describe. Raises `ValueError` where `out` is not contiguous."""
     if not out.is_contiguous():
         raise ValueError(f"out has strides {out.stride()}; the product is written to a contiguous tensor")
     launch = launch_one_row if "vector" in parameters and x.shape[0] == 1 else launch_tiled
-    launch(x, weight, bias, out, parameters, is_gated=is_gated)
+    launch(x, weight, bias, out, parameters, is_gated=is_gated, is_shared=is_shared)
 
 
 def launch_tiled(
@@ -192,6 +210,7 @@ def launch_tiled(
     parameters: dict[str, int],
     *,
     is_gated: bool,
+    is_shared: bool = False,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """One launch of the tiled kernel; `scales` of the rows of x and of those of weight where both are fp8."""
@@ -214,7 +233,8 @@ def launch_tiled(
         x, weight, bias, x_scales, weight_scales, out, partial, counts,
         num_rows, out_size, in_size, split_size, x.stride(0),
         HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, IS_GATED=is_gated,
-        IS_EVEN=in_size % block_k == 0, SPLITS=splits, IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched,
+        IS_EVEN=in_size % block_k == 0, SPLITS=splits, IS_DEPENDENT=can_overlap(x.device), IS_SHARED=is_shared,
+        PREFETCH=prefetched,
         BLOCK_M=max(16, next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=parameters["num_warps"], num_stages=parameters["num_stages"], **dependent_options(x.device),
     )  # fmt: skip

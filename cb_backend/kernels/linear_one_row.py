@@ -57,6 +57,7 @@ def _one_row_kernel(
     IS_GATED: tl.constexpr,  # two weights, out_size rows each: gate, then up
     IS_EVEN: tl.constexpr,  # in_size is a multiple of BLOCK_K
     IS_DEPENDENT: tl.constexpr,
+    IS_SHARED: tl.constexpr,  # the next kernel reads x without waiting: it may start once x is complete
     PREFETCH: tl.constexpr,  # elements of each weight row, after the first tile, brought to L2 while waiting
     FOLD: tl.constexpr,  # neighbours whose products are added at once; above 1 the next tile of x is loaded ahead too
     BLOCK_N: tl.constexpr,
@@ -67,7 +68,7 @@ def _one_row_kernel(
     A sum for each element of a tile takes half the registers. With FOLD one serves FOLD elements, so more programs
     share a multiprocessor; whether that is faster is the table's to say.
     """
-    let_next_start(IS_DEPENDENT)
+    let_next_start(IS_DEPENDENT and not IS_SHARED)
     program = tl.program_id(0)
     n, k = program * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     weight_row_ptr = weight_ptr + tl.minimum(n, out_size - 1).to(tl.int64) * in_size  # [BLOCK_N]
@@ -85,6 +86,7 @@ def _one_row_kernel(
         prefetch(weight_row_ptr + BLOCK_K, PREFETCH * 2, BLOCK_N, PREFETCH > 0)
         prefetch(weight_row_ptr + up_shift + BLOCK_K, PREFETCH * 2, BLOCK_N, IS_GATED and PREFETCH > 0)
     await_previous(IS_DEPENDENT)
+    let_next_start(IS_DEPENDENT and IS_SHARED)
     acc = tl.zeros([BLOCK_N, BLOCK_K // FOLD], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K // FOLD], tl.float32)
     if FOLD > 1 and not HAS_NORM:
@@ -167,6 +169,7 @@ def launch_one_row(
     parameters: dict[str, int],
     *,
     is_gated: bool,
+    is_shared: bool = False,
     norm: AddNorm | None = None,
 ) -> None:
     """Write the product of x [1, in_size], or of what the norm makes of it, to `out` [1, out_size]."""
@@ -179,6 +182,6 @@ def launch_one_row(
         x, residual, norm_weight, weight, bias, out, out_residual, out_size, in_size,
         eps=eps, HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None, IS_GATED=is_gated, IS_EVEN=in_size % block_k == 0,
-        IS_DEPENDENT=can_overlap(x.device), PREFETCH=prefetched, FOLD=parameters.get("fold", 1),
+        IS_DEPENDENT=can_overlap(x.device), IS_SHARED=is_shared, PREFETCH=prefetched, FOLD=parameters.get("fold", 1),
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=parameters["num_warps"], **dependent_options(x.device),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from cb_backend.kernels.launch import (
     needs_twin,
     tl,
 )
-from cb_backend.kernels.lora import added, lora_expand_torch, rank_block, shrunk_block
+from cb_backend.kernels.lora_expand import added, lora_expand_torch, rank_block, shrunk_block, tiles_of_program
 from cb_backend.kernels.lora_plan import ITEM, AdapterPlan, item_at
 from cb_backend.kernels.silu_mul import gated, gelu_mul_torch, silu_mul_torch
 
@@ -46,12 +46,16 @@ def _lora_expand_gated_kernel(
     ITEM: tl.constexpr,
     IS_GELU: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    TILES: tl.constexpr,  # of a program, one after the other; above 1 only where the rank is one block
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """BLOCK_N intermediate features of one item's rows a program: the gate's and the up projection's."""
-    item, tile = tl.program_id(0), tl.program_id(1)
+    """TILES * BLOCK_N intermediate features of one item's rows a program: the gate's and the up projection's.
+
+    What is shrunk is read and summed once for all of them, which is most of the work where rows are many.
+    """
+    item, program = tl.program_id(0), tl.program_id(1)
     let_next_start(IS_DEPENDENT)
     # The plan and the weights were there before the step's first layer (see `launch.can_overlap`).
     if item >= tl.load(counts_ptr + 1):
@@ -60,29 +64,51 @@ def _lora_expand_gated_kernel(
     adapter, first, count = item_at(items_ptr + item * ITEM)
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     m, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = program * (TILES * BLOCK_N) + tl.arange(0, BLOCK_N)
     is_row = m < count
     row = tl.load(rows_ptr + first + m, mask=is_row, other=0).to(tl.int64)
     is_stored = (n < intermediate_size)[:, None] & is_row[None, :]
-    gate_tile_ptr = gate_up_ptr + row[None, :] * gate_up_stride + n[:, None]  # [BLOCK_N, BLOCK_M]
+    gate_row_ptr = gate_up_ptr + row[None, :] * gate_up_stride
+    out_row_ptr = out_ptr + row[None, :] * intermediate_size
     if adapter < 0:
         await_previous(IS_DEPENDENT)
-        gate = tl.load(gate_tile_ptr, mask=is_stored, other=0.0)
-        up = tl.load(gate_tile_ptr + intermediate_size, mask=is_stored, other=0.0)
+        for _ in range(TILES):
+            gate, up = _gate_and_up(gate_row_ptr + n[:, None], intermediate_size, is_stored)  # [BLOCK_N, BLOCK_M]
+            tl.store(out_row_ptr + n[:, None], gated(gate, up, dtype, IS_GELU).to(dtype), mask=is_stored)
+            n += BLOCK_N
+            is_stored = (n < intermediate_size)[:, None] & is_row[None, :]
+        return
+    b_column_ptr = b_ptr + adapter * b_stride + r[None, :]
+    up_shift = tl.cast(intermediate_size, tl.int64) * RANK
+    scale_ptr = scales_ptr + adapter * scales_stride
+    gate_scale, up_scale = tl.load(scale_ptr), tl.load(scale_ptr + UP_SLICE)
+    # Features past the last are the last again: their sums are not stored, and no load needs a mask for them.
+    b_tile_ptr = b_column_ptr + tl.minimum(n, intermediate_size - 1).to(tl.int64)[:, None] * RANK
+    b, b_up = tl.load(b_tile_ptr), tl.load(b_tile_ptr + up_shift)  # [BLOCK_N, BLOCK_R]
+    shrunk_tile_ptr = shrunk_ptr + (first + m)[:, None] * ((1 + UP_SLICE) * RANK) + r[None, :]
+    await_previous(IS_DEPENDENT)
+    if RANK == BLOCK_R:
+        # On their way beside what is shrunk; kept through a loop over the rank they would fill too many registers.
+        gate, up = _gate_and_up(gate_row_ptr + n[:, None], intermediate_size, is_stored)
+        inner = tl.trans(shrunk_block(shrunk_tile_ptr, is_row, shrunk_stride, SPLITS).to(dtype))
+        inner_up = inner
+        if UP_SLICE:
+            inner_up = tl.trans(shrunk_block(shrunk_tile_ptr + RANK, is_row, shrunk_stride, SPLITS).to(dtype))
+        for tile in range(TILES):
+            next_n, is_next, next_b, next_b_up, next_gate, next_up = n, is_stored, b, b_up, gate, up
+            if TILES > 1:
+                next_n = n + BLOCK_N
+                is_next = (next_n < intermediate_size)[:, None] & is_row[None, :] & (tile < TILES - 1)
+                b_tile_ptr = b_column_ptr + tl.minimum(next_n, intermediate_size - 1).to(tl.int64)[:, None] * RANK
+                next_b, next_b_up = tl.load(b_tile_ptr), tl.load(b_tile_ptr + up_shift)
+                next_gate, next_up = _gate_and_up(gate_row_ptr + next_n[:, None], intermediate_size, is_next)
+            acc = tl.dot(b, inner, input_precision="ieee")
+            acc_up = tl.dot(b_up, inner_up, input_precision="ieee")
+            gate = added(gate.to(tl.float32), gate_scale, acc).to(dtype)
+            up = added(up.to(tl.float32), up_scale, acc_up).to(dtype)
+            tl.store(out_row_ptr + n[:, None], gated(gate, up, dtype, IS_GELU).to(dtype), mask=is_stored)
+            n, is_stored, b, b_up, gate, up = next_n, is_next, next_b, next_b_up, next_gate, next_up
     else:
-        # Features past the last are the last again: their sums are not stored, and no load needs a mask for them.
-        feature = tl.minimum(n, intermediate_size - 1).to(tl.int64)
-        b_tile_ptr = b_ptr + adapter * b_stride + feature[:, None] * RANK + r[None, :]
-        up_shift = tl.cast(intermediate_size, tl.int64) * RANK
-        scale_ptr = scales_ptr + adapter * scales_stride
-        gate_scale, up_scale = tl.load(scale_ptr), tl.load(scale_ptr + UP_SLICE)
-        b, b_up = tl.load(b_tile_ptr), tl.load(b_tile_ptr + up_shift)  # [BLOCK_N, BLOCK_R]
-        shrunk_tile_ptr = shrunk_ptr + (first + m)[:, None] * ((1 + UP_SLICE) * RANK) + r[None, :]
-        await_previous(IS_DEPENDENT)
-        # On their way beside what is shrunk; kept through a loop they would fill too many registers.
-        if RANK == BLOCK_R:
-            gate = tl.load(gate_tile_ptr, mask=is_stored, other=0.0)
-            up = tl.load(gate_tile_ptr + intermediate_size, mask=is_stored, other=0.0)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for offset in range(0, RANK, BLOCK_R):
@@ -92,16 +118,18 @@ def _lora_expand_gated_kernel(
                 inner_up = shrunk_block(shrunk_tile_ptr + RANK + offset, is_row, shrunk_stride, SPLITS)
             acc = tl.dot(b, tl.trans(inner.to(dtype)), acc, input_precision="ieee")
             acc_up = tl.dot(b_up, tl.trans(inner_up.to(dtype)), acc_up, input_precision="ieee")
-            if RANK > BLOCK_R:
-                next_offset = tl.minimum(offset + BLOCK_R, RANK - BLOCK_R)  # after the last the last again, for nothing
-                b, b_up = tl.load(b_tile_ptr + next_offset), tl.load(b_tile_ptr + up_shift + next_offset)
-        if RANK > BLOCK_R:
-            gate = tl.load(gate_tile_ptr, mask=is_stored, other=0.0)
-            up = tl.load(gate_tile_ptr + intermediate_size, mask=is_stored, other=0.0)
+            next_offset = tl.minimum(offset + BLOCK_R, RANK - BLOCK_R)  # after the last the last again, for nothing
+            b, b_up = tl.load(b_tile_ptr + next_offset), tl.load(b_tile_ptr + up_shift + next_offset)
+        gate, up = _gate_and_up(gate_row_ptr + n[:, None], intermediate_size, is_stored)
         gate = added(gate.to(tl.float32), gate_scale, acc).to(dtype)
         up = added(up.to(tl.float32), up_scale, acc_up).to(dtype)
-    out_tile_ptr = out_ptr + row[None, :] * intermediate_size + n[:, None]
-    tl.store(out_tile_ptr, gated(gate, up, dtype, IS_GELU).to(dtype), mask=is_stored)
+        tl.store(out_row_ptr + n[:, None], gated(gate, up, dtype, IS_GELU).to(dtype), mask=is_stored)
+
+
+@jit()
+def _gate_and_up(gate_tile_ptr, intermediate_size, is_loaded):
+    gate = tl.load(gate_tile_ptr, mask=is_loaded, other=0.0)
+    return gate, tl.load(gate_tile_ptr + intermediate_size, mask=is_loaded, other=0.0)
 
 
 def lora_expand_gated(
@@ -123,16 +151,19 @@ def lora_expand_gated(
     parameters = launch_parameters(
         "lora_expand_gated", device, n=intermediate_size, m=plan.tile_rows, bytes=gate_up.element_size()
     )
-    block_n = parameters["block_n"]
+    block_n, block_r = parameters["block_n"], rank_block(rank, parameters["block_r"])
+    num_tiles, tiles = -(-intermediate_size // block_n), 1
+    if "programs" in parameters and block_r == rank:
+        tiles = tiles_of_program(num_tiles, plan, parameters["programs"])
     out = gate_up.new_empty(num_tokens, intermediate_size)
     if num_tokens == 0:
         return out
-    _lora_expand_gated_kernel[(plan.bound_of_all, -(-intermediate_size // block_n))](
+    _lora_expand_gated_kernel[(plan.bound_of_all, -(-num_tiles // tiles))](
         gate_up, shrunk, b, scales, *plan[:3], out, intermediate_size,
         shrunk.stride(0), gate_up.stride(0), b.stride(0), scales.stride(0),
         UP_SLICE=len(slices) - 1, RANK=rank, SPLITS=splits, ITEM=ITEM, IS_GELU=is_gelu,
         IS_DEPENDENT=can_overlap(device),
-        BLOCK_M=plan.tile_rows, BLOCK_N=block_n, BLOCK_R=rank_block(rank, parameters["block_r"]),
+        TILES=tiles, BLOCK_M=plan.tile_rows, BLOCK_N=block_n, BLOCK_R=block_r,
         num_warps=parameters["num_warps"], num_stages=1, **dependent_options(device, num_tokens),
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cb_backend.kernels.lora import RANK_STEP
+from cb_backend.kernels.lora_shrink import RANK_STEP
 from cb_backend.layers.projection import Projection
 from cb_backend.parallel.shares import Share
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.kernels.fp8 import FP8, Fp8Rows, quantize_rows_torch
+from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
@@ -34,6 +35,9 @@ class Fp8Linear(Linear):
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         return self._product(self.ops.quantize_rows(x))
+
+    def with_shrunk(self, x: Tensor, a: Tensor, step: StepMetadata, plan: AdapterPlan) -> tuple[Tensor, Tensor]:
+        return self._shrunk_first(x, a, step, plan)
 
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         rows, total = self._normed_rows(junction, x, residual)

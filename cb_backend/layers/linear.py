@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
 from cb_backend.layers.placement import Elsewhere, Fillable, Placement
@@ -54,6 +55,15 @@ class Linear:
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         """[num_tokens, in_size] -> [num_tokens, out_size]."""
         return self.ops.linear(x, self.weight, self.bias)
+
+    def with_shrunk(self, x: Tensor, a: Tensor, step: StepMetadata, plan: AdapterPlan) -> tuple[Tensor, Tensor]:
+        """(the product, what adapters shrink x to), side by side."""
+        return self.ops.linear_shrink(x, self.weight, self.bias, None, a, plan)
+
+    def _shrunk_first(self, x: Tensor, a: Tensor, step: StepMetadata, plan: AdapterPlan) -> tuple[Tensor, Tensor]:
+        """`with_shrunk` of products that let nothing run beside them."""
+        shrunk = self.ops.lora_shrink(x, a, plan)  # in this order: the product may fetch its weights meanwhile
+        return self(x, step), shrunk
 
     def into(self, x: Tensor, out: Tensor | None) -> Tensor:
         """The product of a projection of one part, whatever the step; in `out` where given."""
@@ -110,6 +120,9 @@ class PartialLinear(Linear):
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias, self.group.partial_out(x.shape[0]))
+
+    def with_shrunk(self, x: Tensor, a: Tensor, step: StepMetadata, plan: AdapterPlan) -> tuple[Tensor, Tensor]:
+        return self.ops.linear_shrink(x, self.weight, self.bias, self.group.partial_out(x.shape[0]), a, plan)
 
 
 class Embedding:

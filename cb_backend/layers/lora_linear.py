@@ -31,13 +31,9 @@ class LoraLinear(Linear):
         if step.adapters is None:
             return self.base(x, step)
         site = self.site
-        shrunk, product = self._shrunk_and_product(x, step, step.adapters)
+        product, shrunk = self.base.with_shrunk(x, site.a, step, step.adapters)
         self.ops.lora_expand(product, shrunk, site.b, site.scales, site.slices, step.adapters)
         return product
-
-    def _shrunk_and_product(self, x: Tensor, step: StepMetadata, plan: AdapterPlan) -> tuple[Tensor, Tensor]:
-        # In this order: the product may fetch its weights meanwhile.
-        return self.ops.lora_shrink(x, self.site.a, plan), self.base(x, step)
 
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         if step.adapters is None:
@@ -72,7 +68,7 @@ class LoraLinear(Linear):
     def _activated(self, x: Tensor, step: StepMetadata, plan: AdapterPlan, *, is_gelu: bool) -> Tensor:
         """What adapters add and the activation in one launch."""
         site = self.site
-        shrunk, product = self._shrunk_and_product(x, step, plan)
+        product, shrunk = self.base.with_shrunk(x, site.a, step, plan)
         return self.ops.lora_expand_gated(product, shrunk, site.b, site.scales, site.slices, plan, is_gelu)
 
     def placements(self) -> Iterator[Placement]:

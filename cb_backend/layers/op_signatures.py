@@ -99,6 +99,9 @@ class ModelOps(Protocol):
 
     # What adapters add to a product
     def lora_shrink(self, x: Tensor, a: Tensor, plan: AdapterPlan) -> Tensor: ...
+    def linear_shrink(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, a: Tensor, plan: AdapterPlan
+    ) -> tuple[Tensor, Tensor]: ...
     def lora_expand(
         self, y: Tensor, shrunk: Tensor, b: Tensor, scales: Tensor, slices: tuple[int, ...], plan: AdapterPlan
     ) -> None: ...

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cb_backend.contracts.errors import ConfigError
+from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.kernels.packed import KINDS, StoredWeight, narrowed, pack, packed_bytes
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
@@ -80,6 +81,9 @@ class PackedLinear(Linear):
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         products = [self._product(x, piece) for piece in self.pieces]
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+    def with_shrunk(self, x: Tensor, a: Tensor, step: StepMetadata, plan: AdapterPlan) -> tuple[Tensor, Tensor]:
+        return self._shrunk_first(x, a, step, plan)
 
     def into(self, x: Tensor, out: Tensor | None) -> Tensor:
         (piece,) = self.pieces

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.layers.linear import Linear
 from cb_backend.layers.norm import Junction
 from cb_backend.layers.op_signatures import ModelOps
@@ -39,6 +40,9 @@ class SeparateLinear(Linear):
 
     def __call__(self, x: Tensor, step: StepMetadata) -> Tensor:
         return torch.cat([part(x, step) for part in self.parts.values()], dim=1)
+
+    def with_shrunk(self, x: Tensor, a: Tensor, step: StepMetadata, plan: AdapterPlan) -> tuple[Tensor, Tensor]:
+        return self._shrunk_first(x, a, step, plan)
 
     def after(self, junction: Junction, x: Tensor, residual: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
         normed, total = self.group.reduce_add_norm(x, residual, junction)

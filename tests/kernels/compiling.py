@@ -132,7 +132,7 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         sass = subprocess.run(code, capture_output=True, text=True, check=True).stdout if case.get("has_sass") else ""
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
-    before_wait, wait, _ = ptx.partition("griddepcontrol.wait")
+    before_wait, wait, after_wait = ptx.partition("griddepcontrol.wait")
     layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir))
     return {
         "registers": int(numbers["REG"]),
@@ -148,6 +148,9 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "has_tensor_core": any(sign in ptx for sign in ("mma.sync", "wgmma", "tcgen05.mma")),
         "has_async_copy": "cp.async" in ptx,
         "waits": bool(wait),
+        "lets_next_start_after_wait": "griddepcontrol.launch_dependents" in after_wait,
+        "stores_after_wait": len(re.findall(r"st\.global|atom\.|red\.global", after_wait)),
+        "loads_past_l1": len(re.findall(r"ld\.global\S*\.cg|cp\.async\.cg", ptx)),
         "loads_before_wait": len(re.findall(r"ld\.global|cp\.async\.c", before_wait)) if wait else 0,
         "system_releases": len(re.findall(r"atom\.global\.(?:sys\.release|release\.sys)", ptx)),
         "system_acquires": len(re.findall(r"(?:ld|atom)\.global\.(?:sys\.acquire|acquire\.sys)", ptx)),

@@ -10,6 +10,7 @@ import torch
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.lora_plan import AdapterPlan, new_plan
 
+CPU = torch.device("cpu")
 MAX_ADAPTERS = 4  # nothing is compiled for their number but the plan
 
 
@@ -55,14 +56,28 @@ def _lora_plan(module: Any, num_decode: int, num_prompts: int, max_adapters: int
         module.plan_adapters(ints, num_decode, ints[:num_prompts], ints, num_prefill, ints, max_adapters)
 
 
-LORA_LAUNCHES = {"lora": _lora, "lora_gated": _lora, "lora_plan": _lora_plan}
+def _linear_shrink(module: Any, tile_rows: int, num_rows: int, parameters: dict[str, int], shrink: Any = None) -> None:
+    x, weight = torch.zeros(num_rows, 4096).bfloat16(), torch.zeros(4096, 4096).bfloat16()
+    with overriding("linear", parameters), overriding("lora_shrink", shrink) if shrink else contextlib.nullcontext():
+        module.linear_shrink(
+            x, weight, None, None, _strided(48, 4096), new_plan(num_rows, MAX_ADAPTERS, tile_rows, CPU)
+        )
+
+
+LORA_LAUNCHES = {
+    "linear_shrink": _linear_shrink,
+    "lora_shrink": _lora,
+    "lora_expand": _lora,
+    "lora_gated": _lora,
+    "lora_plan": _lora_plan,
+}
 
 
 def _case(
     op: str, tile_rows: int, rank: int, slices: tuple[int, ...], in_size: int = 4096, **more: bool
 ) -> dict[str, Any]:
     call = {"op": op, "tile_rows": tile_rows, "rank": rank, "slices": slices, "in_size": in_size, **more}
-    module = "lora_gated" if op == "lora_expand_gated" else "lora"
+    module = "lora_gated" if op == "lora_expand_gated" else op
     return {"op": module, "kernel": f"_{op}_kernel", "arch": 90, "call": call}
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cb_backend.kernels import lora
+from cb_backend.kernels import lora_expand as lora_expand_module
+from cb_backend.kernels import lora_shrink as lora_shrink_module
 from cb_backend.kernels.launch import overriding
-from cb_backend.kernels.lora import lora_expand, lora_expand_torch, lora_shrink, lora_shrink_torch
-from cb_backend.kernels.lora_plan import AdapterPlan, plan_adapters
+from cb_backend.kernels.lora_expand import lora_expand, lora_expand_torch
+from cb_backend.kernels.lora_plan import AdapterPlan, new_plan, plan_adapters
+from cb_backend.kernels.lora_shrink import lora_shrink, lora_shrink_torch
 
 NOTHING = torch.zeros(0, dtype=torch.int32)
 SMALL = {"block_k": 32, "block_r": 16, "num_warps": 4, "num_stages": 2}
@@ -21,7 +23,7 @@ WHOLE = {**SMALL, "block_k": 64}  # a split at once
 @pytest.fixture(autouse=True)
 def _many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of inputs as small as these."""
-    monkeypatch.setattr(lora, "_LEAST_SPLIT", 64)
+    monkeypatch.setattr(lora_shrink_module, "_LEAST_SPLIT", 64)
 
 
 def plan_of(adapters: list[int], max_adapters: int, device: torch.device, tile_rows: int = 16) -> AdapterPlan:
@@ -130,6 +132,37 @@ def test_sizes_on_both_sides_of_tiles(
     assert (got.double() - case.expected(adapters)).abs().max() < 2e-3
 
 
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize(("slices", "rank"), [((130, 7, 3), 16), ((64, 64), 16), ((200,), 16), ((130, 7), 32)])
+@pytest.mark.parametrize("num_rows", [1, 37])
+def test_many_tiles_a_program_change_no_bit(
+    num_rows: int, slices: tuple[int, ...], rank: int, programs: int, device: torch.device
+) -> None:
+    """Where a rank is several blocks it has one tile, whatever the table says."""
+    case = Case(num_rows, 80, slices, rank, dtype=torch.float16, device=device)
+    plan = plan_of(mixes(num_rows)["mixed"] if num_rows > 1 else [2], 5, device)
+    one_each = {"block_n": 16, "block_r": 16, "num_warps": 4}
+    with overriding("lora_expand", one_each):
+        expected = case.run(plan)
+    with overriding("lora_expand", {**one_each, "programs": programs}):
+        assert torch.equal(case.run(plan), expected)
+    assert not torch.equal(expected, case.y)
+
+
+@pytest.mark.parametrize(("num_tiles", "num_tokens", "of_item"), [
+    (224, 2048, 8), (32, 2048, 8), (224, 2304, 6), (224, 4096, 4), (224, 8192, 2), (224, 65536, 1), (3, 2048, 3),
+    (224, 64, 224),
+])  # fmt: skip
+def test_an_item_has_programs_for_two_a_multiprocessor(
+    num_tiles: int, num_tokens: int, of_item: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next fewer of a few numbers, each of which is compiled."""
+    monkeypatch.setattr(lora_expand_module, "num_multiprocessors", lambda device: 132)
+    plan = new_plan(num_tokens, 8, 64, torch.device("cpu"))
+    tiles = lora_expand_module.tiles_of_program(num_tiles, plan, 2)
+    assert -(-num_tiles // tiles) == of_item
+
+
 @pytest.mark.parametrize("num_rows", [1, 19])
 def test_kernel_and_twin_round_in_the_same_places(num_rows: int, device: torch.device) -> None:
     """With the parameters that are shipped."""
@@ -157,7 +190,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> No
 
 def test_splits_are_few_and_hold_the_input() -> None:
     for in_size in (1, 64, 65, 1024, 1025, 4096, 14336, 28672):
-        size = lora.split_size_of(in_size)
+        size = lora_shrink_module.split_size_of(in_size)
         assert size >= 64
         assert size & (size - 1) == 0
         assert -(-in_size // size) <= 16

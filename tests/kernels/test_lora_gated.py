@@ -13,9 +13,10 @@ from torch import Tensor
 
 from cb_backend.kernels import lora_gated
 from cb_backend.kernels.launch import IS_INTERPRETING, launch_parameters, overriding
-from cb_backend.kernels.lora import lora_expand, lora_shrink
+from cb_backend.kernels.lora_expand import lora_expand
 from cb_backend.kernels.lora_gated import lora_expand_gated, lora_expand_gated_torch
 from cb_backend.kernels.lora_plan import AdapterPlan
+from cb_backend.kernels.lora_shrink import lora_shrink
 from cb_backend.kernels.silu_mul import gelu_mul, silu_mul
 from tests.kernels.test_lora import Case, mixes, plan_of
 
@@ -120,6 +121,16 @@ def test_launch_parameters_change_no_bit(block_r: int, block_n: int, tile_rows: 
     parameters = {"block_n": block_n, "block_r": block_r, "num_warps": 4}
     with overriding("lora_expand", {**SMALL, "block_r": block_r}):
         check(case, plan_of(mixes(70)["mixed"], MAX_ADAPTERS, device, tile_rows), parameters=parameters)
+
+
+@pytest.mark.parametrize("num_rows", [3, 70])
+@pytest.mark.parametrize("size", [16, 72, 200])
+@pytest.mark.parametrize("programs", [1, 2])
+def test_many_tiles_a_program_change_no_bit(programs: int, size: int, num_rows: int, device: torch.device) -> None:
+    case = case_of(num_rows, (size, size), 16, torch.float16, device)
+    plan = plan_of(mixes(num_rows)["mixed"], MAX_ADAPTERS, device)
+    with overriding("lora_expand", {**SMALL, "block_n": 16}):
+        check(case, plan, parameters={**SMALL, "block_n": 16, "programs": programs})
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
