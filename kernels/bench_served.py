@@ -7,7 +7,8 @@ DIR is a checkpoint folder, or a config.json with `--load-format dummy`; without
 beside a copy of it. For every number of front ends a server is started, and every number of streams is sent at once
 (each `--input-len` tokens in, `--output-len` out). The table says what the clients saw, and how many cores the engine,
 the front ends, the server and the clients kept busy meanwhile: where the time goes. With `--adapters` each request goes
-through one of so many made-up adapters, drawn by Zipf's law, and a line says what those who named them waited.
+through one of so many made-up adapters, drawn by Zipf's law, and a line says what those who named them waited; before
+the loads each is used once, which reads its files.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, f
 from cb_backend.support.process_watch import process_cpu_seconds  # noqa: E402
 
 ADAPTER_RANK = 16
+USES = 16  # of each adapter before the loads, as they are drawn: so many that none is left out
 
 HEADER = (
     "front ends  streams  out tok/s  responses/s  tok/resp   TTFT p50/p99 ms   ITL p50/p99 ms  errors"
@@ -110,6 +112,21 @@ def run_load(
         run["adapters"] = waits_by_adapter(args, history)
     history.unlink()
     return run
+
+
+def use_adapters_once(args: argparse.Namespace, server: ServerProcess, tokenizer: Path) -> str:
+    """Short requests until every adapter has been asked for, so that no load waits for what is read once; a line."""
+    is_short = {
+        "num_requests": USES * args.adapters,
+        "input_len": 16,
+        "output_len": 1,
+        "keeps_streams": True,
+        "zipf": 0,
+    }
+    start = time.perf_counter()
+    run = run_load(argparse.Namespace(**vars(args) | is_short), server, tokenizer, 64, seed=len(args.streams))
+    found, seconds = run["adapters"], time.perf_counter() - start
+    return f"first use of {found['names']} adapters: {seconds:.1f} s, longest wait {found['longest_ms']} ms"
 
 
 def adapter_names(args: argparse.Namespace) -> list[str]:
@@ -191,6 +208,8 @@ def serve(args: argparse.Namespace, model: Path, front_ends: int) -> list[str]:
         try:
             server.wait_ready(args.timeout_s)
             print(f"{front_ends} front ends: ready after {time.perf_counter() - start:.1f} s", flush=True)
+            if args.adapters:
+                print(use_adapters_once(args, server, model / "tokenizer.json"), flush=True)
             for seed, streams in enumerate(args.streams):
                 try:
                     run = run_load(args, server, model / "tokenizer.json", streams, seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import cb_backend.layers
+from cb_backend.layers.linear import Linear
+from cb_backend.layers.lora_linear import LoraLinear
 from cb_backend.models.lora_config import read_lora_config
 from tests.models.adapters import ALL_MODULES, load_merged, write_adapter
 from tests.models.paged_model import PagedModel
@@ -57,6 +62,20 @@ def test_packed_weights(family: str, name: str, tmp_path: Path) -> None:
     assert (through - wanted).abs().max() < 1e-4 * max(1.0, float(scale))
     assert (without - base).abs().max() < 1e-4
     assert (wanted - merged_logits(plain, None, PROMPTS[0])).abs().max() > 0.1, "an adapter that matters"
+
+
+def test_a_projection_with_a_product_of_its_own_says_what_runs_beside_it() -> None:
+    """`Linear`'s own lets the adapters' part start beside the plain product, which would then be of no weight."""
+    for module in pkgutil.iter_modules(cb_backend.layers.__path__):
+        importlib.import_module(f"cb_backend.layers.{module.name}")
+    kinds, seen = [Linear], set()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        own = vars(kind).keys() & {"__call__", "with_shrunk"}
+        assert own in (set(), {"__call__", "with_shrunk"}) or kind is LoraLinear, kind
+        seen.add(kind.__name__)
+    assert seen > {"PartialLinear", "Fp8Linear", "PackedLinear", "SeparateLinear", "WrittenOutLinear"}
 
 
 class Adapted(nn.Module):
