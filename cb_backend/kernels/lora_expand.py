@@ -16,7 +16,6 @@ from cb_backend.kernels.launch import (
     let_next_start,
     needs_twin,
     next_power_of_2,
-    num_multiprocessors,
     tl,
 )
 from cb_backend.kernels.lora_plan import ITEM, AdapterPlan, item_at
@@ -131,9 +130,7 @@ def lora_expand(
     device, rank, splits = y.device, b.shape[2], shrunk.shape[0]
     parameters = launch_parameters("lora_expand", device, n=sum(slices), m=plan.tile_rows, bytes=y.element_size())
     block_n, block_r = parameters["block_n"], rank_block(rank, parameters["block_r"])
-    tiles = 1
-    if "programs" in parameters and block_r == rank:
-        tiles = tiles_of_program(-(-sum(slices) // block_n), plan, parameters["programs"])
+    tiles = tiles_of_program(-(-sum(slices) // block_n), parameters, block_r == rank)
     num_programs = sum(-(-size // (block_n * tiles)) for size in slices)
     sizes = (*slices, *(0,) * (MAX_SLICES - len(slices)))
     _lora_expand_kernel[(plan.bound, num_programs)](
@@ -144,17 +141,12 @@ def lora_expand(
     )  # fmt: skip
 
 
-def tiles_of_program(num_tiles: int, plan: AdapterPlan, programs: int) -> int:
-    """Tiles of each program where an item has `num_tiles` and a multiprocessor is to have so many programs in all.
+def tiles_of_program(num_tiles: int, parameters: dict[str, int], is_one_block: bool) -> int:
+    """Tiles of each program where an item has `num_tiles`; is_one_block: the rank is summed at once.
 
-    Programs of an item are a power of 2 or three times one: every other number of tiles is compiled once more.
+    By sizes and the rows of an item alone: by the number of tokens, steps would compile more kernels while they serve.
     """
-    rows = plan.rows
-    num_items = -(-rows.shape[0] // plan.tile_rows)  # most are full
-    wanted = max(programs * num_multiprocessors(rows.device) // num_items, 1)
-    power = 1 << (wanted.bit_length() - 1)
-    of_item = power * 3 // 2 if wanted >= power * 3 // 2 else power
-    return max(1, -(-num_tiles // of_item))
+    return -(-num_tiles // parameters["programs"]) if is_one_block and "programs" in parameters else 1
 
 
 def rank_block(size: int, most: int) -> int:

@@ -152,9 +152,8 @@ def lora_expand_gated(
         "lora_expand_gated", device, n=intermediate_size, m=plan.tile_rows, bytes=gate_up.element_size()
     )
     block_n, block_r = parameters["block_n"], rank_block(rank, parameters["block_r"])
-    num_tiles, tiles = -(-intermediate_size // block_n), 1
-    if "programs" in parameters and block_r == rank:
-        tiles = tiles_of_program(num_tiles, plan, parameters["programs"])
+    num_tiles = -(-intermediate_size // block_n)
+    tiles = tiles_of_program(num_tiles, parameters, block_r == rank)
     out = gate_up.new_empty(num_tokens, intermediate_size)
     if num_tokens == 0:
         return out

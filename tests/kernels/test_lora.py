@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from cb_backend.kernels import lora_expand as lora_expand_module
 from cb_backend.kernels import lora_shrink as lora_shrink_module
 from cb_backend.kernels.launch import overriding
 from cb_backend.kernels.lora_expand import lora_expand, lora_expand_torch
-from cb_backend.kernels.lora_plan import AdapterPlan, new_plan, plan_adapters
+from cb_backend.kernels.lora_plan import AdapterPlan, plan_adapters
 from cb_backend.kernels.lora_shrink import lora_shrink, lora_shrink_torch
 
 NOTHING = torch.zeros(0, dtype=torch.int32)
@@ -84,6 +88,23 @@ class Case:
         return y
 
 
+@contextlib.contextmanager
+def recorded(module: ModuleType, kernel: str) -> Iterator[list[dict[str, Any]]]:
+    """The keyword arguments of a kernel's launches; nothing runs."""
+    launches: list[dict[str, Any]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *given, **options: launches.append(options)
+
+    original = getattr(module, kernel)
+    setattr(module, kernel, Recorder())
+    try:
+        yield launches
+    finally:
+        setattr(module, kernel, original)
+
+
 def mixes(num_rows: int) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(num_rows)
     return {
@@ -149,18 +170,23 @@ def test_many_tiles_a_program_change_no_bit(
     assert not torch.equal(expected, case.y)
 
 
-@pytest.mark.parametrize(("num_tiles", "num_tokens", "of_item"), [
-    (224, 2048, 8), (32, 2048, 8), (224, 2304, 6), (224, 4096, 4), (224, 8192, 2), (224, 65536, 1), (3, 2048, 3),
-    (224, 64, 224),
-])  # fmt: skip
-def test_an_item_has_programs_for_two_a_multiprocessor(
-    num_tiles: int, num_tokens: int, of_item: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the next fewer of a few numbers, each of which is compiled."""
-    monkeypatch.setattr(lora_expand_module, "num_multiprocessors", lambda device: 132)
-    plan = new_plan(num_tokens, 8, 64, torch.device("cpu"))
-    tiles = lora_expand_module.tiles_of_program(num_tiles, plan, 2)
-    assert -(-num_tiles // tiles) == of_item
+@pytest.mark.parametrize(("num_tiles", "programs", "tiles"), [(224, 8, 28), (32, 8, 4), (3, 8, 1), (9, 8, 2)])
+def test_an_item_has_at_most_so_many_programs(num_tiles: int, programs: int, tiles: int) -> None:
+    found = lora_expand_module.tiles_of_program
+    assert found(num_tiles, {"programs": programs}, True) == tiles
+    assert found(num_tiles, {"programs": programs}, False) == found(num_tiles, {}, True) == 1
+
+
+def test_steps_with_as_many_rows_an_item_launch_one_kernel(device: torch.device) -> None:
+    """Whatever their number of tokens: one that has not been compiled before would be while it is waited for."""
+    seen = set()
+    for num_tokens in (257, 300, 512, 700, 1024):
+        case = Case(num_tokens, 32, (600,), dtype=torch.float16, device=device)
+        plan = plan_of([0] * num_tokens, 1, device, tile_rows=32)
+        with recorded(lora_expand_module, "_lora_expand_kernel") as launches:
+            case.run(plan)
+        seen |= {tuple(sorted((name, value) for name, value in each.items() if name.isupper())) for each in launches}
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 19])
