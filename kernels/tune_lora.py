@@ -6,6 +6,7 @@ Shrink and expand run between the products of a step, whose weights they compete
 they take alone. Steps of all `--rows`, each row through an adapter of its own, are searched together by the geometric
 mean of their times, then steps of prompts. With adapters gate and up are a plain product, for which the base model has
 no entry: it is chosen here too. Entries are marked, and the tuners of kernels alone leave them.
+Those of the file that say for which `rows` they are stay, and go before what is found.
 """
 
 from __future__ import annotations
