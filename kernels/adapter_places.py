@@ -1,14 +1,15 @@
-"""What streams that each go through one of many adapters can reach with few places on the device, by arithmetic.
+"""An estimate of what streams that each go through one of many adapters reach with few places on the device.
 
     python kernels/adapter_places.py [--streams 64] [--names 32] [--zipf 1] [--places 8]
 
 Each stream asks again when it is answered, for a name drawn by Zipf's law. An adapter has a place a share f of the
 time, at least an answer's time D at once, so it has none for D (1 - f) / f in between, and of its requests those that
 come then wait half of that. With X requests/s of which a name has the share p, X p D (1 - f)^2 / 2 f streams wait for
-it. `at most` chooses every f best for a sum of `--places`, and takes it that whoever joins meanwhile does not keep the
-place for longer, which nothing does: no order of requests reaches it. `gathered` is what serving a name's waiting
-requests together reaches, names in turns. Steps take `--step-ms` and `--row-us` for each row, and a prompt stops all
-rows for `--prompt-ms`: as measured on an H200 with Llama-3.1-8B, 512 tokens in, without adapters; `--cost` is theirs.
+it. `rotation` chooses every f best for a sum of `--places`, and takes it that whoever joins meanwhile does not keep the
+place for longer. It is no bound: places go round without regard to who asks, so where streams are few, who load an
+adapter when it is asked for wait less. `gathered` is what serving a name's waiting requests together reaches, names in
+turns. With no more streams than places nobody waits. Steps take `--step-ms` and `--row-us` for each row, and a prompt
+stops all rows for `--prompt-ms`: as measured on an H200 with Llama-3.1-8B, 512 tokens in, without adapters; `--cost` is theirs.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main() -> int:
     parser.add_argument("--prompt-ms", type=float, default=12.5)
     parser.add_argument("--cost", type=float, default=0.11, help="what adapters add to steps and prompts")
     given = parser.parse_args()
-    share = shares(given.names, given.zipf)
+    share, few = shares(given.names, given.zipf), given.streams <= given.places
 
     def reached(waiting: float, cost: float) -> float:
         def step_s(rows: float) -> float:
@@ -95,9 +96,13 @@ def main() -> int:
     print(f"{given.streams} streams, no adapters: {base:,.0f} output tokens/s")
     for name, waiting, cost in (
         ("a place for each", 0.0, given.cost),
-        (f"{given.places} places, at most, if adapters cost nothing", least_waiting(share, given.places), 0.0),
-        (f"{given.places} places, at most", least_waiting(share, given.places), given.cost),
-        (f"{given.places} places, gathered", gathered_waiting(share, given.places), given.cost),
+        (
+            f"{given.places} places in rotation, if adapters cost nothing",
+            (0.0 if few else least_waiting(share, given.places)),
+            0.0,
+        ),
+        (f"{given.places} places in rotation", (0.0 if few else least_waiting(share, given.places)), given.cost),
+        (f"{given.places} places, gathered", (0.0 if few else gathered_waiting(share, given.places)), given.cost),
     ):
         tokens = reached(waiting, cost)
         print(f"{given.names} names, {name}: {tokens:,.0f} ({tokens / base:.0%})")

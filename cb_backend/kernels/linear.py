@@ -135,7 +135,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
 
 
 def linear_of_shared(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """`linear`, whose launch lets the next kernel start once x is complete, and not before: it may read x at once."""
+    """`linear` by a kernel of ours, which lets the next one start once x is complete, and not before.
+
+    What a library launches for other shapes promises no such thing.
+    """
     return _linear(x, weight, bias, out, is_shared=True)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cb_backend.kernels.launch import MAX_DEPENDENT_ROWS, needs_twin
-from cb_backend.kernels.linear import linear, linear_of_shared, linear_torch
+from cb_backend.kernels.linear import linear, linear_of_shared, linear_torch, product_parameters
 from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.kernels.lora_shrink import launch_shrink, lora_shrink, lora_shrink_torch, new_shrunk
 
@@ -21,8 +21,10 @@ def linear_shrink(
     """`linear_shrink_torch` in two launches that overlap; rows of x may be strided."""
     if needs_twin(x):
         return linear_shrink_torch(x, weight, bias, out, a, plan)
-    if x.shape[0] > MAX_DEPENDENT_ROWS:
-        # One after the other, in this order: the product may fetch its weights meanwhile.
+    parameters = product_parameters("linear", x, weight, weight.shape[0])
+    if x.shape[0] > MAX_DEPENDENT_ROWS or "library" in parameters:
+        # A library does not say when its kernels let the next one start. So one after the other, and in this order: a
+        # product of ours may fetch its weights meanwhile.
         shrunk = lora_shrink(x, a, plan)
         return linear(x, weight, bias, out), shrunk
     shrunk = new_shrunk(x, a)  # before the product's own buffers, which would be free for it while they are in use

@@ -148,6 +148,7 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "has_tensor_core": any(sign in ptx for sign in ("mma.sync", "wgmma", "tcgen05.mma")),
         "has_async_copy": "cp.async" in ptx,
         "waits": bool(wait),
+        "lets_next_start_before_wait": bool(wait) and "griddepcontrol.launch_dependents" in before_wait,
         "lets_next_start_after_wait": "griddepcontrol.launch_dependents" in after_wait,
         "stores_after_wait": len(re.findall(r"st\.global|atom\.|red\.global", after_wait)),
         "loads_past_l1": len(re.findall(r"ld\.global\S*\.cg|cp\.async\.cg", ptx)),

@@ -54,6 +54,25 @@ def test_bits_are_those_of_two_launches(
     assert torch.equal(shrunk[:, where.long()], expected[:, where.long()])
 
 
+def test_nothing_runs_beside_a_librarys_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may let the next one start before they have waited themselves."""
+    launched: list[bool] = []
+    original = lora_shrink.launch_shrink
+
+    def noticing(*given: Any, is_beside: bool = False) -> None:
+        launched.append(is_beside)
+        original(*given, is_beside=is_beside)
+
+    monkeypatch.setattr(lora_shrink, "launch_shrink", noticing)
+    monkeypatch.setattr(linear_shrink, "launch_shrink", noticing)
+    case = Case(3, 128, dtype=torch.float16, device=device)
+    weight, plan = case.b[0].repeat(1, 8).contiguous(), plan_of([0, 1, 2], MAX_ADAPTERS, device)
+    for parameters in (LIBRARY, TILED):
+        with overriding("linear", parameters):
+            both(case, weight, None, None, plan)
+    assert launched == [False, True]
+
+
 def test_what_is_shrunk_has_memory_before_the_product_has_its_own(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +112,7 @@ def test_a_product_lets_the_next_start_once_its_input_is_complete(
     name: str, compiled: dict[str, dict[str, Any]]
 ) -> None:
     assert compiled[name]["lets_next_start_after_wait"]
+    assert not compiled[name]["lets_next_start_before_wait"], "the next one would read what is not there yet"
     assert compiled[name]["stores_before_wait"] == 0
 
 
