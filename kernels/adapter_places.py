@@ -9,7 +9,8 @@ it. `rotation` chooses every f best for a sum of `--places`, and takes it that w
 place for longer. It is no bound: places go round without regard to who asks, so where streams are few, who load an
 adapter when it is asked for wait less. `gathered` is what serving a name's waiting requests together reaches, names in
 turns. With no more streams than places nobody waits. Steps take `--step-ms` and `--row-us` for each row, and a prompt
-stops all rows for `--prompt-ms`: as measured on an H200 with Llama-3.1-8B, 512 tokens in, without adapters; `--cost` is theirs.
+stops all rows for `--prompt-ms`: as measured on an H200 with Llama-3.1-8B, 512 tokens in, without adapters; `--cost`
+is theirs.
 """
 
 from __future__ import annotations
