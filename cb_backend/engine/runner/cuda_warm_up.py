@@ -108,9 +108,11 @@ def rehearsed_shapes(max_num_seqs: int, max_num_batched_tokens: int, has_adapter
     most_rows = min(max_num_seqs, max_num_batched_tokens)
     sizes = {1 << bits for bits in range(most_rows.bit_length())} | {most_rows}
     shapes = [*(StepShape(size) for size in sorted(sizes)), StepShape(0, 16, 1), StepShape(0, 256, 1)]
-    if has_adapters:  # the plan's tiles are chosen by the number of tokens
-        larger = {size for size in (512, 1024, 2048) if size < max_num_batched_tokens} | {max_num_batched_tokens}
-        shapes += [shape._replace(has_adapters=True) for shape in (*shapes, *(StepShape(0, n, 1) for n in larger))]
+    if has_adapters:  # the plan's tiles, and what runs beside a product, are chosen by the number of tokens
+        others = {2, 4, 8, 32, 64, 128} - sizes | {512, 1024, 2048}
+        others = {size for size in others if size < max_num_batched_tokens} | {max_num_batched_tokens}
+        prompts = (StepShape(0, size, 1) for size in sorted(others))
+        shapes += [shape._replace(has_adapters=True) for shape in (*shapes, *prompts)]
     return shapes
 
 
