@@ -8,9 +8,9 @@ come then wait half of that. With X requests/s of which a name has the share p, 
 it. `rotation` chooses every f best for a sum of `--places`, and takes it that whoever joins meanwhile does not keep the
 place for longer. It is no bound: places go round without regard to who asks, so where streams are few, who load an
 adapter when it is asked for wait less. `gathered` is what serving a name's waiting requests together reaches, names in
-turns. With no more streams than places nobody waits. Steps take `--step-ms` and `--row-us` for each row, and a prompt
-stops all rows for `--prompt-ms`: as measured on an H200 with Llama-3.1-8B, 512 tokens in, without adapters; `--cost`
-is theirs.
+turns. With a place for each stream or name nobody waits. Steps take `--step-ms` and `--row-us` for each row, and a
+prompt stops all rows for `--prompt-ms`: as measured on an H200 with Llama-3.1-8B, 512 tokens in, without adapters;
+`--cost` is theirs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def main() -> int:
     parser.add_argument("--prompt-ms", type=float, default=12.5)
     parser.add_argument("--cost", type=float, default=0.11, help="what adapters add to steps and prompts")
     given = parser.parse_args()
-    share, few = shares(given.names, given.zipf), given.streams <= given.places
+    share = shares(given.names, given.zipf)
+    rotating = gathering = 0.0
+    if given.places < min(given.streams, given.names):
+        rotating, gathering = least_waiting(share, given.places), gathered_waiting(share, given.places)
 
     def reached(waiting: float, cost: float) -> float:
         def step_s(rows: float) -> float:
@@ -97,13 +100,9 @@ def main() -> int:
     print(f"{given.streams} streams, no adapters: {base:,.0f} output tokens/s")
     for name, waiting, cost in (
         ("a place for each", 0.0, given.cost),
-        (
-            f"{given.places} places in rotation, if adapters cost nothing",
-            (0.0 if few else least_waiting(share, given.places)),
-            0.0,
-        ),
-        (f"{given.places} places in rotation", (0.0 if few else least_waiting(share, given.places)), given.cost),
-        (f"{given.places} places, gathered", (0.0 if few else gathered_waiting(share, given.places)), given.cost),
+        (f"{given.places} places in rotation, if adapters cost nothing", rotating, 0.0),
+        (f"{given.places} places in rotation", rotating, given.cost),
+        (f"{given.places} places, gathered", gathering, given.cost),
     ):
         tokens = reached(waiting, cost)
         print(f"{given.names} names, {name}: {tokens:,.0f} ({tokens / base:.0%})")

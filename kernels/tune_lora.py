@@ -105,7 +105,7 @@ def lora_changes(
     found: dict[Entry, list[Parameters]] = {}
     for k in inputs:
         found[entry("lora_shrink", k=k, m=tile, bytes=2)] = [
-            {"block_k": block_k, "block_r": max(tile, 16), "num_warps": warps, "num_stages": stages}
+            {"block_k": block_k, "block_r": tile, "num_warps": warps, "num_stages": stages}
             for block_k, warps, stages in shrinks
         ]
     launches = [("lora_expand", n, expands) for n in outputs]

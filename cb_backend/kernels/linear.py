@@ -131,21 +131,22 @@ def _linear_kernel(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`linear_torch`, by whatever the tuned table says is fastest for this shape; rows of x may be strided."""
-    return _linear(x, weight, bias, out, is_shared=False)
-
-
-def linear_of_shared(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """`linear` by a kernel of ours, which lets the next one start once x is complete, and not before.
-
-    What a library launches for other shapes promises no such thing.
-    """
-    return _linear(x, weight, bias, out, is_shared=True)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, *, is_shared: bool) -> Tensor:
     parameters = product_parameters("linear", x, weight, weight.shape[0])
     if "library" in parameters:
         return _library_product(x, weight, bias, out, parameters)
+    return launched_linear(x, weight, bias, out, parameters)
+
+
+def launched_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    parameters: dict[str, int],
+    *,
+    is_shared: bool = False,
+) -> Tensor:
+    """`linear` by the kernel that `parameters` describe. is_shared: it lets the next one start once x is complete."""
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
     _launch(x, weight, bias, out, parameters, is_gated=False, is_shared=is_shared)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cb_backend.kernels.launch import MAX_DEPENDENT_ROWS, needs_twin
-from cb_backend.kernels.linear import linear, linear_of_shared, linear_torch, product_parameters
+from cb_backend.kernels.linear import launched_linear, linear, linear_torch, product_parameters
 from cb_backend.kernels.lora_plan import AdapterPlan
 from cb_backend.kernels.lora_shrink import launch_shrink, lora_shrink, lora_shrink_torch, new_shrunk
 
@@ -28,7 +28,7 @@ def linear_shrink(
         shrunk = lora_shrink(x, a, plan)
         return linear(x, weight, bias, out), shrunk
     shrunk = new_shrunk(x, a)  # before the product's own buffers, which would be free for it while they are in use
-    product = linear_of_shared(x, weight, bias, out)
+    product = launched_linear(x, weight, bias, out, parameters, is_shared=True)
     launch_shrink(x, a, plan, shrunk, is_beside=True)
     return product, shrunk
 

@@ -33,6 +33,15 @@ def shrunk_block(pointers, is_row, stride, SPLITS: tl.constexpr):
 
 
 @jit()
+def rows_of_b(column_pointers, n, end, RANK: tl.constexpr):
+    """Pointers to features n of B [BLOCK_N, BLOCK_R].
+
+    Features past the last are the last again: their sums are not stored, and no load needs a mask for them.
+    """
+    return column_pointers + tl.minimum(n, end - 1).to(tl.int64)[:, None] * RANK
+
+
+@jit()
 def added(y, scale, acc):
     """y + scale * acc, rounded once in every kernel: left to the compiler, it is so in some of them."""
     return tl.fma(scale, acc, y)
@@ -85,10 +94,10 @@ def _lora_expand_kernel(
     end = begin + tl.where(index == 0, size_0, tl.where(index == 1, size_1, size_2))
     own = program - tl.where(index == 0, 0, tl.where(index == 1, programs_0, programs_0 + programs_1))
     n = begin + own * WIDTH + tl.arange(0, BLOCK_N)
-    # Features past the last are the last again: their sums are not stored, and no load needs a mask for them.
     b_column_ptr = b_ptr + adapter * b_stride + r[None, :]
     scale = tl.load(scales_ptr + adapter * scales_stride + index)
-    b = tl.load(b_column_ptr + tl.minimum(n, end - 1).to(tl.int64)[:, None] * RANK)  # [BLOCK_N, BLOCK_R]
+    b_tile_ptr = rows_of_b(b_column_ptr, n, end, RANK)
+    b = tl.load(b_tile_ptr)  # [BLOCK_N, BLOCK_R]
     shrunk_tile_ptr = shrunk_ptr + (first + m)[:, None] * COLUMNS + index * RANK + r[None, :]
     y_row_ptr = y_ptr + row.to(tl.int64)[None, :] * y_stride
     await_previous(IS_DEPENDENT)
@@ -102,13 +111,12 @@ def _lora_expand_kernel(
             if TILES > 1:
                 next_n = n + BLOCK_N
                 is_next = (next_n < end)[:, None] & is_row[None, :] & (tile < TILES - 1)
-                next_b = tl.load(b_column_ptr + tl.minimum(next_n, end - 1).to(tl.int64)[:, None] * RANK)
+                next_b = tl.load(rows_of_b(b_column_ptr, next_n, end, RANK))
                 next_y = tl.load(y_row_ptr + next_n[:, None], mask=is_next, other=0.0)
             acc = tl.dot(b, inner, input_precision="ieee")
             tl.store(y_row_ptr + n[:, None], added(y.to(tl.float32), scale, acc).to(y.dtype), mask=is_stored)
             n, is_stored, b, y = next_n, is_next, next_b, next_y
     else:
-        b_tile_ptr = b_column_ptr + tl.minimum(n, end - 1).to(tl.int64)[:, None] * RANK
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for offset in range(0, RANK, BLOCK_R):
             inner = shrunk_block(shrunk_tile_ptr + offset, is_row, shrunk_stride, SPLITS)

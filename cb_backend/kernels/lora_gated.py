@@ -20,7 +20,14 @@ from cb_backend.kernels.launch import (
     needs_twin,
     tl,
 )
-from cb_backend.kernels.lora_expand import added, lora_expand_torch, rank_block, shrunk_block, tiles_of_program
+from cb_backend.kernels.lora_expand import (
+    added,
+    lora_expand_torch,
+    rank_block,
+    rows_of_b,
+    shrunk_block,
+    tiles_of_program,
+)
 from cb_backend.kernels.lora_plan import ITEM, AdapterPlan, item_at
 from cb_backend.kernels.silu_mul import gated, gelu_mul_torch, silu_mul_torch
 
@@ -82,8 +89,7 @@ def _lora_expand_gated_kernel(
     up_shift = tl.cast(intermediate_size, tl.int64) * RANK
     scale_ptr = scales_ptr + adapter * scales_stride
     gate_scale, up_scale = tl.load(scale_ptr), tl.load(scale_ptr + UP_SLICE)
-    # Features past the last are the last again: their sums are not stored, and no load needs a mask for them.
-    b_tile_ptr = b_column_ptr + tl.minimum(n, intermediate_size - 1).to(tl.int64)[:, None] * RANK
+    b_tile_ptr = rows_of_b(b_column_ptr, n, intermediate_size, RANK)
     b, b_up = tl.load(b_tile_ptr), tl.load(b_tile_ptr + up_shift)  # [BLOCK_N, BLOCK_R]
     shrunk_tile_ptr = shrunk_ptr + (first + m)[:, None] * ((1 + UP_SLICE) * RANK) + r[None, :]
     await_previous(IS_DEPENDENT)
@@ -99,7 +105,7 @@ def _lora_expand_gated_kernel(
             if TILES > 1:
                 next_n = n + BLOCK_N
                 is_next = (next_n < intermediate_size)[:, None] & is_row[None, :] & (tile < TILES - 1)
-                b_tile_ptr = b_column_ptr + tl.minimum(next_n, intermediate_size - 1).to(tl.int64)[:, None] * RANK
+                b_tile_ptr = rows_of_b(b_column_ptr, next_n, intermediate_size, RANK)
                 next_b, next_b_up = tl.load(b_tile_ptr), tl.load(b_tile_ptr + up_shift)
                 next_gate, next_up = _gate_and_up(gate_row_ptr + next_n[:, None], intermediate_size, is_next)
             acc = tl.dot(b, inner, input_precision="ieee")

@@ -78,15 +78,17 @@ def test_what_is_shrunk_has_memory_before_the_product_has_its_own(
 ) -> None:
     """The product gives back the memory of its sums when it is launched, and needs it until it has run."""
     order: list[str] = []
-    for module, name in ((linear_shrink, "new_shrunk"), (linear_shrink, "linear_of_shared")):
+    for module, name in ((linear_shrink, "new_shrunk"), (linear_shrink, "launched_linear")):
         original = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *given, name=name, original=original: (order.append(name), original(*given))[1]
+            module,
+            name,
+            lambda *given, name=name, original=original, **more: (order.append(name), original(*given, **more))[1],
         )
     case = Case(4, 128, dtype=torch.float16, device=device)
     with overriding("linear", TILED):
         both(case, case.b[0].repeat(1, 8).contiguous(), None, None, plan_of([0, 1, -1, 2], MAX_ADAPTERS, device))
-    assert order == ["new_shrunk", "linear_of_shared"]
+    assert order == ["new_shrunk", "launched_linear"]
 
 
 # ---- what is launched -----------------------------------------------------------------------------------------------
