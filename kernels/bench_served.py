@@ -115,7 +115,7 @@ def run_load(
 
 
 def use_adapters_once(args: argparse.Namespace, server: ServerProcess, tokenizer: Path) -> str:
-    """Short requests until every adapter has been asked for, so that no load waits for what is read once; a line."""
+    """So many short requests that every adapter is asked for: no load waits then for what is read once. A line."""
     is_short = {
         "num_requests": USES * args.adapters,
         "input_len": 16,
