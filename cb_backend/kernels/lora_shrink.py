@@ -3,9 +3,9 @@
 Several projections of one input (q, k and v) are slices of one launch. An item of the plan (`lora_plan`) is a few rows
 of one adapter: programs gather them, and those beyond the items in use end at once, so the grid is bounded by the shape
 alone. Sums over the input are split by its size alone and added in one order (`lora_expand`), and the weights are the
-tall operand whatever the number of rows: a row's result does not depend on the rows beside it, among items of as many
-rows. (Items of more are multiplied by other instructions of the tensor cores; that their bits are the same has not been
-shown.) Knows rows and weights, not whose they are.
+tall operand whatever the number of rows: a row's result does not depend on the rows beside it. Nor on how many an item
+may have, for which the compiler takes other instructions of the tensor cores (`tests/kernels/test_lora_bits.py`, on an
+H200). Knows rows and weights, not whose they are.
 """
 
 from __future__ import annotations

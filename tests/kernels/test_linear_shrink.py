@@ -150,6 +150,7 @@ def _read_again() -> Iterator[None]:
 @pytest.mark.parametrize(("num_rows", "parameters", "shrink"), [
     (1, {**VECTOR, "block_k": 512, "fold": 8}, IN_BLOCKS), (8, {**TILED, "splits": 4}, WHOLE_SPLIT),
     (32, {**TILED, "block_k": 128}, IN_BLOCKS), (64, TILED, IN_BLOCKS),
+    (33, LIBRARY, IN_BLOCKS), (128, LIBRARY, WHOLE_SPLIT), (128, {"library": 2}, IN_BLOCKS),
 ])  # fmt: skip
 def test_a_long_chain_has_the_bits_of_plain_launches(
     num_rows: int, parameters: dict[str, int], shrink: dict[str, int], monkeypatch: pytest.MonkeyPatch
