@@ -1,49 +1,56 @@
-"""kernels/adapter_places.py: what few places for many adapters allow."""
+"""kernels/adapter_places.py: what few places for many adapters leave, by the real scheduler."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
-import numpy as np
 import pytest
 
 from cb_backend.cli.paths import checkout_path
+from cb_backend.study.adapter_mix import AdapterMix
 
 
 @pytest.fixture
-def arithmetic(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def places(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(checkout_path("kernels")))
     import adapter_places
 
     return adapter_places
 
 
-def test_with_a_place_for_each_nobody_waits(arithmetic: ModuleType) -> None:
-    assert arithmetic.least_waiting(arithmetic.shares(8, 1.0), 8) == 0.0
+def mix(num_places: int) -> AdapterMix:
+    return AdapterMix(num_names=8, skew=1.0, num_slots=num_places, num_bytes=1.0, bytes_per_s=1e3)
 
 
-def test_names_asked_for_alike_have_places_for_equal_shares_of_the_time(arithmetic: ModuleType) -> None:
-    """A quarter each: without one for three answers' times, in which three quarters of its requests come."""
-    present = arithmetic.best_presence(arithmetic.shares(32, 0.0), 8)
-    np.testing.assert_allclose(present, 0.25)
-    assert arithmetic.least_waiting(arithmetic.shares(32, 0.0), 8) == pytest.approx(0.75 * 3 / 2)
+def test_tokens_are_those_of_the_streams_in_the_steps_time(places: ModuleType) -> None:
+    """8 streams in steps of 5 ms, of which each answer has one of its prompt alone."""
+    load = places.Load(streams=8, input_len=32, output_len=100, requests=80)
+    found = places.simulate(load, places.step_times(0.005, 0.0, 0.0, 32), None)
+    assert found.tokens_per_s == pytest.approx(8 / 0.005, rel=0.03)
+    assert found.num_loads == 0
+    assert found.first_token_s[0] == pytest.approx(0.005, rel=0.5)
+    longer = places.simulate(load, places.step_times(0.005, 0.001, 0.0, 32), None)
+    assert longer.tokens_per_s == pytest.approx(8 / 0.013, rel=0.05)
 
 
-def test_no_other_division_of_the_places_makes_fewer_wait(arithmetic: ModuleType) -> None:
-    share = arithmetic.shares(12, 1.0)
-    best = arithmetic.best_presence(share, 4)
-    assert best.sum() == pytest.approx(4)
-    draw = np.random.default_rng(0)
-    for _ in range(200):
-        other = best * (1 + 0.2 * draw.random(12))
-        other = np.minimum(other * 4 / other.sum(), 1.0)
-        assert (share * (1 - other) ** 2 / (2 * other)).sum() >= arithmetic.least_waiting(share, other.sum()) - 1e-9
+def test_fewer_places_leave_less_and_each_load_is_counted(places: ModuleType) -> None:
+    load = places.Load(streams=16, input_len=32, output_len=40, requests=160)
+    times = places.step_times(0.005, 0.0, 0.002, 32)
+    found = {number: places.simulate(load, times, mix(number)) for number in (1, 4, 8)}
+    assert found[8].num_loads == 8
+    assert found[1].num_loads > found[4].num_loads > 8
+    assert found[1].tokens_per_s < 0.6 * found[4].tokens_per_s < 0.6 * found[8].tokens_per_s
+    assert found[8].tokens_per_s == pytest.approx(places.simulate(load, times, None).tokens_per_s, rel=0.03)
+    assert found[1].first_token_s[-1] > found[8].first_token_s[-1]
 
 
-def test_tokens_are_those_of_the_streams_that_do_not_wait(arithmetic: ModuleType) -> None:
-    def step_s(rows: float) -> float:
-        return 0.005
-
-    alone = arithmetic.most_tokens(64, 0.0, 100, step_s, 1e-9)
-    assert alone == pytest.approx(64 / 0.005, rel=1e-3)
-    assert arithmetic.most_tokens(64, 1.0, 100, step_s, 1e-9) == pytest.approx(alone / 2, rel=1e-3)
+def test_the_table_says_what_was_simulated(
+    places: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--places 2,8 --streams 8 --names 8 --requests 60 --output-len 20 --input-len 16"
+    monkeypatch.setattr("sys.argv", ["adapter_places.py", *options.split()])
+    assert places.main() == 0
+    first, _, two, eight = capsys.readouterr().out.splitlines()
+    assert first.startswith("8 streams, 8 names; without adapters")
+    assert (two.split()[0], eight.split()[0]) == ("2", "8")
+    assert float(two.split()[1].replace(",", "")) < float(eight.split()[1].replace(",", ""))

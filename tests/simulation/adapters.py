@@ -18,6 +18,7 @@ import msgspec
 from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey, AdapterSource
 from cb_backend.contracts.errors import InvalidRequestError
 from cb_backend.contracts.request import make_request_id
+from cb_backend.contracts.scheduling import SchedulingParams
 from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.adapter_line import Turn
 from cb_backend.engine.adapters import READ_TIMEOUT_S, WITHOUT_ROOM, AdapterStore
@@ -77,6 +78,30 @@ def crowded(scenario: Scenario) -> Scenario:
     arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.at_step)
     config = replace(config, max_queue_size=1000, max_queue_tokens=1 << 24)
     return replace(scenario, config=config, arrivals=tuple(arrivals))
+
+
+def besieged(scenario: Scenario) -> Scenario:
+    """The same world, to which many more requests come, nearly all for three adapters that fill the slots of the
+    device, and few for others, which find none until one of the three is asked for by nobody."""
+    rng, config = random.Random(f"siege of {scenario.seed}"), scenario.config
+    added = [
+        replace(
+            arrival := rng.choice(scenario.arrivals),
+            request_id=make_request_id(rng.randint(0, 2), len(scenario.arrivals) + number),
+            at_step=number // 2,
+            params=msgspec.structs.replace(arrival.params, structured_output=None),
+            scheduling=SchedulingParams(),
+            cancel_at=None,
+            cancel_in=None,
+            adapter=f"rare{number}/1/slow/0" if number % 16 == 15 else f"popular{number % 3}/1/slow/0",
+        )
+        for number in range(2 * NUM_CROWDED)
+    ]
+    arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.at_step)
+    settings = {"max_loras": 3, "max_cpu_loras": 32, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+    config = replace(config, max_queue_size=1000, max_queue_tokens=1 << 24, **settings)
+    num_blocks = scenario.num_blocks + 400  # it is not memory that they wait for
+    return replace(scenario, config=config, arrivals=tuple(arrivals), num_adapter_slots=3, num_blocks=num_blocks)
 
 
 def key_of(path: str) -> AdapterKey:

@@ -15,8 +15,10 @@ from cb_backend.contracts.errors import CbError, InvalidRequestError, Unavailabl
 from cb_backend.contracts.request import Request
 from cb_backend.contracts.step import EngineOutput, MaskSource, Pending, StepPlan, StepResult
 from cb_backend.engine.llm_engine import LLMEngine
+from cb_backend.engine.scheduler.admission import LOOKAHEAD
 from tests.fakes.plan_follower import FakePending
 from tests.fakes.runners import HashRunner
+from tests.simulation.adapter_turns import TurnChecks
 from tests.simulation.adapters import AdapterChecks, RoomChecks
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue
@@ -51,12 +53,14 @@ class CheckedEngine:
         self.computed: dict[int, int] = {}  # by request id: next position to compute
         self.slot_owner: dict[int, int] = {}
         self.overtaken: Counter[int] = Counter()
+        self.first: set[int] = set()  # ids of the first of the queue before the last plan
         self.arrived_at: dict[int, float] = {}
         self.places: dict[int, tuple[float, ...]] = {}  # in the queue, by request id
         self.in_flight: dict[int, FakePending] = {}  # launched, not read; by step id
         self.planned: StepPlan | None = None  # and not handed to the runner
         self.plans: dict[int, StepPlan] = {}  # by step id
         self.adapters = AdapterChecks(scenario.num_adapter_slots, counters)
+        self.turns = TurnChecks(counters)
         if engine.adapters is not None:
             RoomChecks(engine.adapters, self._expect, counters)
         self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
@@ -133,6 +137,7 @@ class CheckedEngine:
             self.planned = None
         num_free, preempted = self.kv.num_free_blocks, self.scheduler.num_preemptions
         self.was_short = False
+        self.first = {request.request_id for request in self.scheduler._queue.first(LOOKAHEAD)}
         plan = self._schedule()
         self.num_calls += plan is not None
         if plan is None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cb_backend.contracts.request import RequestStatus
-from cb_backend.contracts.step import NOTHING_WANTED, StepPlan
+from cb_backend.contracts.step import NOTHING_WANTED, JoinedRow, StepPlan
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.fakes.plan_follower import FakePending
+from tests.simulation.adapter_turns import waits_for_slot
 from tests.simulation.adapters import key_of
 
 if TYPE_CHECKING:
@@ -31,13 +32,16 @@ def check_plan(checked: CheckedEngine, plan: StepPlan, pending: FakePending) -> 
     assert min(scheduled_tokens) >= 1, "I12: an empty row"
     waiting = [checked.places[request.request_id] for request in checked.scheduler._queue]
     assert waiting == sorted(waiting), "I10: the queue is out of order"
+    filled = {slot for slot, _ in plan.adapter_loads}
     for row in plan.joined:
         is_back = row.request_id in checked.computed
         counters["resumed"] += is_back
         assert checked.requests[row.request_id].num_preemptions <= MAX_PREEMPTIONS, "I10: preempted too often"
         checked.slot_owner[row.slot] = row.request_id
         checked.computed.pop(row.request_id, None)
-        _check_overtaking(checked, row.request_id, is_back)
+        takes_slot = row.adapter in filled
+        filled.discard(row.adapter)  # others join whoever fills it
+        _check_overtaking(checked, row, is_back, takes_slot)
         arrival = checked.answers[row.request_id].arrival
         expected = [*arrival.prompt, *checked.answers[row.request_id].expected_ids]
         known = row.token_ids.tolist()
@@ -51,6 +55,7 @@ def check_plan(checked: CheckedEngine, plan: StepPlan, pending: FakePending) -> 
         checked.last_row[request_id] = plan.step_id
     wanted = {slot: key_of(checked.answers[checked.slot_owner[slot]].arrival.adapter) for slot in slots}
     checked.adapters.check(plan, checked.in_flight, wanted)
+    checked.turns.check(checked, plan)
     for block_id in (*pending.written_blocks, *(device for device, _ in plan.copies.back)):
         assert checked.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
         assert checked.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
@@ -65,9 +70,11 @@ def check_plan(checked: CheckedEngine, plan: StepPlan, pending: FakePending) -> 
     counters["chunks"] += plan.wants.tolist().count(NOTHING_WANTED)
 
 
-def _check_overtaking(checked: CheckedEngine, request_id: int, is_back: bool) -> None:
-    """I10: who starts before his place has passed nobody more urgent, and nobody too often."""
-    own, place = checked.requests[request_id].scheduling, checked.places[request_id]
+def _check_overtaking(checked: CheckedEngine, row: JoinedRow, is_back: bool, takes_slot: bool) -> None:
+    """I10: who starts before his place has passed nobody more urgent, and nobody too often. Who lacks a slot for his
+    adapter is passed by those who take none as often as they like (I25 is about him)."""
+    request = checked.requests[row.request_id]
+    own, place = request.scheduling, checked.places[row.request_id]
     for passed in checked.scheduler._queue:
         if checked.places[passed.request_id] > place:
             continue
@@ -80,6 +87,11 @@ def _check_overtaking(checked: CheckedEngine, request_id: int, is_back: bool) ->
             or (checked.has_tenants and (other.tenant, other.priority) != (own.tenant, own.priority))
         ):
             continue
+        if waits_for_slot(checked, passed) and not takes_slot:
+            checked.counters["passed for lack of a slot"] += 1
+            continue
+        if checked.scenario.num_adapter_slots and passed.request_id not in checked.first:
+            continue  # those behind the first, whom an adapter's next request passes from any place, are not counted
         checked.overtaken[passed.request_id] += 1
         checked.counters["overtaken"] += 1
         assert passed.num_preemptions == 0, "O10: overtaken after a preemption"

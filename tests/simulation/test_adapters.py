@@ -13,10 +13,11 @@ from cb_backend.contracts.adapters import NO_ADAPTER, AdapterKey
 from cb_backend.contracts.step import StepPlan
 from cb_backend.engine.adapter_line import RoomLine
 from cb_backend.engine.scheduler.adapter_slots import AdapterSlots
+from cb_backend.engine.scheduler.adapter_turns import AdapterTurns
 from cb_backend.engine.scheduler.plan import InFlightSteps
 from cb_backend.kv_cache.manager import KVCacheManager
 from tests.fakes.runners import HashRunner
-from tests.simulation.adapters import crowded
+from tests.simulation.adapters import besieged, crowded
 from tests.simulation.draw import Kind, make_scenario
 from tests.simulation.scenario import Scenario
 from tests.simulation.sweep import run_seed
@@ -69,6 +70,18 @@ def test_who_is_passed_without_end_while_he_waits_for_room_is_found(monkeypatch:
     assert run_all()["passed on the host"] > 100
     monkeypatch.setattr(RoomLine, "may_pass", lambda line, turn: True)
     with pytest.raises(AssertionError, match="I23"):
+        run_all()
+
+
+def test_who_lacks_a_slot_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In worlds where others ask for what is in the slots in every step."""
+
+    def run_all() -> Counter[str]:
+        return sum((World(besieged(world)).run() for world in islice(worlds(), 14)), Counter[str]())
+
+    assert run_all()["passed while a slot is emptied"] > 10
+    monkeypatch.setattr(AdapterTurns, "must_wait", AdapterTurns.lacks)
+    with pytest.raises(AssertionError, match="I25"):
         run_all()
 
 

@@ -7,6 +7,8 @@ is overwritten is read by nobody. This module does not know requests, the queue 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cb_backend.contracts.adapters import AdapterKey
 
 _EMPTY: AdapterKey = b""
@@ -35,6 +37,16 @@ class AdapterSlots:
     def has_room(self, key: AdapterKey) -> bool:
         """Whether a request with this adapter can start now."""
         return key in self._slot_of or bool(self._idle)
+
+    @property
+    def resident(self) -> Iterable[AdapterKey]:
+        """What slots hold, used or not, in the order of coming."""
+        return self._slot_of
+
+    def is_used(self, key: AdapterKey) -> bool:
+        """Whether a slot holds it and a reference to it is held."""
+        slot = self._slot_of.get(key)
+        return slot is not None and self._num_users[slot] > 0
 
     def take(self, key: AdapterKey) -> tuple[int, bool]:
         """A reference: the slot, and whether the plan must load it. Ask `has_room` before."""

@@ -4,9 +4,9 @@ The head of the queue starts first, with five exceptions inside the first `LOOKA
 `order` allows). The one that finds most of its tokens in the prefix cache goes first, before they are evicted. While a
 giant prompt is computed, or where one at the head does not fit into memory, short prompts may pass it. A request whose
 prefix another one is computing at this moment waits for it instead of computing it again, and one whose adapter finds
-no slot waits for one; meanwhile anyone may pass. What is reserved for a high class is given to it past everybody else.
-Whoever is chosen starts only if the policy agrees, and leaves as many blocks free as it wants. This module does not
-know how a step's budget is divided.
+no slot waits for one (`adapter_turns`); meanwhile anyone may pass. What is reserved for a high class is given to it
+past everybody else. Whoever is chosen starts only if the policy agrees, and leaves as many blocks free as it wants.
+This module does not know how a step's budget is divided.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from cb_backend.contracts.request import Request
+from cb_backend.engine.scheduler.adapter_turns import AdapterTurns
 from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
 from cb_backend.engine.scheduler.parts import Parts
 from cb_backend.engine.scheduler.plan import PlanBuilder
@@ -145,6 +146,7 @@ class Admission:
         self._queue = parts.queue
         self._swap = parts.swap
         self._adapters = parts.adapters
+        self._turns = AdapterTurns(parts.adapters, parts.table)
         self._results = results
         self._preemption = preemption
         self._add_chunk = add_chunk
@@ -167,7 +169,7 @@ class Admission:
             return
         num_blocks = self._kv.num_missing_blocks(head, _num_tokens_to_hold(head))
         num_blocks += self._policy.num_reserved_blocks(head)
-        self._preemption.yield_to(head, num_blocks, self._lacks_adapter(head))
+        self._preemption.yield_to(head, num_blocks, self._turns.lacks(head))
 
     def admit(self, plan: PlanBuilder, giant_left: int = 0) -> bool:
         """Start one waiting request if slots, memory, budget and policy allow. False: nobody else can start now.
@@ -185,6 +187,8 @@ class Admission:
         self._is_memory_short = False
         must_wait = False  # somebody, for something that comes without any further decision
         first = queue.first(self._lookahead)
+        if self._adapters.num_slots:
+            self._turns.look(first)
         best = self._longest_hit(first)
         if best is not None and len(best.token_ids) <= longest and self._start(best, plan):
             for other in first[: first.index(best)]:
@@ -192,13 +196,13 @@ class Admission:
             return True
         passed: list[Request] = []
         for request in self._candidates():
-            if passed and not queue.may_pass(request, passed):
+            if passed and not self._may_pass(request, passed):
                 passed.append(request)  # it waits all the same: whoever starts after it passes it
                 continue
             if passed and queue.has_share_apart(request, passed[0]):
                 longest = longest_of_all  # it takes nothing that those before it could have
             num_tokens = len(request.token_ids)
-            if num_tokens <= longest and (self._lacks_adapter(request) or self._is_prefix_coming(request)):
+            if num_tokens <= longest and (self._turns.must_wait(request) or self._is_prefix_coming(request)):
                 must_wait = True
             elif num_tokens <= longest:
                 if self._start(request, plan):
@@ -223,8 +227,8 @@ class Admission:
         however far behind: many requests of one adapter must not keep all others waiting.
         """
         candidates = self._queue.candidates(self._lookahead)
-        if self._adapters.num_slots and self._lookahead > 1 and any(map(self._lacks_adapter, candidates)):
-            more = self._queue.first_of_adapters(self._adapters.has_room)
+        if self._adapters.num_slots and self._lookahead > 1 and any(map(self._turns.lacks, candidates)):
+            more = self._turns.that_may_start(self._queue.first_of_adapters())
             return [*candidates, *(request for request in more if request not in candidates)]
         return candidates
 
@@ -238,10 +242,20 @@ class Admission:
         request, passed = first[best], first[:best]
         is_worth_it = hits[best] >= max(hits[:best], default=0) + MIN_COMING_BLOCKS
         is_same_turn = all(other.scheduling.tenant == request.scheduling.tenant for other in passed)
-        return request if passed and is_worth_it and is_same_turn and self._queue.may_pass(request, passed) else None
+        may_start = passed and is_worth_it and is_same_turn and not self._turns.must_wait(request)
+        return request if may_start and self._may_pass(request, passed) else None
+
+    def _may_pass(self, request: Request, passed: list[Request]) -> bool:
+        """Whether it may start before all of these. From those who wait for a slot of their adapter it takes nothing,
+        however often: a slot is emptied in time."""
+        queue, waiting = self._queue, [other for other in passed if self._turns.must_wait(other)]
+        return queue.may_pass(request, [other for other in passed if other not in waiting]) and all(
+            request.scheduling.priority <= other.scheduling.priority or queue.has_share_apart(request, other)
+            for other in waiting
+        )
 
     def _start(self, request: Request, plan: PlanBuilder) -> bool:
-        if not self._policy.may_admit(request) or self._lacks_adapter(request):
+        if not self._policy.may_admit(request) or self._turns.lacks(request):
             return False
         computed_blocks, num_computed = self._kv.get_computed_blocks(request)
         if not self._is_chunking and plan.num_rows and len(request.token_ids) - num_computed > plan.budget:
@@ -268,10 +282,6 @@ class Admission:
         plan.add_joined(request)
         self._add_chunk(plan, request.slot)
         return True
-
-    def _lacks_adapter(self, request: Request) -> bool:
-        """Whether all slots of adapters are in use, and by others than the request's own."""
-        return bool(request.adapter) and not self._adapters.has_room(request.adapter)
 
     def _is_prefix_coming(self, request: Request) -> bool:
         """Whether to wait for a prefix that is being computed; not if the request has been passed or preempted."""
