@@ -1,12 +1,12 @@
 """Choose the launch parameters of adapters' kernels in whole captured steps.
 
-    python kernels/tune.py lora [--models llama-3.1-8b] [--rows 1,8,32,128] [--seconds 120] [--dry-run]
+    python kernels/tune.py lora [--models llama-3.1-8b] [--rows 1,8,32] [--seconds 120] [--dry-run]
 
 Shrink and expand run between the products of a step, whose weights they compete with, so nothing is chosen from what
 they take alone. Steps of all `--rows`, each row through an adapter of its own, are searched together by the geometric
 mean of their times, then steps of prompts. With adapters gate and up are a plain product, for which the base model has
-no entry: it is chosen here too. Entries are marked, and the tuners of kernels alone leave them.
-Those of the file that say for which `rows` they are stay, and go before what is found.
+no entry: it is chosen here too. Entries are marked, and the tuners of kernels alone leave them. Where the file has an
+entry for a number of rows (`rows`), that one is searched for steps of as many, and none that they would not launch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from captured_steps import CapturedSteps, search_until
 from linear_shapes import SMALL_TILES, Parameters
 from roofline import MODELS
 from step_search import CONFIRMING_ROUNDS, Search, Settings, gains
-from tuned_table import BY_STEPS, Table
+from tuned_table import BY_STEPS, Table, read_table
 
 from cb_backend.engine.runner.slot_runner import SlotRunner
 from cb_backend.engine.runner.step_buffers import StepBuffers
@@ -36,14 +36,18 @@ from cb_backend.engine.step_shapes import StepShape
 from cb_backend.kernels.launch import launch_parameters, next_power_of_2
 from cb_backend.models.decoder import DecoderForCausalLM
 
-DEFAULT_ROWS = "1,8,32,128"
+DEFAULT_ROWS = "1,8,32"
 PROMPT_TOKENS, NUM_PROMPTS = 2048, 8
 REPLAYS = 5
 DECODE_TILE, PROMPT_TILE = 16, 64  # rows of an item, as the table has them for so many tokens
-SHRINKS = (  # of few rows: block_k, warps, stages
-    (512, 2, 1), (512, 4, 1), (512, 8, 1), (1024, 4, 1), (1024, 8, 1), (256, 4, 2), (128, 4, 3), (128, 2, 4),
+# block_k, block_r (of 64: q, k and v in one tile), warps, stages; of few rows
+SHRINKS = (
+    (512, 16, 2, 1), (512, 16, 4, 1), (512, 16, 8, 1), (1024, 16, 4, 1), (1024, 16, 8, 1), (256, 16, 4, 2),
+    (128, 16, 4, 3), (128, 16, 2, 4), (128, 64, 2, 4), (128, 64, 4, 3), (256, 64, 4, 2), (512, 64, 4, 1),
 )  # fmt: skip
-PROMPT_SHRINKS = ((64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3), (256, 8, 2))
+PROMPT_SHRINKS = (
+    (64, 64, 4, 3), (64, 16, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (256, 64, 8, 2),
+)  # fmt: skip
 # block_n, warps, programs an item (0: one a tile)
 EXPANDS = ((64, 2, 0), (64, 4, 0), (128, 2, 0), (128, 4, 0), (256, 4, 0), (256, 8, 0), (512, 8, 0))
 GATED_EXPANDS = ((64, 2, 0), (64, 4, 0), (128, 4, 0), (128, 8, 0), (256, 4, 0), (256, 8, 0))  # each of gate and up
@@ -88,26 +92,29 @@ def changes_of(name: str, rows: list[int]) -> dict[Entry, list[Parameters]]:
                 for n, k, warps in ONE_ROW_TILES
             ] + tiles[:2]
         found[entry("linear", n=gate_up, k=shape.hidden_size, m=next_power_of_2(num_rows))] = tiles
-    return found | lora_changes(name, DECODE_TILE, SHRINKS, EXPANDS, GATED_EXPANDS)
+    return found | lora_changes(name, rows, DECODE_TILE, SHRINKS, EXPANDS, GATED_EXPANDS)
 
 
 def lora_changes(
     name: str,
+    rows: list[int],
     tile: int,
-    shrinks: tuple[tuple[int, int, int], ...],
+    shrinks: tuple[tuple[int, int, int, int], ...],
     expands: tuple[tuple[int, int, int], ...],
     gated_expands: tuple[tuple[int, int, int], ...],
 ) -> dict[Entry, list[Parameters]]:
+    """Of steps of so many tokens, whose items have `tile` rows."""
     shape = MODELS[name]
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     inputs = dict.fromkeys((shape.hidden_size, q_size, shape.intermediate_size))
     outputs = dict.fromkeys((q_size + 2 * kv_size, shape.hidden_size))
     found: dict[Entry, list[Parameters]] = {}
     for k in inputs:
-        found[entry("lora_shrink", k=k, m=tile, bytes=2)] = [
-            {"block_k": block_k, "block_r": tile, "num_warps": warps, "num_stages": stages}
-            for block_k, warps, stages in shrinks
-        ]
+        for num_rows in rows:
+            found[shrink_entry(k, tile, num_rows)] = [
+                {"block_k": block_k, "block_r": block_r, "num_warps": warps, "num_stages": stages}
+                for block_k, block_r, warps, stages in shrinks
+            ]
     launches = [("lora_expand", n, expands) for n in outputs]
     for op, n, sizes in [*launches, ("lora_expand_gated", shape.intermediate_size, gated_expands)]:
         found[entry(op, n=n, m=tile, bytes=2)] = [
@@ -115,6 +122,14 @@ def lora_changes(
             for block_n, warps, programs in sizes
         ]
     return found
+
+
+def shrink_entry(k: int, tile: int, num_rows: int) -> Entry:
+    """The one of the file that steps of so many rows launch by, or would if there were one."""
+    when = {"k": k, "m": tile, "bytes": 2}
+    of_rows = {**when, "rows": next_power_of_2(num_rows)}
+    has_own = any(each["when"] == of_rows for each in read_table(DEVICE).get("lora_shrink", []))
+    return entry("lora_shrink", **(of_rows if has_own else when))
 
 
 class AdapterSteps(CapturedSteps):
@@ -207,7 +222,7 @@ def run(arguments: argparse.Namespace, save: Callable[[Table], None]) -> None:
         save(tune(decode_steps(model, rows, arguments.context), changes_of(name, rows), arguments.seconds * 0.7))
         torch.cuda.empty_cache()
         print(f"{name}, {PROMPT_TOKENS} tokens of {NUM_PROMPTS} prompts", flush=True)
-        prompts = lora_changes(name, PROMPT_TILE, PROMPT_SHRINKS, PROMPT_EXPANDS, PROMPT_GATED_EXPANDS)
+        prompts = lora_changes(name, [PROMPT_TOKENS], PROMPT_TILE, PROMPT_SHRINKS, PROMPT_EXPANDS, PROMPT_GATED_EXPANDS)
         save(tune(prompt_steps(model), prompts, arguments.seconds * 0.3))
         del model
         torch.cuda.empty_cache()

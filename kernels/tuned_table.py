@@ -48,14 +48,16 @@ def write_table(table: Table, path: Path) -> None:
 
 
 def put(entries: list[Entry], found: list[Entry]) -> list[Entry]:
-    """`found` in the places of entries with the same conditions, or else before all others, which stay."""
+    """`found` in the places of entries with the same conditions, or else before all others; but behind those with more
+    conditions than it has, which would never be found behind it."""
     entries = list(entries)
     for new in reversed(found):
         places = [place for place, entry in enumerate(entries) if entry.get("when") == new["when"]]
         if places:
             entries[places[0]] = new
         else:
-            entries.insert(0, new)
+            closer = [place for place, each in enumerate(entries) if each.get("when", {}).items() > new["when"].items()]
+            entries.insert(max(closer, default=-1) + 1, new)
     return entries
 
 

@@ -151,6 +151,7 @@ def compile_case(case: dict[str, Any]) -> dict[str, Any]:
         "lets_next_start_before_wait": bool(wait) and "griddepcontrol.launch_dependents" in before_wait,
         "lets_next_start_after_wait": "griddepcontrol.launch_dependents" in after_wait,
         "stores_after_wait": len(re.findall(r"st\.global|atom\.|red\.global", after_wait)),
+        "copies_through_l1": len(re.findall(r"cp\.async\.ca", ptx)),
         "loads_past_l1": len(re.findall(r"ld\.global\S*\.cg|cp\.async\.cg", ptx)),
         "loads_before_wait": len(re.findall(r"ld\.global|cp\.async\.c", before_wait)) if wait else 0,
         "system_releases": len(re.findall(r"atom\.global\.(?:sys\.release|release\.sys)", ptx)),

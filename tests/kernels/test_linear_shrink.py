@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +25,7 @@ VECTOR = {"vector": 1, "block_n": 8, "block_k": 64, "num_warps": 4}
 LIBRARY = {"library": 1}
 WHOLE_SPLIT = {"block_k": 512, "block_r": 16, "num_warps": 4, "num_stages": 1}
 IN_BLOCKS = {**WHOLE_SPLIT, "block_k": 64, "num_stages": 3}
+NARROW = {"block_k": 32, "block_r": 16, "num_warps": 8, "num_stages": 3}  # of more threads than 16 bytes for each
 MAX_ADAPTERS = 5
 
 
@@ -106,7 +108,27 @@ SHRINKS = {
     "whole": shared("_lora_shrink_kernel", 8, TILED, WHOLE_SPLIT),
     "blocks": shared("_lora_shrink_kernel", 8, TILED, IN_BLOCKS),
 }
-CASES = {**PRODUCTS, **SHRINKS, "after": shared("_lora_shrink_kernel", 200, TILED, WHOLE_SPLIT)}
+
+
+def shipped() -> dict[str, dict[str, int]]:
+    """Launch parameters of items of 16 rows in 16 bits, by name: what runs beside products."""
+    found: dict[str, dict[str, int]] = {}
+    for path in sorted(launch.TUNED.glob("*.json")):
+        for number, entry in enumerate(json.loads(path.read_text()).get("lora_shrink", [])):
+            when = entry.get("when", {})
+            if when.get("m", 16) == 16 and when.get("bytes", 2) == 2:
+                found[f"{path.stem} {number}"] = entry["use"]
+    return found
+
+
+SHIPPED = {name: shared("_lora_shrink_kernel", 8, TILED, use) for name, use in shipped().items()}
+CASES = {
+    **PRODUCTS,
+    **SHRINKS,
+    **SHIPPED,
+    "narrow": shared("_lora_shrink_kernel", 8, TILED, NARROW),
+    "after": shared("_lora_shrink_kernel", 200, TILED, WHOLE_SPLIT),
+}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -127,6 +149,19 @@ def test_beside_it_nothing_waits_before_its_work_is_done(name: str, compiled: di
     assert report["stores_after_wait"] == 0
     assert not report["lets_next_start_after_wait"]
     assert report["loads_past_l1"] > 0
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_input_comes_through_l1_with_the_parameters_that_are_shipped(
+    name: str, compiled: dict[str, dict[str, Any]]
+) -> None:
+    """Copies of less than 16 bytes a thread do, whatever they are told: nothing has told this L1 what is new."""
+    assert compiled[name]["copies_through_l1"] == 0
+    assert compiled[name]["loads_past_l1"] > 0
+
+
+def test_copies_that_would_come_through_l1_are_seen(compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled["narrow"]["copies_through_l1"] > 0
 
 
 def test_above_the_rows_of_dependent_launches_it_waits_first(compiled: dict[str, dict[str, Any]]) -> None:

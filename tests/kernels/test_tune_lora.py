@@ -66,6 +66,19 @@ def test_every_kernel_of_adapters_and_the_plain_product_of_gate_and_up_is_search
     ]
 
 
+def test_steps_that_the_file_has_an_entry_for_are_searched_by_that_one(
+    workshop: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"when": {"k": 4096, "m": 16, "bytes": 2, "rows": 256}, "use": {}}
+    monkeypatch.setattr(workshop.lora, "read_table", lambda device: {"lora_shrink": [own]})
+    names = [each.name for each in workshop.lora.changes_of("llama-3.1-8b", [8, 32, 200]) if each.op == "lora_shrink"]
+    assert names == [
+        "lora_shrink {'k': 4096, 'm': 16, 'bytes': 2}",
+        "lora_shrink {'k': 4096, 'm': 16, 'bytes': 2, 'rows': 256}",
+        "lora_shrink {'k': 14336, 'm': 16, 'bytes': 2}",
+    ]
+
+
 def test_what_gains_becomes_an_entry_that_launches_find(workshop: SimpleNamespace) -> None:
     changes = workshop.lora.changes_of("llama-3.1-8b", [8])
     product, shrink, *_ = changes

@@ -57,6 +57,15 @@ def test_entries_take_the_places_of_their_conditions_and_new_ones_go_first(works
     assert entries[1] == entry(64, 2, 8)
 
 
+def test_a_new_entry_does_not_hide_those_of_some_rows(workshop: SimpleNamespace) -> None:
+    """Which go before it, and only those."""
+    of_rows = {"when": {"k": 2048, "m": 16, "rows": 64}, "use": {"block_k": 1}}
+    other = {"when": {"k": 4096, "m": 16}, "use": {"block_k": 2}}
+    new = {"when": {"k": 2048, "m": 16}, "use": {"block_k": 3}}
+    assert workshop.tuned_table.put([of_rows, other], [new]) == [of_rows, new, other]
+    assert workshop.tuned_table.put([other, of_rows], [new, other]) == [other, of_rows, new]
+
+
 @pytest.mark.parametrize("keeps_steps", [True, False])
 def test_products_tuned_alone_leave_what_steps_chose(workshop: SimpleNamespace, keeps_steps: bool) -> None:
     """Of Llama-3.2-1B's output product, rows of 1 to 16 are tuned; only those of 2 are found to gain."""
