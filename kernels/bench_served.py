@@ -38,6 +38,8 @@ from cb_backend.cli.server.server_process import ServerOptions, ServerProcess, f
 from cb_backend.support.process_watch import process_cpu_seconds  # noqa: E402
 
 ADAPTER_RANK = 16
+LOAD_FAILURES = RuntimeError, subprocess.TimeoutExpired, KeyError, IndexError
+FIRST_STREAMS = 64
 USES = 16  # of each adapter before the loads, as they are drawn: so many that none is left out
 
 HEADER = (
@@ -124,7 +126,12 @@ def use_adapters_once(args: argparse.Namespace, server: ServerProcess, tokenizer
         "zipf": 0,
     }
     start = time.perf_counter()
-    run = run_load(argparse.Namespace(**vars(args) | is_short), server, tokenizer, 64, seed=len(args.streams))
+    try:
+        run = run_load(argparse.Namespace(**vars(args) | is_short), server, tokenizer, FIRST_STREAMS, len(args.streams))
+    except LOAD_FAILURES as error:
+        return f"first use of the adapters failed, the loads have it: {error}"
+    finally:
+        (args.out / f"load-{FIRST_STREAMS}.json").unlink(missing_ok=True)  # it is no load
     found, seconds = run["adapters"], time.perf_counter() - start
     return f"first use of {found['names']} adapters: {seconds:.1f} s, longest wait {found['longest_ms']} ms"
 
@@ -213,7 +220,7 @@ def serve(args: argparse.Namespace, model: Path, front_ends: int) -> list[str]:
             for seed, streams in enumerate(args.streams):
                 try:
                     run = run_load(args, server, model / "tokenizer.json", streams, seed)
-                except (RuntimeError, subprocess.TimeoutExpired, KeyError, IndexError) as error:
+                except LOAD_FAILURES as error:
                     rows.append(f"{front_ends:10d} {streams:8d}  failed: {error}")
                 else:
                     rows.append(row(front_ends, streams, run))

@@ -89,3 +89,22 @@ def test_every_adapter_is_used_before_the_loads(
     assert (first.output_len, load.output_len) == ("1", "2")
     assert (first.lora_skew, load.lora_skew) == (0.0, 1.0)
     assert "first use of 32 adapters" in capsys.readouterr().out
+
+
+def test_loads_go_on_where_the_first_use_fails_and_it_leaves_no_report(
+    workshop: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = workshop.bench.subprocess.run
+
+    def fail_first(command: list[str], **given: Any) -> SimpleNamespace:
+        done: SimpleNamespace = load(command, **given)
+        done.returncode, done.stderr, done.stdout = int(len(workshop.commands) == 1), "no server", ""
+        return done
+
+    monkeypatch.setattr(workshop.bench.subprocess, "run", fail_first)
+    rows = workshop.bench.serve(arguments(tmp_path, adapters=32, streams=[8]), tmp_path, 1)
+    printed = capsys.readouterr().out
+    assert "first use of the adapters failed" in printed
+    assert "no server" in printed
+    assert "failed" not in "".join(rows)
+    assert sorted(path.name for path in tmp_path.glob("load-*.json")) == ["load-8.json"]
