@@ -54,3 +54,19 @@ def test_the_table_says_what_was_simulated(
     assert first.startswith("8 streams, 8 names; without adapters")
     assert (two.split()[0], eight.split()[0]) == ("2", "8")
     assert float(two.split()[1].replace(",", "")) < float(eight.split()[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("wrong", [
+    "--places 0", "--places 4,x", "--names 0", "--streams 0", "--requests 100", "--output-len 1", "--input-len 9000",
+    "--zipf -1", "--cost -2", "--load-ms -5", "--step-ms 0", "--row-us nan",
+])  # fmt: skip
+def test_what_cannot_be_simulated_is_told_before_anything_is(
+    wrong: str, places: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["adapter_places.py", *wrong.split()])
+    with pytest.raises(SystemExit) as ended:
+        places.main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert wrong.split()[1] in printed.err or "8192" in printed.err
+    assert not printed.out

@@ -147,13 +147,13 @@ def test_a_held_request_is_in_no_line_until_it_is_released() -> None:
     add(queue, 0)
     held = make_request(1)
     queue.arrive(held, num_free_slots=0, num_free_tokens=0, is_held=True)
-    assert (ids(queue.first(8)), ids(queue.first_of_adapters()), len(queue)) == ([0], [0], 1)
+    assert (ids(queue.first(8)), ids(queue.first_of_adapters(lambda key: True)), len(queue)) == ([0], [0], 1)
     assert (queue.num_waiting, queue.num_tokens) == (2, 8)
     queue.release(7)
     queue.remove(0)
-    assert (queue.head, queue.first_of_adapters()) == (None, [])
+    assert (queue.head, queue.first_of_adapters(lambda key: True)) == (None, [])
     queue.release(1)
-    assert (queue.head, queue.first_of_adapters(), len(queue)) == (held, [held], 1)
+    assert (queue.head, queue.first_of_adapters(lambda key: True), len(queue)) == (held, [held], 1)
     queue.release(1)
     assert ids(queue.first(8)) == [1], "once"
 
@@ -166,20 +166,17 @@ def test_a_held_request_that_leaves_is_in_no_line() -> None:
     assert (queue.num_waiting, len(queue), queue.num_tokens, queue.head) == (0, 0, 0, None)
 
 
-def test_the_first_of_each_adapter_and_of_none_in_each_class() -> None:
-    queue = make_queue(enable_lora=True, priority_aging_s=0)
+def test_the_first_of_each_adapter_that_can_start_and_of_none() -> None:
+    queue = make_queue(enable_lora=True)
     for number, adapter in enumerate([b"x", b"x", b"", b"y", b"", b"z"]):
         request = make_request(number)
         request.adapter = adapter
         queue.arrive(request, num_free_slots=0, num_free_tokens=0)
-    assert ids(queue.first_of_adapters()) == [0, 2, 3, 5]
+    assert ids(queue.first_of_adapters(lambda key: key != b"y")) == [0, 2, 5]
+    assert ids(queue.first_of_adapters(lambda key: False)) == [2], "those of no adapter need no place"
     queue.remove(2)
     queue.remove(0)
-    assert ids(queue.first_of_adapters()) == [1, 3, 4, 5]
-    urgent = make_request(6, priority=-1)
-    urgent.adapter = b"y"
-    queue.arrive(urgent, num_free_slots=0, num_free_tokens=0)
-    assert ids(queue.first_of_adapters()) == [6, 1, 3, 4, 5]
+    assert ids(queue.first_of_adapters(lambda key: True)) == [1, 3, 4, 5]
 
 
 def test_a_request_is_due_after_its_milliseconds_and_not_before() -> None:

@@ -1,60 +1,70 @@
-"""Whether whoever lacks a slot for his adapter gets one in the end, computed from the documents.
+"""Whether whoever lacks a slot for his adapter gets one in the end, whatever the others ask for.
 
-I25: once the head of the queue has been passed `MAX_OVERTAKEN` times while it lacked a slot, one of the adapters in the
-slots takes nobody on who comes after it, until it has a slot. Nobody less urgent passes it, however often it is passed.
+I25: while a request is due, nobody from behind it joins one of the adapters in use. Only once those before it have
+joined all that nobody from behind has joined, this begins again, and so often at most as there are slots, or as one of
+those before it has taken one that was free: then nobody from behind joins any.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from cb_backend.contracts.adapters import AdapterKey
 from cb_backend.contracts.request import Request
-from cb_backend.contracts.step import StepPlan
-from cb_backend.engine.scheduler.order import MAX_OVERTAKEN
-
-if TYPE_CHECKING:
-    from tests.simulation.checks import CheckedEngine
+from cb_backend.engine.scheduler.scheduler import Scheduler
 
 
 class TurnChecks:
-    """Of one engine's life; told every plan."""
+    """Of one engine's life: stands around what the scheduler is told of those who start with an adapter."""
 
-    def __init__(self, counters: Counter[str]) -> None:
-        self._counters = counters
-        self._head = -1  # id of who was first when the last plan had been made, and lacked a slot
-        self._num_passed = 0
-        self._untouched: set[AdapterKey] | None = None  # adapters that nobody has joined since it was passed too often
+    def __init__(
+        self, scheduler: Scheduler, places: Mapping[int, tuple[float, ...]], has_tenants: bool, counters: Counter[str]
+    ) -> None:
+        self._turns = scheduler._admission._turns
+        self._adapters = scheduler._parts.adapters
+        self._queue = scheduler._queue
+        self._places, self._has_tenants, self._counters = places, has_tenants, counters
+        self._joined = self._turns.joined
+        self._turns.joined = self.joined  # type: ignore[method-assign]
+        self._due = -1  # id
+        self._used: set[AdapterKey] = set()  # when somebody joined last
+        self._untouched: set[AdapterKey] = set()  # of them, those that nobody from behind has joined since
+        self._prolonged: set[AdapterKey] = set()  # those that somebody before has joined since then
+        self._num_left = 0  # times that it may begin again
 
-    def check(self, checked: CheckedEngine, plan: StepPlan) -> None:
-        head = min(checked.scheduler._queue, key=lambda request: checked.places[request.request_id], default=None)
-        if head is None or checked.has_tenants or not lacks_slot(checked, head.adapter):
-            self._head = -1
+    def joined(self, request: Request) -> None:
+        self._joined(request)
+        due, used = self._turns._due, {key for key in self._adapters.resident if self._adapters.is_used(key)}
+        if due is None or due.request_id not in self._queue:
+            self._due = -1
             return
-        if head.request_id != self._head:
-            self._head, self._num_passed, self._untouched = head.request_id, 0, None
+        if due.request_id != self._due:
+            self._due, self._used, self._untouched, self._num_left = (
+                due.request_id,
+                used,
+                used,
+                self._adapters.num_slots,
+            )
+        self._num_left += request.adapter not in self._used
+        self._used = used
+        is_before = request.request_id in self._turns._before
+        if is_before and not self._has_tenants and not request.num_preemptions:
+            assert self._places[request.request_id] < self._places[due.request_id], "I25: taken for one before it"
+        if is_before or self._queue.has_share_apart(request, due):
+            self._counters["joined before the one that is due"] += 1
+            self._prolonged.add(request.adapter)
+            if (self._untouched & used) <= self._prolonged:
+                self._untouched, self._prolonged = used, set()
+                self._num_left -= 1
             return
-        reserved = checked.config.reserved_priority if checked.config.reserved_share else -1000
-        for row in plan.joined:
-            joined = checked.requests[row.request_id]
-            is_apart = joined.scheduling.priority <= reserved < head.scheduling.priority
-            is_before = joined.num_preemptions or checked.places[row.request_id] < checked.places[head.request_id]
-            if is_apart or is_before:  # who is back goes before all newcomers
-                continue
-            self._num_passed += 1
-            if self._untouched is not None:
-                self._untouched.discard(joined.adapter)
-                self._counters["passed while a slot is emptied"] += 1
-                assert self._untouched, "I25: all adapters take newcomers on while the head of the queue lacks a slot"
-        if self._num_passed >= MAX_OVERTAKEN and self._untouched is None:
-            self._untouched = {*checked.scheduler._parts.adapters.resident}
+        self._counters["joined behind the one that is due"] += 1
+        self._untouched = (self._untouched & used) - {request.adapter}
+        assert self._untouched, "I25: all adapters take requests on from behind one that lacks a slot"
+        assert self._num_left > 0, "I25: too often those before a request have kept the slots that were emptied for it"
 
 
-def lacks_slot(checked: CheckedEngine, key: AdapterKey) -> bool:
-    return bool(key) and not checked.scheduler._parts.adapters.has_room(key)
-
-
-def waits_for_slot(checked: CheckedEngine, request: Request) -> bool:
-    """Also if its adapter is the one whose slot is emptied."""
-    return checked.scheduler._admission._turns.must_wait(request)
+def waits_for_slot(scheduler: Scheduler, request: Request) -> bool:
+    """Also if its adapter is one whose slot is emptied."""
+    turns = scheduler._admission._turns
+    return turns.lacks(request) or request.adapter in turns._emptied

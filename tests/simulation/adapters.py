@@ -82,18 +82,20 @@ def crowded(scenario: Scenario) -> Scenario:
 
 def besieged(scenario: Scenario) -> Scenario:
     """The same world, to which many more requests come, nearly all for three adapters that fill the slots of the
-    device, and few for others, which find none until one of the three is asked for by nobody."""
+    device, and few for others, which find none until one of the three is asked for by nobody. They are of one class and
+    tenant, or of several."""
     rng, config = random.Random(f"siege of {scenario.seed}"), scenario.config
+    priorities, tenants = rng.choice(((0,), (-1, 0, 0, 1))), rng.choice((("",), ("", "", "another")))
     added = [
         replace(
             arrival := rng.choice(scenario.arrivals),
             request_id=make_request_id(rng.randint(0, 2), len(scenario.arrivals) + number),
             at_step=number // 2,
             params=msgspec.structs.replace(arrival.params, structured_output=None),
-            scheduling=SchedulingParams(),
+            scheduling=SchedulingParams(priority=rng.choice(priorities), tenant=rng.choice(tenants)),
             cancel_at=None,
             cancel_in=None,
-            adapter=f"rare{number}/1/slow/0" if number % 16 == 15 else f"popular{number % 3}/1/slow/0",
+            adapter=f"rare{number}/1/slow/0" if number % 16 == 15 else f"popular{rng.randrange(3)}/1/slow/0",
         )
         for number in range(2 * NUM_CROWDED)
     ]

@@ -18,7 +18,7 @@ from cb_backend.engine.llm_engine import LLMEngine
 from cb_backend.engine.scheduler.admission import LOOKAHEAD
 from tests.fakes.plan_follower import FakePending
 from tests.fakes.runners import HashRunner
-from tests.simulation.adapter_turns import TurnChecks
+from tests.simulation.adapter_turns import TurnChecks, waits_for_slot
 from tests.simulation.adapters import AdapterChecks, RoomChecks
 from tests.simulation.clients import Answer
 from tests.simulation.expectations import queue_place, refuses_by_queue
@@ -53,19 +53,22 @@ class CheckedEngine:
         self.computed: dict[int, int] = {}  # by request id: next position to compute
         self.slot_owner: dict[int, int] = {}
         self.overtaken: Counter[int] = Counter()
-        self.first: set[int] = set()  # ids of the first of the queue before the last plan
+        # Ids of those who may be passed before the last plan: the first of the queue; who waited for an adapter's slot.
+        self.first: set[int] = set()
+        self.waited_for_slot: set[int] = set()
         self.arrived_at: dict[int, float] = {}
         self.places: dict[int, tuple[float, ...]] = {}  # in the queue, by request id
         self.in_flight: dict[int, FakePending] = {}  # launched, not read; by step id
         self.planned: StepPlan | None = None  # and not handed to the runner
         self.plans: dict[int, StepPlan] = {}  # by step id
         self.adapters = AdapterChecks(scenario.num_adapter_slots, counters)
-        self.turns = TurnChecks(counters)
         if engine.adapters is not None:
             RoomChecks(engine.adapters, self._expect, counters)
         self.was_short = False  # in the last plan somebody found no blocks, whatever was reserved
         self.has_classes = len({arrival.scheduling.priority for arrival in scenario.arrivals}) > 1
         self.has_tenants = len({arrival.scheduling.tenant for arrival in scenario.arrivals}) > 1
+        if scenario.num_adapter_slots:
+            TurnChecks(self.scheduler, self.places, self.has_tenants, counters)
         self._add_request, self._schedule = self.scheduler.add_request, self.scheduler.schedule
         self._fail_step = self.scheduler.fail_step
         self.scheduler.fail_step = self.fail_step  # type: ignore[method-assign]
@@ -137,7 +140,9 @@ class CheckedEngine:
             self.planned = None
         num_free, preempted = self.kv.num_free_blocks, self.scheduler.num_preemptions
         self.was_short = False
-        self.first = {request.request_id for request in self.scheduler._queue.first(LOOKAHEAD)}
+        queue = self.scheduler._queue
+        self.first = {request.request_id for request in queue.first(LOOKAHEAD)}
+        self.waited_for_slot = {each.request_id for each in queue if waits_for_slot(self.scheduler, each)}
         plan = self._schedule()
         self.num_calls += plan is not None
         if plan is None:

@@ -55,7 +55,6 @@ def check_plan(checked: CheckedEngine, plan: StepPlan, pending: FakePending) -> 
         checked.last_row[request_id] = plan.step_id
     wanted = {slot: key_of(checked.answers[checked.slot_owner[slot]].arrival.adapter) for slot in slots}
     checked.adapters.check(plan, checked.in_flight, wanted)
-    checked.turns.check(checked, plan)
     for block_id in (*pending.written_blocks, *(device for device, _ in plan.copies.back)):
         assert checked.kv.pool.ref_cnt(block_id) == 1, "I3: a shared block is written"
         assert checked.kv.pool.link_of(block_id) is None, "I3: a cached block is written"
@@ -71,12 +70,15 @@ def check_plan(checked: CheckedEngine, plan: StepPlan, pending: FakePending) -> 
 
 
 def _check_overtaking(checked: CheckedEngine, row: JoinedRow, is_back: bool, takes_slot: bool) -> None:
-    """I10: who starts before his place has passed nobody more urgent, and nobody too often. Who lacks a slot for his
-    adapter is passed by those who take none as often as they like (I25 is about him)."""
+    """I10: who starts before his place has passed nobody more urgent, and nobody too often. Who waits for a slot of an
+    adapter is passed by those who take none as often as they like (I25 is about him). Where there are adapters, one
+    whose adapter has a slot starts from any place: only the first of the queue are not to be passed by him then."""
     request = checked.requests[row.request_id]
     own, place = request.scheduling, checked.places[row.request_id]
     for passed in checked.scheduler._queue:
         if checked.places[passed.request_id] > place:
+            continue
+        if checked.scenario.num_adapter_slots and passed.request_id not in checked.first:
             continue
         other, config = passed.scheduling, checked.config
         has_share = config.reserved_share and own.priority <= config.reserved_priority < other.priority
@@ -87,11 +89,10 @@ def _check_overtaking(checked: CheckedEngine, row: JoinedRow, is_back: bool, tak
             or (checked.has_tenants and (other.tenant, other.priority) != (own.tenant, own.priority))
         ):
             continue
-        if waits_for_slot(checked, passed) and not takes_slot:
+        waits = passed.request_id in checked.waited_for_slot or waits_for_slot(checked.scheduler, passed)
+        if waits and not takes_slot:
             checked.counters["passed for lack of a slot"] += 1
             continue
-        if checked.scenario.num_adapter_slots and passed.request_id not in checked.first:
-            continue  # those behind the first, whom an adapter's next request passes from any place, are not counted
         checked.overtaken[passed.request_id] += 1
         checked.counters["overtaken"] += 1
         assert passed.num_preemptions == 0, "O10: overtaken after a preemption"

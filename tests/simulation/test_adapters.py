@@ -77,12 +77,16 @@ def test_who_lacks_a_slot_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     """In worlds where others ask for what is in the slots in every step."""
 
     def run_all() -> Counter[str]:
-        return sum((World(besieged(world)).run() for world in islice(worlds(), 14)), Counter[str]())
+        return sum((World(besieged(world)).run() for world in islice(worlds(), 22, 28)), Counter[str]())
 
-    assert run_all()["passed while a slot is emptied"] > 10
-    monkeypatch.setattr(AdapterTurns, "must_wait", AdapterTurns.lacks)
-    with pytest.raises(AssertionError, match="I25"):
-        run_all()
+    found = run_all()
+    assert found["joined before the one that is due"] > 10
+    assert found["joined behind the one that is due"] > 10
+    for name, wrong in (("must_wait", AdapterTurns.lacks), ("joined", lambda turns, request: None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(AdapterTurns, name, wrong)
+            with pytest.raises(AssertionError, match="I25"):
+                run_all()
 
 
 def _early(

@@ -146,7 +146,7 @@ class Admission:
         self._queue = parts.queue
         self._swap = parts.swap
         self._adapters = parts.adapters
-        self._turns = AdapterTurns(parts.adapters, parts.table)
+        self._turns = AdapterTurns(parts.adapters, parts.table, parts.queue)
         self._results = results
         self._preemption = preemption
         self._add_chunk = add_chunk
@@ -188,29 +188,34 @@ class Admission:
         must_wait = False  # somebody, for something that comes without any further decision
         first = queue.first(self._lookahead)
         if self._adapters.num_slots:
-            self._turns.look(first)
+            self._turns.look(queue.candidates(self._lookahead))
         best = self._longest_hit(first)
         if best is not None and len(best.token_ids) <= longest and self._start(best, plan):
             for other in first[: first.index(best)]:
                 other.num_overtaken += 1
             return True
-        passed: list[Request] = []
+        passed: list[Request] = []  # they want what those after them could take
+        waiting: list[Request] = []  # for a slot of their adapter: whoever takes none may pass, unless less urgent
         for request in self._candidates():
-            if passed and not self._may_pass(request, passed):
+            if self._turns.must_wait(request):
+                waiting.append(request)
+                continue
+            if not (queue.may_pass(request, passed) and self._turns.may_pass(request, waiting)):
                 passed.append(request)  # it waits all the same: whoever starts after it passes it
                 continue
             if passed and queue.has_share_apart(request, passed[0]):
                 longest = longest_of_all  # it takes nothing that those before it could have
             num_tokens = len(request.token_ids)
-            if num_tokens <= longest and (self._turns.must_wait(request) or self._is_prefix_coming(request)):
+            if num_tokens <= longest and self._is_prefix_coming(request):
                 must_wait = True
             elif num_tokens <= longest:
                 if self._start(request, plan):
-                    for other in passed:
+                    for other in (*passed, *waiting):
                         other.num_overtaken += not queue.has_share_apart(request, other)
                     return True
                 longest = min(longest, num_tokens // SHORT_FACTOR)
             passed.append(request)
+        must_wait = must_wait or bool(waiting)
         if self._is_memory_short and not giant_left and not must_wait:
             self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
             self._blocked_version = self._table.version
@@ -228,7 +233,7 @@ class Admission:
         """
         candidates = self._queue.candidates(self._lookahead)
         if self._adapters.num_slots and self._lookahead > 1 and any(map(self._turns.lacks, candidates)):
-            more = self._turns.that_may_start(self._queue.first_of_adapters())
+            more = self._queue.first_of_adapters(self._turns.takes_on)
             return [*candidates, *(request for request in more if request not in candidates)]
         return candidates
 
@@ -242,17 +247,11 @@ class Admission:
         request, passed = first[best], first[:best]
         is_worth_it = hits[best] >= max(hits[:best], default=0) + MIN_COMING_BLOCKS
         is_same_turn = all(other.scheduling.tenant == request.scheduling.tenant for other in passed)
-        may_start = passed and is_worth_it and is_same_turn and not self._turns.must_wait(request)
-        return request if may_start and self._may_pass(request, passed) else None
-
-    def _may_pass(self, request: Request, passed: list[Request]) -> bool:
-        """Whether it may start before all of these. From those who wait for a slot of their adapter it takes nothing,
-        however often: a slot is emptied in time."""
-        queue, waiting = self._queue, [other for other in passed if self._turns.must_wait(other)]
-        return queue.may_pass(request, [other for other in passed if other not in waiting]) and all(
-            request.scheduling.priority <= other.scheduling.priority or queue.has_share_apart(request, other)
-            for other in waiting
-        )
+        if not passed or not is_worth_it or not is_same_turn or self._turns.must_wait(request):
+            return None
+        waiting = [other for other in passed if self._turns.must_wait(other)]
+        others = [other for other in passed if other not in waiting]
+        return request if self._queue.may_pass(request, others) and self._turns.may_pass(request, waiting) else None
 
     def _start(self, request: Request, plan: PlanBuilder) -> bool:
         if not self._policy.may_admit(request) or self._turns.lacks(request):
@@ -278,6 +277,7 @@ class Admission:
             request.adapter_slot, must_load = self._adapters.take(request.adapter)
             if must_load:
                 plan.adapter_loads.append((request.adapter_slot, request.adapter))
+            self._turns.joined(request)
         self._results.join(request, num_computed)
         plan.add_joined(request)
         self._add_chunk(plan, request.slot)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cb_backend.contracts.adapters import AdapterKey
@@ -53,8 +53,7 @@ class RequestQueue:
         # Greatest `priority` value of those for whom a share of slots and blocks is reserved; None: nobody.
         self.reserved_priority = config.reserved_priority if config.reserved_share and is_fair else None
         self._flows: dict[Flow, list[Request]] = {}  # by priority and tenant, each sorted
-        # By adapter and priority, each sorted.
-        self._by_adapter: dict[tuple[AdapterKey, int], list[Request]] | None = {} if config.enable_lora else None
+        self._by_adapter: dict[AdapterKey, list[Request]] | None = {} if config.enable_lora else None  # each sorted
         self._by_id: dict[int, Request] = {}  # held ones too
         self._held: set[int] = set()  # ids of requests that have arrived, but cannot start yet
         self._first: list[Request] = []  # the last answer of `first`, good for these versions of queue and counters
@@ -132,7 +131,7 @@ class RequestQueue:
         else:
             _take_out(self._flows, self._flow(request), request)
             if self._by_adapter is not None:
-                _take_out(self._by_adapter, (request.adapter, request.scheduling.priority), request)
+                _take_out(self._by_adapter, request.adapter, request)
         self.num_tokens -= len(request.token_ids)
         self._version += 1
         return request
@@ -147,7 +146,7 @@ class RequestQueue:
     def _line_up(self, request: Request) -> None:
         insort(self._flows.setdefault(self._flow(request), []), request, key=_key)
         if self._by_adapter is not None:
-            insort(self._by_adapter.setdefault((request.adapter, request.scheduling.priority), []), request, key=_key)
+            insort(self._by_adapter.setdefault(request.adapter, []), request, key=_key)
         self._version += 1
 
     def _flow(self, request: Request) -> Flow:
@@ -181,9 +180,10 @@ class RequestQueue:
                 return [*candidates, first]
         return candidates
 
-    def first_of_adapters(self) -> list[Request]:
-        """The first of each adapter, and of none, in each class, by their places."""
-        return sorted((line[0] for line in (self._by_adapter or {}).values()), key=_key)
+    def first_of_adapters(self, can_start: Callable[[AdapterKey], bool]) -> list[Request]:
+        """The first of each adapter that can start, and of none, by their places."""
+        lines = (self._by_adapter or {}).items()
+        return sorted((line[0] for key, line in lines if not key or can_start(key)), key=_key)
 
     def has_share_apart(self, request: Request, other: Request) -> bool:
         """Whether `request` has a share that `other` has no part in: it takes nothing that `other` could have."""
@@ -242,9 +242,8 @@ class RequestQueue:
             assert flow, "an empty line"
             assert flow == sorted(flow, key=_key), "a line is out of order"
             assert all(self._flow(request) == name for request in flow), "the wrong line"
-        for (adapter, priority), line in (self._by_adapter or {}).items():
-            own = [r for r in lined_up if r.adapter == adapter and r.scheduling.priority == priority]
-            assert line == sorted(own, key=_key), "adapters"
+        for key, line in (self._by_adapter or {}).items():
+            assert line == sorted((request for request in lined_up if request.adapter == key), key=_key), "adapters"
         ids = [*(request.request_id for request in lined_up), *self._held]
         assert sorted(ids) == sorted(self._by_id), "a request waits twice, or nowhere"
         assert self.num_tokens == sum(len(request.token_ids) for request in self._by_id.values()), "queued tokens"
