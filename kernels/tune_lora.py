@@ -128,7 +128,7 @@ def shrink_entry(k: int, tile: int, num_rows: int) -> Entry:
     """The one of the file that steps of so many rows launch by, or would if there were one."""
     when = {"k": k, "m": tile, "bytes": 2}
     of_rows = {**when, "rows": next_power_of_2(num_rows)}
-    has_own = any(each["when"] == of_rows for each in read_table(DEVICE).get("lora_shrink", []))
+    has_own = any(each.get("when") == of_rows for each in read_table(DEVICE).get("lora_shrink", []))
     return entry("lora_shrink", **(of_rows if has_own else when))
 
 

@@ -80,16 +80,19 @@ def test_prefixes_are_shared_within_an_adapter_only(adapters: list[bytes], num_c
 
 @pytest.mark.parametrize("policy", [ContinuousAdmission, StaticAdmission])
 @pytest.mark.parametrize("run_ahead", [0, 3])
-def test_fewer_slots_than_names_cost_loads_and_waiting(policy: PolicyKind, run_ahead: int) -> None:
-    loads, waits = [], []
+def test_fewer_slots_than_names_cost_loads_and_time(policy: PolicyKind, run_ahead: int) -> None:
+    """Not always waiting: in the mean, who need not wait gain what others lose."""
+    loads, seconds, waits = [], [], []
     for num_slots in (1, 2, 6):
         settings = config(enable_lora=True, max_loras=num_slots, run_ahead=run_ahead)
         bench = SimulatedBench(settings, step_times(), mix(num_slots))
         result = bench.run(mixed_traffic(60), Setting(8, 64), policy)  # raises for tokens that are missing
         loads.append(result.num_adapter_loads)
+        seconds.append(result.seconds)
         waits.append(float(result.latencies.ttft.mean()))
     assert min(loads[:2]) > loads[2] == 6, "who shares an adapter goes together, so one slot may load less than two"
-    assert waits[0] > waits[1] > waits[2]
+    assert seconds[0] > seconds[1] > seconds[2]
+    assert waits[0] > max(waits[1:])
 
 
 def test_names_are_drawn_by_zipfs_law() -> None:
