@@ -186,9 +186,9 @@ class Admission:
             return False
         self._is_memory_short = False
         must_wait = False  # somebody, for something that comes without any further decision
-        first = queue.first(self._lookahead)
+        first, candidates = queue.first(self._lookahead), queue.candidates(self._lookahead)
         if self._adapters.num_slots:
-            self._turns.look(queue.candidates(self._lookahead))
+            self._turns.look(candidates)
         best = self._longest_hit(first)
         if best is not None and len(best.token_ids) <= longest and self._start(best, plan):
             for other in first[: first.index(best)]:
@@ -196,7 +196,7 @@ class Admission:
             return True
         passed: list[Request] = []  # they want what those after them could take
         waiting: list[Request] = []  # for a slot of their adapter: whoever takes none may pass, unless less urgent
-        for request in self._candidates():
+        for request in self._with_first_of_adapters(candidates):
             if self._turns.must_wait(request):
                 waiting.append(request)
                 continue
@@ -215,8 +215,7 @@ class Admission:
                     return True
                 longest = min(longest, num_tokens // SHORT_FACTOR)
             passed.append(request)
-        must_wait = must_wait or bool(waiting)
-        if self._is_memory_short and not giant_left and not must_wait:
+        if self._is_memory_short and not (giant_left or must_wait or waiting):
             self._blocked_head, self._blocked_at = head, self._kv.num_free_blocks
             self._blocked_version = self._table.version
         return False
@@ -227,11 +226,10 @@ class Admission:
         begun = (request for request in self._queue.everyone if request.num_preemptions)
         return any(len(request.token_ids) <= longest and self._start(request, plan) for request in begun)
 
-    def _candidates(self) -> list[Request]:
-        """The first of the queue. Where one of them lacks an adapter, also the first of each adapter that can start,
-        however far behind: many requests of one adapter must not keep all others waiting.
+    def _with_first_of_adapters(self, candidates: list[Request]) -> list[Request]:
+        """Where one of them lacks an adapter, also the first of each adapter that can start, however far behind: many
+        requests of one adapter must not keep all others waiting.
         """
-        candidates = self._queue.candidates(self._lookahead)
         if self._adapters.num_slots and self._lookahead > 1 and any(map(self._turns.lacks, candidates)):
             more = self._queue.first_of_adapters(self._turns.takes_on)
             return [*candidates, *(request for request in more if request not in candidates)]
