@@ -69,7 +69,7 @@ class Streams:
     """Ask again whenever one is answered, for the same requests whatever else is simulated."""
 
     def __init__(self, engine: LLMEngine, clock: VirtualClock, load: Load, mix: AdapterMix | None) -> None:
-        self._engine, self._clock, self._load, self._mix = engine, clock, load, mix
+        self._engine, self._clock, self._load = engine, clock, load
         self._prompts = np.random.default_rng(0)
         self._names = [] if mix is None else mix.draw(2 * load.requests)
         self.arrived: list[float] = []

@@ -57,6 +57,19 @@ def with_adapters(scenario: Scenario, share_of_worlds: float = SHARE) -> Scenari
     return replace(scenario, config=config, arrivals=arrivals, num_adapter_slots=num_slots)
 
 
+def undisturbed(arrival: Arrival) -> Arrival:
+    """It is not cancelled, and waits for no grammar."""
+    params = msgspec.structs.replace(arrival.params, structured_output=None)
+    return replace(arrival, params=params, cancel_at=None, cancel_in=None)
+
+
+def joined_by(added: list[Arrival], scenario: Scenario) -> Scenario:
+    """The same world with these arrivals, none of which finds the queue full."""
+    arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.at_step)
+    config = replace(scenario.config, max_queue_size=1000, max_queue_tokens=1 << 24)
+    return replace(scenario, config=config, arrivals=tuple(arrivals))
+
+
 def crowded(scenario: Scenario) -> Scenario:
     """The same world, to which many more requests come: for as many adapters as are kept, step by step, and few for
     others, which have no room until one of those is needed by nobody."""
@@ -64,46 +77,36 @@ def crowded(scenario: Scenario) -> Scenario:
     popular = [f"popular{number}/{number}/slow/0" for number in range(config.max_cpu_loras or 1)]
     added = [
         replace(
-            arrival := rng.choice(scenario.arrivals),
+            arrival := undisturbed(rng.choice(scenario.arrivals)),
             request_id=make_request_id(rng.randint(0, 2), len(scenario.arrivals) + number),
             at_step=rng.randint(0, 2 * len(popular)) if number < len(popular) else rng.randint(0, NUM_CROWDED),
-            params=msgspec.structs.replace(arrival.params, structured_output=None),
             scheduling=msgspec.structs.replace(arrival.scheduling, timeout_ms=None, queue_timeout_ms=None),
-            cancel_at=None,
-            cancel_in=None,
             adapter=f"rare{number}/{number}/slow/1" if number % 20 == 19 else popular[number % len(popular)],
         )
         for number in range(NUM_CROWDED)
     ]
-    arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.at_step)
-    config = replace(config, max_queue_size=1000, max_queue_tokens=1 << 24)
-    return replace(scenario, config=config, arrivals=tuple(arrivals))
+    return joined_by(added, scenario)
 
 
 def besieged(scenario: Scenario) -> Scenario:
     """The same world, to which many more requests come, nearly all for three adapters that fill the slots of the
     device, and few for others, which find none until one of the three is asked for by nobody. They are of one class and
     tenant, or of several."""
-    rng, config = random.Random(f"siege of {scenario.seed}"), scenario.config
+    rng = random.Random(f"siege of {scenario.seed}")
     priorities, tenants = rng.choice(((0,), (-1, 0, 0, 1))), rng.choice((("",), ("", "", "another")))
     added = [
         replace(
-            arrival := rng.choice(scenario.arrivals),
+            undisturbed(rng.choice(scenario.arrivals)),
             request_id=make_request_id(rng.randint(0, 2), len(scenario.arrivals) + number),
             at_step=number // 2,
-            params=msgspec.structs.replace(arrival.params, structured_output=None),
             scheduling=SchedulingParams(priority=rng.choice(priorities), tenant=rng.choice(tenants)),
-            cancel_at=None,
-            cancel_in=None,
             adapter=f"rare{number}/1/slow/0" if number % 16 == 15 else f"popular{rng.randrange(3)}/1/slow/0",
         )
         for number in range(2 * NUM_CROWDED)
     ]
-    arrivals = sorted((*scenario.arrivals, *added), key=lambda arrival: arrival.at_step)
-    settings = {"max_loras": 3, "max_cpu_loras": 32, "max_num_seqs": 16, "max_num_batched_tokens": 512}
-    config = replace(config, max_queue_size=1000, max_queue_tokens=1 << 24, **settings)
+    config = replace(scenario.config, max_loras=3, max_cpu_loras=32, max_num_seqs=16, max_num_batched_tokens=512)
     num_blocks = scenario.num_blocks + 400  # it is not memory that they wait for
-    return replace(scenario, config=config, arrivals=tuple(arrivals), num_adapter_slots=3, num_blocks=num_blocks)
+    return joined_by(added, replace(scenario, config=config, num_adapter_slots=3, num_blocks=num_blocks))
 
 
 def key_of(path: str) -> AdapterKey:
